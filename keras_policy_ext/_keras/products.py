@@ -19,6 +19,9 @@ except ImportError:  # Keras has moved them: see `watch`.
 PRODUCTS = ("matmul", "einsum", "dot", "tensordot")
 """The operations that multiply two operands, as `keras.ops` names them."""
 
+CONVOLUTION = "conv"
+"""The operation that convolves inputs with a kernel."""
+
 MOVES = (
     "transpose",
     "reshape",

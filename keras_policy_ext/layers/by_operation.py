@@ -29,6 +29,7 @@ from keras_policy_ext._keras import products, walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import (
     COMPUTE_DTYPES,
+    Conv,
     Einsum,
     bank_axis,
     equations,
@@ -47,6 +48,9 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.stored_kernels import Axes
 
+CONVOLUTION = "convolution"
+"""What a recorded convolution has in the place of an equation."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordedProduct:
@@ -55,7 +59,7 @@ class RecordedProduct:
     Attributes:
         path: The path of the weight.
         equation: An explicit einsum equation; the second operand is the
-            weight, as it was moved.
+            weight, as it was moved. `CONVOLUTION` for a convolution.
         is_moved: Whether the operand is a moved copy of the weight.
         owner: A weak reference to the layer that has the weight; None for the
             layer that multiplies.
@@ -250,6 +254,9 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
         """Return a kernel's axes: those that a product sums, and the others."""
         for each in products_of(layer):
             if each.path == kernel.path and not each.is_moved:
+                if each.equation == CONVOLUTION:
+                    *others, channels = range(len(kernel.shape))
+                    return Axes(tuple(others), (channels,))
                 _, second, out = equations.split(each.equation)
                 axes = range(len(second))
                 summed = tuple(i for i in axes if second[i] not in out)
@@ -327,15 +334,44 @@ def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
 def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
     found = _recognised(layer, name, args, kwargs)
-    note = products.recorder()
     if found is None:
         return _of_activations(layer, stock, name, args, kwargs)
+    compute = functools.partial(stock, *args, **kwargs)
+    return _multiply(layer, compute, *found)
+
+
+def _convolve(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a convolution: in float8 if its kernel is a kernel of the layer."""
+    compute = functools.partial(stock, *args, **kwargs)
+    found = _recognised_convolution(layer, args, kwargs)
+    return compute() if found is None else _multiply(layer, compute, *found)
+
+
+def _multiply(
+    layer: Any,
+    stock: Callable[[], Tensor],
+    inputs: Any,
+    operand: Any,
+    origin: _Origin,
+    contraction: Einsum | Conv,
+) -> Tensor:
+    """Multiply inputs and a kernel in a layer's call; note it if recording.
+
+    Args:
+        layer: The layer.
+        stock: Computes the product as Keras does.
+        inputs: The inputs.
+        operand: What was made of the kernel.
+        origin: What it was made of.
+        contraction: What the product computes.
+    """
+    note = products.recorder()
     if note is not None:
-        _, _, origin, contraction = found
-        is_moved = origin.moved is not None
-        note(layer, Noted(origin.variable, contraction.equation, is_moved))
-        return stock(*args, **kwargs)
-    inputs, operand, origin, contraction = found
+        equation = CONVOLUTION
+        if isinstance(contraction, Einsum):
+            equation = contraction.equation
+        note(layer, Noted(origin.variable, equation, origin.moved is not None))
+        return stock()
     kernel = origin.variable
     dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
     if (
@@ -343,17 +379,35 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
         or not layer.float8_controller.has_kernel(kernel)
         or dtype not in COMPUTE_DTYPES
     ):
-        return stock(*args, **kwargs)
-    recipe = layer.float8_policy.recipe
-    shape = tuple(operand.shape)
-    if recipe.trains and _is_bank(contraction):
-        apart = layer.float8_controller.scales_each_matrix(kernel)
-        if apart or _crosses_matrices(contraction, shape, recipe):
-            contraction, inputs = _by_matrix(contraction, inputs, shape[0])
+        return stock()
+    if isinstance(contraction, Einsum):
+        shape = tuple(operand.shape)
+        how = layer, kernel, contraction, inputs, shape
+        contraction, inputs = _matrices_apart(*how)
     with activation_products.none_in(layer):
         return layer._contract(
             contraction, inputs, kernel, None, dtype, moved=origin.moved
         )
+
+
+def _matrices_apart(
+    layer: Any,
+    kernel: keras.Variable,
+    contraction: Einsum,
+    inputs: Any,
+    shape: tuple[int, ...],
+) -> tuple[Einsum, Any]:
+    """Return a product with a bank as one for each matrix, where that counts.
+
+    That is if matrices have scales apart, or a tile would lie in two of them.
+    """
+    recipe = layer.float8_policy.recipe
+    if not (recipe.trains and _is_bank(contraction)):
+        return contraction, inputs
+    apart = layer.float8_controller.scales_each_matrix(kernel)
+    if not (apart or _crosses_matrices(contraction, shape, recipe)):
+        return contraction, inputs
+    return _by_matrix(contraction, inputs, shape[0])
 
 
 def _of_activations(
@@ -423,6 +477,8 @@ def _tiles_along_columns(recipe: Recipe) -> tuple[int, ...]:
 
 def _bank_axis(equation: str) -> int | None:
     """Return the axis of a kernel with the number of its matrix, or None."""
+    if equation == CONVOLUTION:
+        return None
     if _is_bank(Einsum(equation)):
         return 0
     return bank_axis(equation)
@@ -472,6 +528,38 @@ def _recognised(
         return None
     origin: Any = origins[0] or origins[1]
     return first, second, origin, contraction
+
+
+_OF_CONV = "inputs", "kernel", "strides", "padding", "data_format"
+
+
+def _recognised_convolution(
+    layer: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any, _Origin, Conv] | None:
+    """Return what `_recognised` does, of a call of `ops.conv`."""
+    given = dict(zip((*_OF_CONV, "dilation_rate"), args, strict=False))
+    given.update(kwargs)
+    inputs, kernel = given.pop("inputs", None), given.pop("kernel", None)
+    origin = _origin(layer, kernel)
+    if origin is None or _origin(layer, inputs) is not None:
+        return None
+    rank = len(getattr(kernel, "shape", ())) - 2
+    if not 1 <= rank <= 3 or not keras.backend.is_float_dtype(
+        _dtype_of(inputs)
+    ):
+        return None
+    data_format = given.get("data_format") or keras.config.image_data_format()
+    contraction = Conv(
+        _per_axis(given.get("strides", 1), rank),
+        str(given.get("padding", "valid")).lower(),
+        _per_axis(given.get("dilation_rate", 1), rank),
+        data_format,
+    )
+    return inputs, kernel, origin, contraction
+
+
+def _per_axis(size: Any, rank: int) -> tuple[int, ...]:
+    return (size,) * rank if isinstance(size, int) else tuple(size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -598,6 +686,7 @@ def _watch() -> None:
     products.watch(
         {
             products.PRODUCTS: _product,
+            (products.CONVOLUTION,): _convolve,
             (*products.MOVES, *products.CASTS): _move,
             products.PASSES: activation_products.run_and_pass_on,
             (products.SOFTMAX,): activation_products.softmax,

@@ -46,6 +46,13 @@ PRODUCTS = {
     ),
 }
 
+PRODUCTS["convolution"] = (
+    (3, WIDTH, 8),
+    lambda x, w: ops.conv(
+        ops.expand_dims(x, 1), w, padding="same", data_format="channels_last"
+    )[:, 0],
+)
+
 NOT_RECOGNISED = {
     "computed": ((WIDTH, 8), lambda x, w: ops.matmul(x, ops.tanh(w))),
     "added": ((1, WIDTH), lambda x, w: x + w),
@@ -127,6 +134,66 @@ def test_it_is_the_product_of_the_mixin():
         strict=True,
     ):
         np.testing.assert_array_equal(numpy(mine), numpy(theirs))
+
+
+@keras.saving.register_keras_serializable("by_operation")
+class Convolves(keras.layers.Layer):
+    """A convolution in its call."""
+
+    def __init__(self, how, **kwargs):
+        super().__init__(**kwargs)
+        self.how = how
+
+    def build(self, shape):
+        window = (3,) * (len(shape) - 2)
+        shape = (*window, shape[-1] // self.how.get("groups", 1), 4)
+        self.weight = self.add_weight(shape=shape, name="weight")
+
+    def call(self, x):
+        options = {k: v for k, v in self.how.items() if k != "groups"}
+        return ops.conv(x, self.weight, **options)
+
+    def get_config(self):
+        return {**super().get_config(), "how": self.how}
+
+
+CONVOLUTIONS = {
+    "one axis": ((7, 8), {"strides": 2}),
+    "two axes": ((6, 5, 8), {"padding": "same", "strides": [2, 1]}),
+    "dilated": ((9, 8), {"dilation_rate": 2}),
+    "groups": ((7, 8), {"groups": 2, "padding": "same"}),
+}
+
+
+@pytest.mark.full_except("two axes-delayed")
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_that_of_a_layer_of_keras(tmp_path, name, recipe):
+    shape, how = CONVOLUTIONS[name]
+    how = {**how, "data_format": "channels_last"}
+    model = keras.Sequential([keras.Input(shape), Convolves(how)])
+    conv = {2: keras.layers.Conv1D, 3: keras.layers.Conv2D}[len(shape)]
+    stock = conv(4, 3, use_bias=False, **how)
+    stock = keras.Sequential([keras.Input(shape), stock])
+    stock.layers[0].kernel.assign(model.layers[0].weight)
+    x = normal(5, *shape)
+    for each in (model, stock):
+        kpe.convert(each, f"float8/{recipe}_from_float32")
+    for _ in range(2):
+        for mine, theirs in zip(
+            gradients(model, x, mean_square)[:2],
+            gradients(stock, x, mean_square)[:2],
+            strict=True,
+        ):
+            np.testing.assert_array_equal(numpy(mine), numpy(theirs))
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(numpy(loaded(x)), numpy(model(x)))
+    kpe.freeze(model)
+    kpe.freeze(stock)
+    np.testing.assert_array_equal(numpy(model(x)), numpy(stock(x)))
+    kpe.revert(loaded)
+    assert type(loaded.layers[0]) is Convolves
 
 
 @pytest.mark.parametrize("name", ["transposed", "some experts", "cast"])

@@ -9,6 +9,7 @@ from keras_policy_ext._keras import products
 
 SEEN = {
     *products.PRODUCTS,
+    products.CONVOLUTION,
     *products.MOVES,
     *products.CASTS,
     *products.BRANCHES,
@@ -46,6 +47,7 @@ def test_a_layer_is_known_inside_of_its_call_alone():
         ("einsum", lambda x: ops.einsum("ab,bc->ac", x, x)),
         ("dot", lambda x: ops.dot(x, x)),
         ("tensordot", lambda x: ops.tensordot(x, x, 1)),
+        ("conv", lambda x: ops.conv(x[None], x[None])),
         ("transpose", ops.transpose),
         ("reshape", lambda x: ops.reshape(x, (-1,))),
         ("swapaxes", lambda x: ops.swapaxes(x, 0, 1)),
