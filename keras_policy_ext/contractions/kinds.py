@@ -238,7 +238,8 @@ def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
         contraction: A contraction of inputs and a weight.
         histories: See `EinsumOfBank`.
     """
-    if not isinstance(contraction, Einsum):
+    # A subclass reads its kernel in a way of its own, as `rnn.Gates` does.
+    if type(contraction) is not Einsum:
         return contraction
     if not _bank_axes(contraction.equation):
         return contraction

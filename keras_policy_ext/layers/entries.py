@@ -216,9 +216,9 @@ KERAS = Schema(
     title="The float8 state that Keras wrote for",
     kept="the layer",
     forms={
-        key.format(i=0, operand=operand): AMAXES[key]
+        key.format(i=0, operand=operand): Form(np.floating, rank, is_amax)
         for operand in OPERANDS
-        for key in (SCALE, HISTORY)  # In the order of Keras.
+        for rank, key in enumerate((SCALE, HISTORY))  # In the order of Keras.
     },
     allowed=(
         f"for {_OPERANDS} a float scalar and a float vector, finite and >= 0"
