@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 class TensorNotes(Generic[Value]):
-    """What is known of tensors, for as long as they live.
+    """A store of one value for each tensor, for as long as the tensor exists.
 
     A tensor is found by identity: tensors of some frameworks have no hash.
     """
@@ -38,12 +38,12 @@ class TensorNotes(Generic[Value]):
         self._known: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
     def of(self, x: Any) -> Value | None:
-        """Return what is known of a tensor, or None."""
+        """Return the value stored for a tensor, or None."""
         known = self._known.get(id(x))
         return None if known is None or known[0]() is not x else known[1]
 
     def set(self, x: Any, value: Value) -> None:
-        """Note a value of a tensor."""
+        """Store a value for a tensor."""
         known, key = self._known, id(x)
 
         def forget(reference: Any) -> None:

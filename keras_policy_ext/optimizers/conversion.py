@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext.mixed_precision._arguments import public_class
 from keras_policy_ext.optimizers.quantized import (
     QuantizedState,
     make_quantized,
@@ -240,7 +241,8 @@ def _check(optimizer: Any, settings: Settings) -> None:
             "with moments. Keep it as it is, or say by `slots` what its "
             "slots hold, such as slots={'momentum': 'first'}."
         )
-    if not cls.__module__.startswith("keras.src."):
+    named = public_class(optimizer) or cls
+    if getattr(keras.optimizers, named.__name__, None) is not named:
         _check_steps(stock, copy, cls)
 
 

@@ -38,7 +38,7 @@ KEPT = "float32"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How an optimizer stores its state; the arguments of `quantize_state`."""
+    """Settings for the stored state of an optimizer, from `quantize_state`."""
 
     moments: str = "float8"
     slots: tuple[tuple[str, str], ...] = ()

@@ -30,7 +30,7 @@ SMALLEST_ROOT = 2.0**-63
 
 
 class Kind(NamedTuple):
-    """How a moment is stored: its mantissa bits, and whether it has a sign."""
+    """The code of one kind of moments: mantissa bits, and if it has a sign."""
 
     mantissa_bits: int
     signed: bool
