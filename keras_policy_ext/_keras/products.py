@@ -87,11 +87,12 @@ def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
     """Make operations of Keras call a handler of their own inside of a layer.
 
     `keras.ops` calls a function of the same name in a module of the backend,
-    such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops` and in
-    modules of these names there (3.16). These are wrapped, so that it makes no
-    difference how a module imports the operation. Layers cast by
-    `backend.cast`. If Keras has the functions elsewhere, no product is seen,
-    and `convert` says that none was recognised. Expires with a public hook.
+    such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops`, in
+    modules of these names there and in `backend.random` (3.16). These are
+    wrapped, so that it makes no difference how a module imports the
+    operation. Layers cast by `backend.cast`. If Keras has the functions
+    elsewhere, no product is seen, and `convert` says that none was recognised.
+    Expires with a public hook.
 
     Args:
         handlers: The handler for operations of these names. It is called as
@@ -110,9 +111,10 @@ def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
 
 def modules() -> list[Any]:
     """Return the modules of Keras that have the functions behind operations."""
-    home = getattr(_backend, "ops", None)
-    places = [home, *(getattr(home or _backend, x, None) for x in _MODULES)]
-    return [place for place in places if place is not None]
+    home = getattr(_backend, "ops", None)  # Without those of keras.random.
+    homes = [each for each in (home, _backend) if each is not None]
+    places = [getattr(each, x, None) for each in homes for x in _MODULES]
+    return [each for each in (home, *places) if each is not None]
 
 
 def follow(cls: type) -> None:
