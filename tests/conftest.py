@@ -71,26 +71,34 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_all_except_named_cases(config, items):
-    """Mark cases `full`, unless `full_except` of their test names them.
+    """Mark cases `full` or `slow`, unless their test names them.
+
+    `full_except` marks the others `full`. `slow_except` marks the others
+    `slow` where they are compiled, on JAX and TensorFlow; those that
+    `full_except` names are not.
 
     Raises:
         pytest.UsageError: Of whole files, no case has a name that is given.
     """
     absent = {}
+    is_compiled = os.environ["KERAS_BACKEND"] != "torch"
     for item in items:
-        marker = item.get_closest_marker("full_except")
-        if not marker:
-            continue
-        case = item.callspec.id
-        if case not in marker.args:
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        quick = item.get_closest_marker("full_except")
+        compiled = item.get_closest_marker("slow_except")
+        if quick and case not in quick.args:
             item.add_marker(pytest.mark.full)
-        test = item.nodeid.removesuffix(f"[{case}]")
-        absent.setdefault(test, set(marker.args)).discard(case)
+        named = [name for m in (quick, compiled) if m for name in m.args]
+        if compiled and is_compiled and case not in named:
+            item.add_marker(pytest.mark.slow)
+        if named:
+            test = item.nodeid.removesuffix(f"[{case}]")
+            absent.setdefault(test, set(named)).discard(case)
     of_whole_files = not any("::" in argument for argument in config.args)
     for test, names in absent.items():
         if names and of_whole_files:
             raise pytest.UsageError(
-                f"full_except names cases that are not there. "
+                f"full_except or slow_except names cases that are not there. "
                 f"Received: {sorted(names)} in {test}. "
                 f"Allowed: ids that `pytest --collect-only` lists."
             )

@@ -116,6 +116,15 @@ def dtypes_of_products(monkeypatch):
     return seen
 
 
+@pytest.mark.slow_except(
+    "MX-t4",
+    "NVFP4-a100",
+    "blocks-t4",
+    "fnuz-a100",
+    "hybrid-t4",
+    "rows-a100",
+    "tensors-a100",
+)
 @pytest.mark.full
 @pytest.mark.parametrize("device", NARROW)
 @pytest.mark.parametrize("pair", PAIRS)

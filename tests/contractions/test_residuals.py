@@ -158,6 +158,7 @@ def test_on_a_cpu_codes_are_kept_where_they_cost_little(monkeypatch):
     assert keras.backend.standardize_dtype(kept.dtype) == expected
 
 
+@pytest.mark.slow_except("float8_from_float32")
 @pytest.mark.full
 @pytest.mark.parametrize(
     "policy",

@@ -51,6 +51,7 @@ def seen(monkeypatch):
     return found
 
 
+@pytest.mark.slow_except("attention-current", "recurrent-block", "dense-nvfp4")
 @pytest.mark.full_except(
     "convolution-delayed", "dense-delayed", "einsum-delayed"
 )

@@ -215,6 +215,7 @@ def test_loading_that_is_interrupted_leaves_a_stock_model_as_it_was(weights):
     check_interrupted(victim, load, "load")
 
 
+@pytest.mark.slow_except()
 @pytest.mark.full
 def test_what_is_interrupted_leaves_a_converted_model_as_it_was(weights):
     victim, twin = converted(), converted()

@@ -134,6 +134,7 @@ def products(monkeypatch):
     return found
 
 
+@pytest.mark.slow_except("block-fused", "mxfp8-matmuls")
 @pytest.mark.full_except("rowwise-einsums")
 @pytest.mark.parametrize("how", RECOGNISED)
 @pytest.mark.parametrize("recipe", ["rowwise", "block", "mxfp8"])

@@ -195,6 +195,7 @@ def test_nothing_to_convert_is_refused_as_before():
         kpe.convert(keras.layers.Dense(2))
 
 
+@pytest.mark.slow_except()
 @pytest.mark.full
 def test_the_parts_are_calibrated_by_a_function_or_one_by_one():
     some, others = gan(), gan()
@@ -212,6 +213,7 @@ def test_the_parts_are_calibrated_by_a_function_or_one_by_one():
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+@pytest.mark.slow_except()
 @pytest.mark.full
 def test_a_function_gets_batches_as_they_are_and_no_more_than_steps():
     model, seen = gan(), []

@@ -47,6 +47,7 @@ ALL = both_axes(
 )
 
 
+@pytest.mark.slow_except("current")
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
 def test_each_operand_with_a_scale_of_the_tensor_is_named(recipe):
@@ -62,6 +63,7 @@ def test_each_operand_with_a_scale_of_the_tensor_is_named(recipe):
         assert 1e-3 < leak.effect < 0.5
 
 
+@pytest.mark.slow_except("block-gqa")
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["mha", "gqa"])
 @pytest.mark.parametrize("recipe", APART)
@@ -73,6 +75,7 @@ def test_nothing_is_named_where_scales_are_apart(recipe, kind):
     assert "No output depends on others through its scales." in str(audit)
 
 
+@pytest.mark.slow_except()
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", APART)
 def test_nothing_is_named_in_bfloat16(recipe):
@@ -96,6 +99,7 @@ def test_models_of_tokens_are_examined_by_other_tokens():
     assert kpe.audit(model, batch).leaks == ()
 
 
+@pytest.mark.slow_except()
 @pytest.mark.full
 def test_convolutions_have_a_scale_of_the_tensor_under_every_recipe():
     model = keras.Sequential(
@@ -126,6 +130,7 @@ def test_frozen_models_have_a_scale_per_token_or_per_image():
     assert audit.products == 2
 
 
+@pytest.mark.slow_except()
 @pytest.mark.full
 def test_steps_of_recurrent_layers_are_examined():
     model = keras.Sequential([keras.Input((5, 4)), layers.GRU(3)])

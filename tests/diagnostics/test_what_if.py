@@ -72,6 +72,12 @@ EVERY = [(o, m) for m, operands in MATMULS.items() for o in operands]
 BUILT_IN = ["block", "current", "delayed", "mxfp8", "nvfp4", "rowwise"]
 
 
+@pytest.mark.slow_except(
+    "inputs-kernel_grad-block",
+    "kernel-inputs_grad-nvfp4",
+    "outputs_grad-inputs_grad-mxfp8",
+    "inputs-forward-rowwise",
+)
 @pytest.mark.full_except(
     "outputs_grad-kernel_grad-current", "outputs_grad-kernel_grad-nvfp4"
 )

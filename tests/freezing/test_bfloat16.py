@@ -83,6 +83,7 @@ def assert_floats(model, expected, dtype):
     assert not expected
 
 
+@pytest.mark.slow_except("channel")
 @pytest.mark.full_except("tensor")
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 def test_kernels_are_those_of_the_same_numbers_in_float32(granularity):

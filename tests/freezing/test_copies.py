@@ -70,6 +70,7 @@ def assert_alike(model, other):
     np.testing.assert_array_equal(outputs_of(model, x), outputs_of(other, x))
 
 
+@pytest.mark.slow_except("blocks-load_model", "subclassed-pickle")
 @pytest.mark.full_except("functional-deepcopy", "functional-folder")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [blocks, functional, subclassed])

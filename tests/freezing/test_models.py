@@ -65,6 +65,7 @@ def test_models_of_every_sort_are_frozen_and_thawed(kind):
     model.train_on_batch(x, y)
 
 
+@pytest.mark.slow_except("blocks")
 @pytest.mark.full
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_converted_models_are_frozen(kind):

@@ -207,6 +207,7 @@ def test_a_thawed_kernel_is_the_rounded_one():
     )
 
 
+@pytest.mark.slow_except()
 @pytest.mark.full
 def test_a_model_trained_in_float8_is_frozen_with_its_scales():
     model = compiled(tower())

@@ -56,6 +56,7 @@ def batch(model, rows):
     return normal(rows, *model.input_shape[1:])
 
 
+@pytest.mark.slow_except("dense-dynamic", "convolution-static")
 @pytest.mark.full_except("convolution-None", "dense-None", "einsum-None")
 @pytest.mark.parametrize("activations", [None, "dynamic", "static"])
 @pytest.mark.parametrize("build", MODELS)

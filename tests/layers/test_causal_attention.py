@@ -58,6 +58,9 @@ def moves(layer, training):
     return past, np.abs(mates[0] - y[0]).max()
 
 
+@pytest.mark.slow_except(
+    "block-gqa-True", "mxfp8-mha-False", "rowwise-gqa-True"
+)
 @pytest.mark.full_except("rowwise-mha-False")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", ["mha", "gqa"])
@@ -75,6 +78,7 @@ def test_a_scale_of_the_tensor_sees_both(recipe):
     assert past > 0.0 and example > 0.0
 
 
+@pytest.mark.slow_except("block")
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", APART)
 def test_a_prefix_alone_gives_the_outputs_of_the_whole(recipe):
@@ -85,6 +89,7 @@ def test_a_prefix_alone_gives_the_outputs_of_the_whole(recipe):
     assert relative_rms(alone, whole) < 40 * 2.0**-24
 
 
+@pytest.mark.slow_except("rowwise")
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", APART)
 def test_compiled_attention_sees_neither(recipe):
@@ -100,6 +105,9 @@ def test_compiled_attention_sees_neither(recipe):
     np.testing.assert_array_equal(mates[0], y[0])
 
 
+@pytest.mark.slow_except(
+    "block-float16", "mxfp8-mixed_bfloat16", "rowwise-float32"
+)
 @pytest.mark.full
 @pytest.mark.parametrize("source", ["float32", "mixed_bfloat16", "float16"])
 @pytest.mark.parametrize("recipe", APART)
@@ -167,6 +175,7 @@ def test_the_weighted_sum_is_that_of_the_reference(recipe):
     assert np.all((largest == 0.0) | (largest > 216.0))
 
 
+@pytest.mark.slow_except("mxfp8")
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", APART)
 def test_gradients_of_the_weighted_sum_are_those_of_floats_nearly(recipe):
