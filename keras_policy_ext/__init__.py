@@ -95,6 +95,7 @@ _LAZY = (
 # Public names and the modules that load on their first use.
 _LAZY_NAMES = {
     "audit": "diagnostics.audit",
+    "autopilot": "diagnostics.autopilot",
     "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
@@ -118,6 +119,7 @@ __all__ = [
     "activations",
     "audit",
     "autocast_scope",
+    "autopilot",
     "calibrate",
     "callbacks",
     "carry_policy",
@@ -178,6 +180,7 @@ if TYPE_CHECKING:
         widen,
     )
     from keras_policy_ext.diagnostics.audit import audit
+    from keras_policy_ext.diagnostics.autopilot import autopilot
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
     from keras_policy_ext.diagnostics.monitor import watch

@@ -7,10 +7,12 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext.diagnostics.autopilot import Autopilot, autopilot
 from keras_policy_ext.diagnostics.captured import Loss
 from keras_policy_ext.diagnostics.monitor import Watch, watch
+from keras_policy_ext.diagnostics.rules import Thresholds
 
-__all__ = ["Float8Monitor"]
+__all__ = ["Float8Autopilot", "Float8Monitor", "Thresholds"]
 
 
 class Float8Monitor(keras.callbacks.Callback):
@@ -85,3 +87,65 @@ class Float8Monitor(keras.callbacks.Callback):
     def _log(self, logs: dict[str, Any] | None) -> None:
         if self.watch is not None and logs is not None:
             logs.update(self.watch.logs())
+
+
+class Float8Autopilot(Float8Monitor):
+    """A callback that takes layers out of float8 while their figures are bad.
+
+    It acts as `kpe.autopilot` does, and logs what `Float8Monitor` logs, and
+    `float8_layers_out`, the number of layers without their own recipe. Print
+    `autopilot` for the decisions.
+
+    Args:
+        data: As for `Float8Monitor`.
+        every: As for `kpe.autopilot`.
+        finer: As for `kpe.autopilot`.
+        calm: As for `kpe.autopilot`.
+        thresholds: As for `kpe.autopilot`.
+        **options: `loss`, `path` and `page`, as for `Float8Monitor`.
+
+    Attributes:
+        autopilot: The `Autopilot` of the model of the last `fit`; None before.
+
+    Raises:
+        ValueError: When training begins, as `kpe.autopilot` does.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        every: int = 10,
+        finer: Any = None,
+        calm: int = 5,
+        thresholds: Thresholds | None = None,
+        **options: Any,
+    ):
+        super().__init__(data, every=every, **options)
+        self.autopilot: Autopilot | None = None
+        self._how.pop("share")
+        self._how |= {"finer": finer, "calm": calm, "thresholds": thresholds}
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check the model; go on with the decisions of its earlier `fit`."""
+        if self.watch is None or self.watch.model is not self.model:
+            self.autopilot = autopilot(self.model, **self._how)
+            self.watch = self.autopilot.watch
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Take a sample if it is time for one, and act on it."""
+        if self.autopilot is not None:
+            self.autopilot.step(self._data)
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Log the worst figures of the last sample."""
+        self._log(logs)
+
+    def _log(self, logs: dict[str, Any] | None) -> None:
+        super()._log(logs)
+        if self.autopilot is not None and logs is not None:
+            logs.update(self.autopilot.logs())

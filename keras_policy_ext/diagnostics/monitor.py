@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics.captured import (
@@ -26,9 +28,21 @@ from keras_policy_ext.diagnostics.captured import (
 )
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
 from keras_policy_ext.diagnostics.page import line_plot, page, shade
+from keras_policy_ext.diagnostics.rules import (
+    Around,
+    Rules,
+    Seen,
+    Thresholds,
+    WatchWarning,
+)
 from keras_policy_ext.numerics.scale_sources import Amax
 from keras_policy_ext.policies.of_layers import layers_in_float8
-from keras_policy_ext.recipes import OPERANDS, matmuls_of
+from keras_policy_ext.recipes import (
+    OPERANDS,
+    Quantization,
+    Recipe,
+    matmuls_of,
+)
 
 FIGURES = (
     "amax",
@@ -43,6 +57,7 @@ FIGURES = (
 KEYS = ("layer", "kernel", "operand")
 MOST = 64
 """Samples in memory. With 100 layers they take 0.6 MB."""
+MOST_WARNINGS = 1000
 
 
 class Watch:
@@ -53,6 +68,12 @@ class Watch:
         steps: The number of steps so far.
         unexamined: The paths of float8 layers without figures in the last
             sample, with the reasons.
+        warnings: What went wrong in samples, from when it began; the newest
+            1000.
+        rules: What judges the samples.
+        judged_as: Recipes by the `id` of a layer, by which the rules judge it
+            in place of its own one.
+        uses: The uses of the kernels in the last sample.
     """
 
     def __init__(
@@ -62,12 +83,18 @@ class Watch:
         share: float,
         loss: Loss | None,
         path: str | pathlib.Path | None,
+        thresholds: Thresholds | None = None,
     ):
         self.steps = 0
+        self.warnings: list[WatchWarning] = []
+        self.rules = Rules(thresholds or Thresholds())
+        self.judged_as: dict[int, Recipe] = {}
+        self.uses: list[list[Use]] = []
         self.unexamined: dict[str, str] = {}
         self.model, self._every, self._share = model, every, share
         self._loss = loss
         self._path = None if path is None else pathlib.Path(path)
+        self._seen: list[Seen] = []
         self._samples: dict[int, Any] = {}
         self._names: dict[tuple[str, ...], None] = {}
         self._last: tuple[int, Any, list[str]] | None = None
@@ -103,6 +130,9 @@ class Watch:
             if key in rows:
                 notes[place], numbers[place] = rows[key]
         self._last = self.steps, numbers, notes
+        for found in self.rules.look(self._around(batch), self._seen):
+            self.warnings = [*self.warnings[-MOST_WARNINGS + 1 :], found]
+            _user_code.warn(found.message)
         if self._taken % self._stride == 0:
             self._samples[self.steps] = numbers, notes
         self._taken += 1
@@ -128,9 +158,12 @@ class Watch:
         found = captured(self.model, batch, self._loss)
         self.unexamined = found.unexamined
         rows: dict[tuple[str, ...], tuple[str, list[float]]] = {}
-        for uses in by_kernel(found.uses):
+        self.uses, self._seen = by_kernel(found.uses), []
+        for uses in self.uses:
+            own = self.judged_as.get(id(uses[0].layer))
             for operand in OPERANDS:
-                figures = _figures(uses, operand)
+                asked, parts = _figures(uses, operand)
+                figures = total(parts)
                 layer = path_of(uses[0].layer)
                 key = layer, uses[0].kernel.name, operand
                 self._names.setdefault(key)
@@ -138,7 +171,21 @@ class Watch:
                 values = (getattr(figures, name) for name in FIGURES)
                 numbers = [math.nan if x is None else x for x in values]
                 rows[key] = note, numbers
+                if own is not None:
+                    asked, parts = _figures(uses, operand, own)
+                self._seen.append(Seen(*key, parts, asked))
         return rows
+
+    def _around(self, batch: Batch) -> Around:
+        """Return what the rules know of a sample beside the figures."""
+        optimizer = getattr(self.model, "optimizer", None)
+        leaves = keras.tree.flatten((batch.x, batch.y, batch.sample_weight))
+        return Around(
+            self.steps,
+            all(map(_is_finite, leaves)),
+            _number(optimizer, "learning_rate", math.nan),
+            _number(optimizer, "dynamic_scale", 1.0),
+        )
 
     def _rows(
         self, step: int, numbers: Any, notes: list[str]
@@ -227,11 +274,33 @@ def _cell(name: str, value: float | None) -> str:
     return f'<td style="{style}">{text}</td>'
 
 
-def _figures(uses: Sequence[Use], operand: str) -> Figures:
-    """Return the figures of an operand under the layer's own recipe."""
-    found = []
+def _is_finite(x: Any) -> bool:
+    if x is None or not keras.backend.is_float_dtype(x.dtype):
+        return True
+    return bool(ops.all(ops.isfinite(x)))
+
+
+def _number(thing: Any, name: str, default: float) -> float:
+    value = getattr(thing, name, None)
+    return default if value is None else float(ops.convert_to_numpy(value))
+
+
+def _figures(
+    uses: Sequence[Use], operand: str, recipe: Recipe | None = None
+) -> tuple[Quantization | None, list[Figures]]:
+    """Return how an operand is quantized, and its figures in each use.
+
+    Args:
+        uses: The uses of a kernel.
+        operand: The operand.
+        recipe: A recipe; None for that of the layer.
+    """
+    found: list[Figures] = []
+    quantization = None
     for use in uses[:1] if operand == "kernel" else uses:
         plan, x = use.plan, use.operand(operand)
+        if recipe is not None:
+            plan = dataclasses.replace(plan, recipe=recipe)
         if x is None or 0 in x.shape:
             continue
         asked = {
@@ -248,7 +317,7 @@ def _figures(uses: Sequence[Use], operand: str) -> Figures:
         how = plan.contraction, operand, matmul, quantization
         numbers = measured(*how, x, scale)
         found.append(Figures.read(ops.convert_to_numpy(numbers)))
-    return total(found)
+    return quantization, found
 
 
 def watch(
@@ -258,6 +327,7 @@ def watch(
     share: float = 0.02,
     loss: Loss | None = None,
     path: str | pathlib.Path | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Watch:
     """Follow what float8 does to each layer, in a training loop of your own.
 
@@ -282,6 +352,7 @@ def watch(
         loss: As for `what_if`.
         path: A file to append the dicts of each sample to, as JSON lines;
             None for no file.
+        thresholds: When to warn; None for `kpe.callbacks.Thresholds()`.
 
     Returns:
         A `Watch`: call `step` with each batch.
@@ -317,4 +388,4 @@ def watch(
             f"`share` is not a share of the time. Received: {share!r}. "
             "Allowed: a number between 0 and 1, such as 0.02."
         )
-    return Watch(model, every, share, loss, path)
+    return Watch(model, every, share, loss, path, thresholds)
