@@ -19,7 +19,7 @@ STEPS, START = 120, 30
 HIDDEN, FEATURES, TARGETS = 32, 16, 8
 
 
-def batch_of(step, size=32):
+def batch_of(step, size=128):
     rng = np.random.default_rng(step)
     x = rng.normal(size=(size, FEATURES)).astype("float32")
     noise = rng.normal(size=(size, TARGETS)).astype("float32")
@@ -28,9 +28,9 @@ def batch_of(step, size=32):
     return x, target + 0.5 * noise
 
 
-def compiled(inputs, outputs, rate=1e-2, loss_scale=None):
+def compiled(inputs, outputs, loss_scale=None):
     model = keras.Model(inputs, outputs)
-    optimizer = keras.optimizers.Adam(rate)
+    optimizer = keras.optimizers.Adam()
     if loss_scale:
         optimizer = keras.optimizers.LossScaleOptimizer(
             optimizer, initial_scale=loss_scale
@@ -40,12 +40,12 @@ def compiled(inputs, outputs, rate=1e-2, loss_scale=None):
 
 
 def gated(loss_scale=None):
-    """A stem, a SwiGLU block around which values go too, and a head."""
+    """A stem, a SwiGLU block and a head."""
     inputs = keras.Input((FEATURES,))
     x = layers.Dense(HIDDEN, name="stem")(inputs)
     gate = layers.Dense(HIDDEN, activation="silu", name="gate")(x)
     up = layers.Dense(HIDDEN, name="up")(x)
-    x = x + layers.Dense(HIDDEN, name="down")(gate * up)
+    x = layers.Dense(HIDDEN, name="down")(gate * up)
     outputs = layers.Dense(TARGETS, name="head", dtype="float32")(x)
     return compiled(inputs, outputs, loss_scale=loss_scale)
 
@@ -126,6 +126,10 @@ class Fault:
     def batch(self, step):
         return batch_of(step)
 
+    def rate(self, step):
+        """It falls to zero, so that runs end near the same floor."""
+        return 0.02 * max(0.0, 1 - step / STEPS)
+
     def plant(self, step, model):
         """Change the model before a step."""
 
@@ -164,7 +168,7 @@ class Unequal(Fault):
 
 def unequal():
     model = gated()
-    model.compile(keras.optimizers.Adam(1e-2), weighted_by_target)
+    model.compile(keras.optimizers.Adam(), weighted_by_target)
     return model
 
 
@@ -205,9 +209,8 @@ class Dead(Fault):
 
 
 class Rate(Fault):
-    def plant(self, step, model):
-        if step == self.start:
-            model.optimizer.learning_rate = 0.3
+    def rate(self, step):
+        return super().rate(step) * (30 if step >= self.start else 1)
 
 
 class Logit(Fault):
@@ -315,6 +318,7 @@ def run(fault, way, planted=True, steps=STEPS, every=1, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(1, steps + 1):
+            model.optimizer.learning_rate = fault.rate(step)
             if planted:
                 fault.plant(step, model)
             batch = fault.batch(step) if planted else batch_of(step)

@@ -353,7 +353,7 @@ class Rules:
         if change > jump * 1.02 ** (around.step - last.step):
             cause = (
                 "It was assigned from outside of training."
-                if grown < 0.5
+                if grown <= 0.5
                 else "So did other kernels: the learning rate may be too high."
             )
             yield _Sign(
@@ -369,7 +369,7 @@ class Rules:
         if growth > limit:
             cause = (
                 "What it computes, such as logits, grows with it."
-                if grown < 0.5
+                if grown <= 0.5
                 else "So did other kernels: the learning rate may be too high."
             )
             yield _Sign(
