@@ -15,7 +15,7 @@ from keras import layers, ops
 
 import keras_policy_ext as kpe
 
-STEPS, START = 120, 30
+START = 30
 HIDDEN, FEATURES, TARGETS = 32, 16, 8
 
 
@@ -25,7 +25,7 @@ def batch_of(step, size=128):
     noise = rng.normal(size=(size, TARGETS)).astype("float32")
     mixed = np.random.default_rng(7).normal(size=(FEATURES, TARGETS))
     target = np.tanh(x @ mixed / 2).astype("float32")
-    return x, target + 0.5 * noise
+    return x, target + 1.5 * noise
 
 
 def compiled(inputs, outputs, loss_scale=None):
@@ -109,6 +109,7 @@ class Fault:
         operand: The operand.
         start: The step at which it begins.
         slow: Whether the loss shows it much later.
+        steps: How many steps the runs take.
         recipe: The recipe of the run.
         model: Makes the model.
         source: The policy that the model is made under.
@@ -119,6 +120,7 @@ class Fault:
     operand: str
     start: int = START
     slow: bool = False
+    steps: int = 70
     recipe: object = "delayed"
     model: object = gated
     source: str = "mixed_bfloat16"
@@ -128,7 +130,7 @@ class Fault:
 
     def rate(self, step):
         """It falls to zero, so that runs end near the same floor."""
-        return 0.02 * max(0.0, 1 - step / STEPS)
+        return 0.02 * max(0.0, 1 - step / self.steps)
 
     def plant(self, step, model):
         """Change the model before a step."""
@@ -142,7 +144,7 @@ class Channel(Fault):
         values = [np.array(ops.convert_to_numpy(v)) for v in (up, down)]
         if step == self.start:
             self.first = values[0][:, 0].copy(), values[1][0].copy()
-        factor = 1.2 ** (step - self.start)
+        factor = 1.25 ** (step - self.start)
         values[0][:, 0] = self.first[0] * factor
         values[1][0] = self.first[1] / factor
         up.assign(values[0])
@@ -237,7 +239,7 @@ class Assigned(Fault):
 FAULTS = {
     fault.name: fault
     for fault in (
-        Channel("swiglu_channel", "down", "inputs", slow=True),
+        Channel("swiglu_channel", "down", "inputs", slow=True, steps=110),
         Weighted(
             "saturated_gradient",
             "head",
@@ -261,7 +263,14 @@ FAULTS = {
         Restored("restored_scale", "down", "inputs"),
         Dead("dead_expert", "expert_2", "inputs", model=experts),
         Rate("learning_rate", "", "kernel"),
-        Logit("exploding_logit", "query", "kernel", slow=True, model=attending),
+        Logit(
+            "exploding_logit",
+            "query",
+            "kernel",
+            slow=True,
+            steps=110,
+            model=attending,
+        ),
         Constant("constant_input", "stem", "inputs"),
         Assigned("assigned_kernel", "up", "kernel"),
         Fault("shared_layer", "shared", "inputs", start=1, model=twice),
@@ -294,14 +303,13 @@ class Run:
     decisions: list
 
 
-def run(fault, way, planted=True, steps=STEPS, every=1, **options):
+def run(fault, way, planted=True, every=1, **options):
     """Train.
 
     Args:
         fault: The fault.
         way: `"16 bits"`, `"plain"`, `"watched"` or `"autopilot"`.
         planted: Whether the fault is planted.
-        steps: The number of steps.
         every: As for `kpe.autopilot`.
     """
     keras.utils.set_random_seed(0)
@@ -317,7 +325,7 @@ def run(fault, way, planted=True, steps=STEPS, every=1, **options):
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step in range(1, steps + 1):
+        for step in range(1, fault.steps + 1):
             model.optimizer.learning_rate = fault.rate(step)
             if planted:
                 fault.plant(step, model)
@@ -326,7 +334,7 @@ def run(fault, way, planted=True, steps=STEPS, every=1, **options):
                 judge.step(batch)
             losses.append(float(model.train_on_batch(*batch)))
     if planted:
-        fault.plant(steps + 1, model)
+        fault.plant(fault.steps + 1, model)
     x, y = batch_of(10**6, 2048)
     final = float(
         np.mean((model.predict(x, verbose=0, batch_size=2048) - y) ** 2)
