@@ -230,7 +230,9 @@ class Rules:
                         sign = sign._replace(since=since)
                     self._add(around, seen, sign)
                     break
-            self._remember(around, sample)
+            # What a wrong scale makes of a layer is not what the next ones get.
+            if not any(x.sign in ("scale", "shared") for x in self.present):
+                self._remember(around, sample)
         self._count += 1
         told, count = self._told, self._count
         recent = {k: at for k, at in told.items() if at > count - SAMPLES}
