@@ -80,7 +80,7 @@ def attending():
     inputs = keras.Input((FEATURES,))
     x = layers.Reshape((4, FEATURES // 4))(inputs)
     x = layers.Dense(HIDDEN, name="stem")(x)
-    x = x + layers.MultiHeadAttention(2, 16, name="attention")(x, x)
+    x = layers.MultiHeadAttention(2, 16, name="attention")(x, x)
     x = layers.Flatten()(x)
     outputs = layers.Dense(TARGETS, name="head", dtype="float32")(x)
     return compiled(inputs, outputs)
@@ -220,7 +220,7 @@ class Logit(Fault):
         if step >= self.start:
             attention = model.get_layer("attention")
             kernel = attention._query_dense.kernel
-            kernel.assign(ops.convert_to_numpy(kernel) * 1.06)
+            kernel.assign(ops.convert_to_numpy(kernel) * 1.15)
 
 
 class Constant(Fault):
