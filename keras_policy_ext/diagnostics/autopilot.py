@@ -19,6 +19,7 @@ from keras_policy_ext.diagnostics.captured import Loss
 from keras_policy_ext.diagnostics.monitor import Watch, watch
 from keras_policy_ext.diagnostics.rules import (
     OF_PRECISION,
+    WORDS,
     Thresholds,
     WatchWarning,
 )
@@ -41,27 +42,18 @@ class Decision:
     Attributes:
         step: The step, from 1, before which it was made.
         layer: The path of the layer.
+        what: What was decided, in words.
         recipe: The recipe from then on, as in names of policies.
         out: Its matmuls that are not in float8 from then on.
-        back: Whether the layer got its own recipe back.
         reason: The warnings that led to it, or how long there was none.
     """
 
     step: int
     layer: str
+    what: str
     recipe: str
     out: tuple[str, ...]
-    back: bool
     reason: str
-
-    @property
-    def what(self) -> str:
-        """What was decided, in words."""
-        if self.back:
-            return "its own recipe"
-        if self.out:
-            return f"in the compute dtype: {', '.join(self.out)}"
-        return self.recipe
 
     def __str__(self) -> str:
         return f"Step {self.step}, {self.layer}: {self.what}. {self.reason}"
@@ -152,7 +144,9 @@ class Autopilot(BaseReport):
 
     def _decide(self) -> list[tuple[_Steered, Recipe]]:
         """Decide by the last sample; return layers to change, and recipes."""
-        changes = []
+        changes: list[tuple[_Steered, Recipe]] = []
+        if any(x.sign == "nonfinite" for x in self.watch.rules.present):
+            return changes  # The figures leave such values out.
         layers = {id(uses[0].layer): uses[0].layer for uses in self.watch.uses}
         for key, layer in layers.items():
             policy, path = float8_policy_of(layer), path_of(layer)
@@ -169,14 +163,17 @@ class Autopilot(BaseReport):
             left = [each for each in found if not self._renew(steered, each)]
             if left and self._take_out(steered, left):
                 reason = " ".join(each.message for each in left)
+                what = f"{', '.join(_sorted(steered.out))} in the compute dtype"
+                if not steered.out:
+                    what = f"recipe {self._recipe(steered).spec}"
             elif not found and self._is_calm(steered):
                 wait = counted(steered.calm, "sample")
-                reason = f"No warning in {wait}."
+                what, reason = "its own recipe again", f"No warning in {wait}."
                 steered.out, steered.finer, steered.calm = frozenset(), False, 0
             else:
                 continue
             changes.append((steered, self._recipe(steered)))
-            self._note(steered, reason)
+            self._note(steered, what, reason)
         return changes
 
     def _renew(self, steered: _Steered, found: WatchWarning) -> bool:
@@ -193,8 +190,8 @@ class Autopilot(BaseReport):
         for variable in state.matrices:
             if variable.kernel.name == found.kernel:
                 _forget(variable, found.operand)
-        reason = f"{found.message} Its history begins anew."
-        self._note(steered, reason)
+        what = f"the history of its {WORDS[found.operand]} begins anew"
+        self._note(steered, what, found.message)
         return True
 
     def _take_out(
@@ -225,17 +222,17 @@ class Autopilot(BaseReport):
         changed: Recipe = dataclasses.replace(recipe, **out)
         return changed
 
-    def _note(self, steered: _Steered, reason: str) -> None:
-        recipe = self._recipe(steered)
-        decision = Decision(
-            self.watch.steps,
-            path_of(steered.layer),
-            recipe.spec,
-            tuple(m for m in MATMULS if m in steered.out),
-            not steered.is_out,
-            reason,
+    def _note(self, steered: _Steered, what: str, reason: str) -> None:
+        self.decisions.append(
+            Decision(
+                self.watch.steps,
+                path_of(steered.layer),
+                what,
+                self._recipe(steered).spec,
+                _sorted(steered.out),
+                reason,
+            )
         )
-        self.decisions.append(decision)
 
     def as_dict(self) -> dict[str, Any]:
         """Return decisions, warnings and layers that are out, as JSON types."""
@@ -264,6 +261,10 @@ class Autopilot(BaseReport):
             yield Table(columns, rows, spaced=True)
         out = "; ".join(f"{path}: {spec}" for path, spec in self.out.items())
         yield f"Without their own recipe now: {out or 'none'}."
+
+
+def _sorted(matmuls: Iterable[str]) -> tuple[str, ...]:
+    return tuple(each for each in MATMULS if each in matmuls)
 
 
 def _follow(layer: Any, recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from keras_policy_ext import formats
 from keras_policy_ext.diagnostics.figures import Figures, total
 from keras_policy_ext.recipes import Quantization
+from keras_policy_ext.reports import counted
 
 SAMPLES = 16
 """The number of earlier samples that growth is judged against."""
@@ -197,8 +198,8 @@ class Rules:
         # Signs that count if they last: since when, and in how many samples.
         self._lasting: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         self._alive: set[tuple[str, str, str]] = set()
-        # The number of the sample that had a warning last.
         self._count = 0
+        # The number of the sample that had a warning last.
         self._told: dict[tuple[str, str, str, str], int] = {}
 
     def look(
@@ -533,7 +534,8 @@ def _first_nonfinite(
                 )
         elif not around.batch_is_finite:
             cause = "The batch has such values."
-        words = f"{count:.0f} values are infinite or NaN. {cause}"
+        values = counted(int(count), "infinite or NaN value")
+        words = f"there are {values}. {cause}"
         return seen, _Sign("nonfinite", count, around.step, words)
     return None
 

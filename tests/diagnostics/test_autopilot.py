@@ -90,10 +90,11 @@ def test_a_layer_leaves_and_comes_back_in_a_running_fit(caplog):
     with pytest.warns(UserWarning, match="'mlp/up', inputs"):
         pilot, history = fitted(model, 3, thresholds=_of_inputs())
     went, came = pilot.decisions
-    assert went.layer.endswith("up") and went.step == 3 and not went.back
+    assert went.layer.endswith("up") and went.step == 3
     assert went.out == ("forward", "kernel_grad")
     assert "saturate" in went.reason and "inputs" in went.reason
-    assert (came.step, came.back, came.out) == (6, True, ())
+    assert (came.step, came.out) == (6, ())
+    assert came.what == "its own recipe again"
     assert [str(went), str(came)] == [r.getMessage() for r in caplog.records]
     assert history["float8_layers_out"] == [0.0]
     present = [*model.variables, *model.optimizer.variables]
@@ -134,7 +135,8 @@ def test_a_finer_recipe_comes_first_and_states_begin_anew_after_it():
         pilot.step((factor * X, Y))
         model.train_on_batch(X, Y)
     went, came = pilot.decisions
-    assert went.recipe.startswith("rowwise") and not went.out and came.back
+    assert went.recipe.startswith("rowwise") and not went.out
+    assert came.recipe == ""
     (state,) = model.get_layer("up").float8_state.matrices
     assert np.count_nonzero(state.rows()["inputs"][1]) == 2
 
@@ -160,7 +162,7 @@ def test_a_history_of_other_values_begins_anew():
         assert pilot.step((X, Y)) is False
     decision = pilot.decisions[0]
     assert decision.layer.endswith("up") and "inputs" in decision.reason
-    assert "begins anew" in decision.reason and pilot.out == {}
+    assert "begins anew" in decision.what and pilot.out == {}
     assert state.is_unseen("inputs") and not state.is_unseen("kernel")
     model.train_on_batch(X, Y)
     np.testing.assert_allclose(state.newest("inputs"), np.abs(X).max())
