@@ -107,6 +107,7 @@ _LAZY_NAMES = {
     "memory": "diagnostics.memory",
     "revert": "conversion",
     "thaw": "conversion",
+    "tune": "diagnostics.tune",
     "watch": "diagnostics.monitor",
     "what_if": "diagnostics.what_if",
     "widen": "conversion",
@@ -154,6 +155,7 @@ __all__ = [
     "serialize",
     "set_dtype_policy",
     "thaw",
+    "tune",
     "watch",
     "what_if",
     "widen",
@@ -184,6 +186,7 @@ if TYPE_CHECKING:
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
     from keras_policy_ext.diagnostics.monitor import watch
+    from keras_policy_ext.diagnostics.tune import tune
     from keras_policy_ext.diagnostics.what_if import what_if
     from keras_policy_ext.saving import load_model, load_preset, load_weights
 else:

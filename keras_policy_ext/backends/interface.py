@@ -457,6 +457,13 @@ class Gradients:
         """
         raise NotImplementedError
 
+    def unchanged_random_state(self) -> AbstractContextManager[Any]:
+        """On exit of the block, restore the random state of the framework.
+
+        Keras draws from it on PyTorch alone, for layers without a seed.
+        """
+        return nullcontext()
+
     def transpose(
         self,
         function: Callable[[Tensor], Tensor],

@@ -121,7 +121,7 @@ def _declare(backbone: keras.Model) -> None:
         return
     if _says(own, followed) or not any(policy for _, policy in followed):
         return
-    policy = _policy(source_policy_of(backbone), followed)
+    policy = policy_with_rules(source_policy_of(backbone), followed)
     global_policy.replace_layer_policy(backbone, policy)
 
 
@@ -142,7 +142,16 @@ def _says(policy: keras.DTypePolicy, followed: Followed) -> bool:
     return True
 
 
-def _policy(source: keras.DTypePolicy, followed: Followed) -> Float8DTypePolicy:
+def policy_with_rules(
+    source: keras.DTypePolicy, followed: Followed
+) -> Float8DTypePolicy:
+    """Return a policy of the most common recipe, with rules for the others.
+
+    Args:
+        source: The plain policy that it extends.
+        followed: The paths of layers, with the policy of each or None; one of
+            them at least has a policy.
+    """
     recipes = [policy.recipe for _, policy in followed if policy is not None]
     (recipe, _), *_ = collections.Counter(recipes).most_common(1)
     usual = Float8DTypePolicy(source.name, recipe=recipe)

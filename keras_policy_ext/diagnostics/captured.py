@@ -167,13 +167,8 @@ def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
             loss that the model was compiled with, or if there is none for the
             sum of squares of the outputs.
     """
-    layers = [
-        layer
-        for layer in walking.layers_within(model)
-        if not isinstance(layer, Float8State)
-    ]
     kind = _kind(model, batch, loss)
-    with undone(layers), unchanged_counters(layers):
+    with _unchanged(model):
         for step_by_step in (False, True):
             listing = _Listing()
 
@@ -195,10 +190,38 @@ def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
     ):
         use.inputs, use.weights, *state = tensors
         use.state, use.outputs_grad = tuple(state), gradient
-    value = float(ops.convert_to_numpy(ops.cast(value, "float32")))
     return Captured(
-        tuple(listing.uses), _unexamined(model, listing), kind, value
+        tuple(listing.uses), _unexamined(model, listing), kind, _number(value)
     )
+
+
+def loss_of(model: keras.Layer, batch: Batch, loss: Loss | None) -> float:
+    """Return the loss of a forward pass, as `captured` computes it.
+
+    The seeds are the same too: dropout drops the same values. The model and
+    its states stay unchanged.
+    """
+    kind = _kind(model, batch, loss)
+    with _unchanged(model):
+        with keras.StatelessScope(collect_losses=True):
+            return _number(_loss(model, batch, loss, kind))
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Layer) -> Iterator[None]:
+    """On exit of the block, restore a model's layers and random states."""
+    layers = [
+        layer
+        for layer in walking.layers_within(model)
+        if not isinstance(layer, Float8State)
+    ]
+    random_state = backends.current.unchanged_random_state()
+    with undone(layers), unchanged_counters(layers), random_state:
+        yield
+
+
+def _number(value: Tensor) -> float:
+    return float(ops.convert_to_numpy(ops.cast(value, "float32")))
 
 
 def by_kernel(uses: Iterable[Use]) -> list[list[Use]]:

@@ -34,7 +34,7 @@ from keras_policy_ext.recipes import (
 )
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
-_NOTHING_ROUNDED = recipes_.CurrentScaling(
+NOTHING_ROUNDED = recipes_.CurrentScaling(
     forward="high_precision",
     inputs_grad="high_precision",
     kernel_grad="high_precision",
@@ -336,9 +336,9 @@ def what_if(
         True
     """
     candidates.check_is_layer(model, "has operands to quantize")
-    wanted = _recipes(recipes)
+    wanted = read_recipes(recipes)
     batch = Batch.read(data)
-    with converted(model, _NOTHING_ROUNDED):
+    with converted(model, NOTHING_ROUNDED):
         found = captured(model, batch, loss)
         entries = tuple(_entries(found.uses, wanted))
     kind = found.loss
@@ -353,7 +353,12 @@ def what_if(
     )
 
 
-def _recipes(asked: Any) -> list[Recipe]:
+def read_recipes(asked: Any) -> list[Recipe]:
+    """Return the recipes in the argument `recipes`, each once.
+
+    Raises:
+        ValueError: If there is none, or one does not train.
+    """
     if asked is None:
         asked = recipes_.names()
     if isinstance(asked, (str, Recipe)):

@@ -416,6 +416,10 @@ class TorchBackend(Backend):
         return kept, list(found)
 
     @override
+    def unchanged_random_state(self) -> AbstractContextManager[Any]:
+        return torch.random.fork_rng()
+
+    @override
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
