@@ -94,6 +94,7 @@ _LAZY = (
 
 # Public names and the modules that load on their first use.
 _LAZY_NAMES = {
+    "Tuned": "diagnostics.tune",
     "audit": "diagnostics.audit",
     "autopilot": "diagnostics.autopilot",
     "calibrate": "conversion",
@@ -116,6 +117,7 @@ _LAZY_NAMES = {
 __all__ = [
     "Float8DTypePolicy",
     "LossScaleDTypePolicy",
+    "Tuned",
     "__version__",
     "activations",
     "audit",
@@ -186,7 +188,7 @@ if TYPE_CHECKING:
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
     from keras_policy_ext.diagnostics.monitor import watch
-    from keras_policy_ext.diagnostics.tune import tune
+    from keras_policy_ext.diagnostics.tune import Tuned, tune
     from keras_policy_ext.diagnostics.what_if import what_if
     from keras_policy_ext.saving import load_model, load_preset, load_weights
 else:

@@ -190,7 +190,9 @@ def main():
                 flush=True,
             )
         # Last, since it trains.
-        print(f"  a step takes {step_seconds(model, batch):.2f} s, not compiled")
+        print(
+            f"  a step takes {step_seconds(model, batch):.2f} s, not compiled"
+        )
 
 
 if __name__ == "__main__":

@@ -202,9 +202,8 @@ def loss_of(model: keras.Layer, batch: Batch, loss: Loss | None) -> float:
     its states stay unchanged.
     """
     kind = _kind(model, batch, loss)
-    with _unchanged(model):
-        with keras.StatelessScope(collect_losses=True):
-            return _number(_loss(model, batch, loss, kind))
+    with _unchanged(model), keras.StatelessScope(collect_losses=True):
+        return _number(_loss(model, batch, loss, kind))
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Option:
 
     Attributes:
         uses: The uses of the kernels of the layer.
-        recipe: The recipe; without the gradients that it would change too much.
+        recipe: The recipe.
         effect: What it does.
     """
 
@@ -68,12 +68,12 @@ class Option:
         """Return the bytes that the layer's matmuls read, rounded or not."""
         bits = 0.0
         for use in self.uses:
+            plain = 8.0 * itemsize(use.plan.inputs_dtype)
             for (operand, _), asked in _asked(use, self.recipe).items():
                 x = use.operand(operand)
-                size = 0 if x is None else int(np.prod(x.shape))
-                plain = 8.0 * itemsize(use.plan.inputs_dtype)
-                is_rounded = rounded and asked is not None
-                bits += size * (_bits(asked) if is_rounded else plain)
+                if x is not None:
+                    each = plain if asked is None else _bits(asked)
+                    bits += np.prod(x.shape) * (each if rounded else plain)
         return round(bits / 8)
 
 
@@ -90,7 +90,6 @@ def options(
     recipes: Sequence[Recipe],
     samples: int,
     loss_scale: float,
-    most_error: float,
 ) -> Iterator[Option]:
     """Yield an option for each recipe of a layer.
 
@@ -105,20 +104,13 @@ def options(
         recipes: The recipes.
         samples: The number of samples in the batch.
         loss_scale: The factor of the loss whose gradients were taken.
-        most_error: A gradient with a larger error stays in high precision.
     """
     known: dict[Any, Effect] = {}
     for recipe in recipes:
         key = tuple(tuple(_asked(use, recipe).items()) for use in uses)
         if key not in known:
             known[key] = _effect(uses, recipe, samples, loss_scale)
-        effect = known[key]
-        left_out: Any = {
-            matmul: "high_precision"
-            for matmul in GRADIENTS
-            if not effect.errors[matmul] <= most_error
-        }
-        yield Option(uses, dataclasses.replace(recipe, **left_out), effect)
+        yield Option(uses, recipe, known[key])
 
 
 def _effect(

@@ -17,6 +17,7 @@ from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.in_place import converted, policy_with_rules
 from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.diagnostics.captured import (
     Batch,
     Loss,
@@ -29,16 +30,17 @@ from keras_policy_ext.diagnostics.sensitivity import (
     by_layer,
     options,
 )
-from keras_policy_ext.diagnostics.what_if import NOTHING_ROUNDED, read_recipes
+from keras_policy_ext.diagnostics.what_if import (
+    NOTHING_ROUNDED,
+    read_recipes,
+    short,
+)
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 Budget = float | Mapping[str, float]
-
-MOST_ERROR = 0.1
-"""The largest error of a gradient that is computed in low precision."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,7 @@ class LayerScore:
     Attributes:
         layer: The path of the layer.
         class_name: The name of its class.
-        recipe: The recipe, as in the names of policies. A gradient with an
-            error above 0.1 is in high precision.
+        recipe: The recipe, as in the names of policies.
         chosen: Whether the layer gets this recipe.
         loss_increase: By how much the loss is expected to rise if this layer
             alone has the recipe; None if that is not finite.
@@ -179,15 +180,13 @@ class Tuned(BaseReport):
             f"{self.bytes:.1%} of the bytes."
         )
         yield (
-            f"Loss {self.loss:.5g}. Expected rise {self.expected_increase:.2g} "
-            f"± {self.noise:.1g}, measured {self.measured_increase:.2g}."
+            f"Loss {self.loss:.5g}; expected to rise by "
+            f"{self.expected_increase:.2g} ± {self.noise:.1g}, rose by "
+            f"{self.measured_increase:.2g}."
         )
         columns = [
             Column("layer", apart=True),
-            *(
-                Column(each.partition("(")[0], right=True)
-                for each in self.recipes
-            ),
+            *(Column(short(each), right=True) for each in self.recipes),
             Column("chosen"),
         ]
         items = list(rows.items())
@@ -206,7 +205,9 @@ class Tuned(BaseReport):
             for layer, row in items
         ]
         yield Table(
-            columns, cells, "Expected rise of the loss if one layer is rounded"
+            columns,
+            cells,
+            "Expected rise of the loss if this layer alone has the recipe",
         )
         if left := len(rows) - len(items):
             yield f"and {left} more"
@@ -223,12 +224,11 @@ def _increase(score: LayerScore) -> float:
 
 
 def _text(value: Any) -> str:
-    """Return JSON with a line for each entry of a list of lists or dicts."""
-    if isinstance(value, list) and value and not isinstance(value[0], str):
-        if isinstance(value[0], (list, dict)):
-            lines = ",\n".join(f"  {json.dumps(each)}" for each in value)
-            return f"[\n{lines}\n ]"
-    return json.dumps(value)
+    """Return JSON, of a list with a line for each entry."""
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    lines = ",\n".join(f"  {json.dumps(each)}" for each in value)
+    return f"[\n{lines}\n ]"
 
 
 @_user_code.once
@@ -255,8 +255,8 @@ def tune(
     With all six recipes the multiplications are those of four training steps.
     The model, its optimizer, its states and its random seeds are not changed.
 
-    A gradient that rounding would change too much stays in high precision: if
-    more than a tenth of its squared norm would be error.
+    A budget counts what the forward matmul does to the loss. The errors of the
+    gradients are in the scores, and in no budget.
 
     Args:
         model: A built model, in float8 or not, trained for some steps at
@@ -300,7 +300,7 @@ def tune(
     with converted(model, NOTHING_ROUNDED):
         found = captured(model, batch, loss)
         offered = [
-            list(options(uses, wanted, samples, scale, MOST_ERROR))
+            list(options(uses, wanted, samples, scale))
             for uses in by_layer(found.uses)
         ]
     if not offered:
@@ -318,34 +318,36 @@ def tune(
     number, effect = _largest(offered)
     measured, report = rise(wanted[number])
     unit = _calibrated(samples / 2, effect, measured)
-    work = {e.path: e for e in (*report.converted, *report.skipped)}
+    work: dict[str, Work] = {e.path: e for e in report.converted}
     layers = [
         [_Item.of(each, unit, work[path_of(each.layer)]) for each in several]
         for several in offered
     ]
-    total = sum(each.multiplications for each in work.values())
+    total = sum(
+        each.multiplications for each in (*report.converted, *report.skipped)
+    )
     chosen = _chosen(layers, kind, limit, total, abs(plain))
     policy = _policy(offered, chosen, found.unexamined)
-    picked = [
-        row[i] for row, i in zip(layers, chosen, strict=True) if i is not None
-    ]
+    places = list(zip(layers, chosen, strict=True))
+    picked = [row[place] for row, place in places if place is not None]
+    name, _, _ = policy.full_name.partition(";rules=")
+    rules = policy.get_config()["rules"]
     taken = sum(row[0].plain_bytes for row in layers)
     return Tuned(
-        policy_name=Float8DTypePolicy(
-            policy.source_name, recipe=policy.recipe
-        ).full_name,
-        rules=tuple(map(tuple, policy.get_config()["rules"])),
+        policy_name=name,
+        rules=tuple((pattern, each) for pattern, each in rules),
         recipes=tuple(recipe.spec or recipe.name for recipe in wanted),
         budget=(kind, limit),
         loss=plain,
         expected_increase=sum(each.loss for each in picked),
         noise=math.sqrt(sum(each.option.effect.squares for each in picked)),
         measured_increase=rise(policy)[0],
-        multiplications=sum(each.multiplications for each in picked) / total,
-        bytes=1 - sum(each.saved for each in picked) / taken,
+        multiplications=sum(each.multiplications for each in picked)
+        / max(total, 1),
+        bytes=1 - sum(each.saved for each in picked) / max(taken, 1),
         scores=tuple(
             item.score(number == place)
-            for row, place in zip(layers, chosen, strict=True)
+            for row, place in places
             for number, item in enumerate(row)
         ),
         unexamined=found.unexamined,
@@ -362,7 +364,8 @@ class _Item(NamedTuple):
     plain_bytes: int
 
     @classmethod
-    def of(cls, option: Option, unit: float, work: Any) -> _Item:
+    def of(cls, option: Option, unit: float, work: Work) -> _Item:
+        """Return an option of a layer that does some work."""
         number = work.multiplications - work.plain_multiplications
         return cls(
             option,
@@ -374,9 +377,11 @@ class _Item(NamedTuple):
 
     @property
     def saved(self) -> int:
+        """The bytes that it saves."""
         return self.plain_bytes - self.bytes
 
     def score(self, chosen: bool) -> LayerScore:
+        """Return what the report says of it."""
         layer, recipe = self.option.layer, self.option.recipe
         errors = self.option.effect.errors
         return LayerScore(
@@ -410,7 +415,7 @@ def _budget(given: Any) -> tuple[str, float]:
     ((kind, limit),) = budget.items()
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise TypeError(wrong)
-    fits = 0 <= limit if kind == "loss" else 0 < limit <= 1
+    fits = limit >= 0 if kind == "loss" else 0 < limit <= 1
     if kind not in _KINDS or not fits:
         raise ValueError(wrong)
     return kind, float(limit)
@@ -470,49 +475,74 @@ def _chosen(
 ) -> list[int | None]:
     """Return the place of the option of each layer; None for no rounding.
 
-    Steps from one option of a layer to the next are taken in the order of the
-    loss that they cost for what they gain. Options above the convex hull of
-    the others are left out.
+    Args:
+        layers: The options of each layer.
+        kind: What the budget counts.
+        limit: Its number.
+        total: The multiplications of the model.
+        loss: The magnitude of its loss.
+
+    Raises:
+        ValueError: If the budget cannot be met.
     """
     counts = kind == "multiplications"
-    goal = limit * total
-    if kind == "bytes":
-        goal = (1 - limit) * sum(row[0].plain_bytes for row in layers)
-    steps = sorted(
-        step
-        for number, row in enumerate(layers)
-        for step in _steps(
-            number,
-            [(x.multiplications if counts else x.saved, x.loss) for x in row],
+    rows = [
+        [(x.multiplications if counts else x.saved, x.loss) for x in row]
+        for row in layers
+    ]
+    if kind == "loss":
+        return choose(rows, None, limit * loss) or []
+    whole = total if counts else sum(row[0].plain_bytes for row in layers)
+    # Less a little, since shares are not exact.
+    goal = (limit if counts else 1 - limit) * whole * (1 - 1e-9)
+    found = choose(rows, goal, None)
+    if found is None:
+        most = sum(max(gain for gain, _ in row) for row in rows) / whole
+        bound = f"at most {most:.4g}" if counts else f"at least {1 - most:.4g}"
+        raise ValueError(
+            f"The budget cannot be met. Received: {{{kind!r}: {limit}}}. "
+            f"Allowed with these recipes and layers: {bound}. Pass that, or "
+            "other recipes."
         )
-    )
+    return found
+
+
+def choose(
+    layers: Sequence[Sequence[tuple[float, float]]],
+    goal: float | None,
+    bound: float | None,
+) -> list[int | None] | None:
+    """Choose an option for each layer, or none, by gain and loss.
+
+    Steps from one option of a layer to the next are taken in the order of the
+    loss that they cost for what they gain. Options above the lower convex hull
+    of the others are left out.
+
+    Args:
+        layers: For each layer the (gain, loss) of each option.
+        goal: What the gains are to add up to; None for as much as possible.
+        bound: What the losses may add up to; None for any.
+
+    Returns:
+        The place of an option for each layer, or None for no option. None if
+        the goal cannot be reached.
+    """
+    steps = [s for row in range(len(layers)) for s in _steps(row, layers[row])]
     chosen: list[int | None] = [None] * len(layers)
     closed: set[int] = set()
     gained = lost = 0.0
-    for step in steps:
-        if kind != "loss" and gained >= goal * (1 - 1e-9):
+    for step in sorted(steps):
+        if goal is not None and gained >= goal:
             break
-        if kind == "loss" and lost + step.loss > limit * loss:
+        if bound is not None and lost + step.loss > bound:
             closed.add(step.row)
         if step.row not in closed:
             chosen[step.row] = step.place
             gained, lost = gained + step.gain, lost + step.loss
-    if kind != "loss" and gained < goal * (1 - 1e-9):
-        most = gained / total if counts else 1 - (1 - limit) * gained / goal
-        raise ValueError(_not_met(kind, limit, most))
-    return chosen
+    return chosen if goal is None or gained >= goal else None
 
 
-def _not_met(kind: str, limit: float, most: float) -> str:
-    bound = "at most" if kind == "multiplications" else "at least"
-    return (
-        f"The budget cannot be met. Received: {{{kind!r}: {limit}}}. Allowed "
-        f"with these recipes and layers: {bound} {most:.4g}. Pass that, or "
-        "other recipes."
-    )
-
-
-def _steps(row: int, options: list[tuple[float, float]]) -> Iterator[_Step]:
+def _steps(row: int, options: Sequence[tuple[float, float]]) -> Iterator[_Step]:
     """Yield the steps along the lower convex hull of (gain, loss)."""
     gain = loss = 0.0
     while True:

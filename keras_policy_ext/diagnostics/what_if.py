@@ -186,7 +186,7 @@ class WhatIf(BaseReport):
         columns = [
             Column("layer", apart=True),
             Column("operand"),
-            *(Column(_short(recipe), right=True) for recipe in self.recipes),
+            *(Column(short(recipe), right=True) for recipe in self.recipes),
         ]
         has_notes = any(_note(row.values()) for row in rows.values())
         if has_notes:
@@ -267,7 +267,7 @@ def _percent(fraction: float) -> str:
     return "<0.1 %" if fraction < 0.001 else f"{100 * fraction:.1f} %"
 
 
-def _short(recipe: str) -> str:
+def short(recipe: str) -> str:
     """Return a recipe's name without its fields, if that is long."""
     return recipe if len(recipe) < 12 else recipe.partition("(")[0] + "(…)"
 
