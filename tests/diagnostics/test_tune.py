@@ -16,7 +16,7 @@ from keras_policy_ext.diagnostics.tune import choose
 from steps import normal, numpy
 
 X = normal(64, 16)
-Y = np.argmax(X[:, :4], axis=-1)
+Y = np.argmax(X, axis=-1)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -34,7 +34,10 @@ class Counting(layers.Layer):
 
 
 def mlp():
-    """`outliers` has a channel of inputs that is far larger than others."""
+    """All matmuls have one shape, for which JAX compiles once.
+
+    `outliers` has a channel of inputs that is far larger than others.
+    """
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -43,7 +46,7 @@ def mlp():
             layers.Dense(16, name="first"),
             layers.Dense(16, activation="relu", name="outliers"),
             layers.Dropout(0.1),
-            layers.Dense(4, name="last"),
+            layers.Dense(16, name="last"),
         ]
     )
     scale = np.where(np.arange(16) == 3, 1000.0, 1.0).astype("float32")
@@ -55,7 +58,7 @@ def mlp():
 
 
 RECIPES = ("nvfp4", "mxfp8")
-BUDGET = {"bytes": 0.22}
+BUDGET = {"bytes": 0.2}
 
 
 @functools.cache
@@ -71,7 +74,7 @@ def tuned_mlp():
 
 
 def test_scores_are_of_the_squared_first_order_changes_of_samples():
-    model = keras.Sequential([keras.Input((16,)), layers.Dense(4, name="one")])
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(16, name="one")])
     model.compile("sgd", LOSS)
     tuned = kpe.tune(model, (X, Y), 1.0, "mxfp8")
     kernel = numpy(model.layers[0].kernel)
@@ -80,7 +83,7 @@ def test_scores_are_of_the_squared_first_order_changes_of_samples():
     logits = X @ kernel
     likely = np.exp(logits - logits.max(-1, keepdims=True))
     likely /= likely.sum(-1, keepdims=True)
-    change = np.sum((likely - np.eye(4)[Y]) / len(X) * error, axis=-1)
+    change = np.sum((likely - np.eye(16)[Y]) / len(X) * error, axis=-1)
     (score,) = tuned.scores
     np.testing.assert_allclose(
         tuned.noise, np.sqrt(np.sum(change**2)), rtol=1e-3
@@ -173,7 +176,7 @@ def test_the_search_costs_one_backward_and_three_forward_passes(monkeypatch):
         return stock(*args)
 
     monkeypatch.setattr(backends.current, "marked_gradients", counted)
-    model = keras.Sequential([keras.Input((16,)), layers.Dense(4)])
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(16)])
     kpe.tune(model, X, {"bytes": 0.9}, "mxfp8")
     assert count == [1]
 
@@ -263,7 +266,7 @@ def test_no_budget(budget, error):
 
 @pytest.mark.any_backend
 def test_a_budget_that_cannot_be_met():
-    model = keras.Sequential([keras.Input((16,)), layers.Dense(4)])
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(16)])
     with pytest.raises(ValueError, match=r"met.* at least 0\.25\."):
         kpe.tune(model, X, {"bytes": 0.1}, "current")
     model = keras.Sequential([keras.Input((16,)), layers.LayerNormalization()])
