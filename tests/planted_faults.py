@@ -59,7 +59,10 @@ class ChosenBy(layers.Layer):
         )
 
     def call(self, x):
-        chosen = ops.argmax(ops.cast(x[:, :4], "float32") + self.bias, axis=-1)
+        chosen = ops.argmax(
+            ops.cast(x[:, :4], "float32") + ops.cast(self.bias, "float32"),
+            axis=-1,
+        )
         masks = ops.one_hot(chosen, 4, dtype=x.dtype)
         return [masks[:, i : i + 1] for i in range(4)]
 
@@ -276,10 +279,10 @@ FAULTS = {
         Fault("shared_layer", "shared", "inputs", start=1, model=twice),
         Fault(
             "loss_scale",
-            "head",
+            "down",
             "outputs_grad",
             start=1,
-            model=lambda: gated(2.0**26),
+            model=lambda: gated(2.0**34),
             source="mixed_float16",
         ),
     )
