@@ -350,6 +350,17 @@ def steps_made(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     return optimizer._iterations
 
 
+def replicas_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Return the `tf.distribute` scope in which an optimizer was made, if any.
+
+    A slot that is made elsewhere is no variable of each replica: all would
+    update the same one. The strategy has no public name
+    (`_distribution_strategy`, on TensorFlow, keras 3.0 to 3.16).
+    """
+    strategy = getattr(optimizer, "_distribution_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
 def layout_of(variable: keras.Variable) -> dict[str, Any]:
     """Return the layout of a variable as an argument of `keras.Variable`.
 

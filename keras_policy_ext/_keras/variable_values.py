@@ -213,6 +213,30 @@ class ComputedVariable:
         return f"<Variable path={made.path}, shape={shape}, dtype={made.dtype}>"
 
 
+class StoredInParts:
+    """A variable that a `tf.train.Checkpoint` stores as other variables.
+
+    TensorFlow asks each variable for its tensors and hands them back, by
+    methods that Keras's variables have (`_serialize_to_tensors`,
+    `_restore_from_tensors`, keras 3.12 to 3.16, TensorFlow 2.21). They would
+    read the computed value. Without them, the checkpoint lacks the variable.
+    Expires with variables that have no value of their own.
+    """
+
+    stored_parts: dict[str, keras.Variable]
+    """The other variables, by the names of their entries in a checkpoint."""
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        found = {}
+        for name, part in self.stored_parts.items():
+            (found[name],) = part._serialize_to_tensors().values()
+        return found
+
+    def _restore_from_tensors(self, tensors: dict[str, Tensor]) -> None:
+        for name, part in self.stored_parts.items():
+            part.assign(tensors[name])
+
+
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """Return the kernel variable of Dense, EinsumDense or a convolution.
 

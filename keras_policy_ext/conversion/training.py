@@ -26,9 +26,10 @@ from keras_policy_ext.mixed_precision.float32_views import is_overwritten
 from keras_policy_ext.mixed_precision.wrapping import loss_scale_of_model
 from keras_policy_ext.optimizers.conversion import (
     check_state,
-    dequantize_state,
-    quantize_state,
+    dequantize,
+    quantize,
 )
+from keras_policy_ext.optimizers.settings import Settings
 from keras_policy_ext.policies.loss_scales import LossScale
 from keras_policy_ext.reference.moments import BLOCKS
 
@@ -275,13 +276,13 @@ def quantize_moments(model: keras.Layer, moments: str | None) -> None:
     """Store the moments of a model's optimizers in one byte a number."""
     if moments is not None:
         for each in _outermost(model):
-            quantize_state(each, moments)
+            quantize(each, Settings(moments))
 
 
 def dequantize_moments(model: keras.Layer) -> None:
     """Give the optimizers of a model slots in float32 again."""
     for each in _outermost(model):
-        dequantize_state(each)
+        dequantize(each)
 
 
 def _outermost(model: keras.Layer) -> list[keras.optimizers.Optimizer]:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import _user_code
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.mixed_precision._arguments import public_class
 from keras_policy_ext.optimizers.quantized import (
@@ -44,6 +45,10 @@ def quantize_state(
 
     Wrappers, such as a `LossScaleOptimizer`, stay; what they wrap is changed.
 
+    If a model has been trained with the optimizer, call
+    `model.make_train_function(force=True)` then: its compiled step has the
+    former slots. `kpe.convert(model, optimizer="float8")` does so itself.
+
     Args:
         optimizer: A Keras optimizer, of a class of Keras or of your own that
             makes its slots with `add_variable_from_reference` or
@@ -72,6 +77,12 @@ def quantize_state(
         8320
     """
     settings = Settings.read(moments, slots, exclude, minimum_size)
+    _tell_of_traces(quantize(optimizer, settings))
+    return optimizer
+
+
+def quantize(optimizer: Any, settings: Settings) -> list[Any]:
+    """Do what `quantize_state` does; return the optimizers that changed."""
     targets = _to_change(optimizer, settings)
     for each in targets:
         _check(each, settings)
@@ -80,7 +91,7 @@ def quantize_state(
             _make_float(each)
         make_quantized(each, settings)
         _move(each, _quantized_slot)
-    return optimizer
+    return targets
 
 
 def check_state(optimizer: keras.optimizers.Optimizer, moments: str) -> None:
@@ -104,10 +115,37 @@ def dequantize_state(
     Raises:
         TypeError: If `optimizer` is no Keras optimizer.
     """
-    for each in _targets(optimizer):
-        if isinstance(each, QuantizedState):
-            _make_float(each)
+    _tell_of_traces(dequantize(optimizer))
     return optimizer
+
+
+def dequantize(optimizer: Any) -> list[Any]:
+    """Do what `dequantize_state` does; return the optimizers that changed."""
+    targets = [
+        each for each in _targets(optimizer) if isinstance(each, QuantizedState)
+    ]
+    for each in targets:
+        _make_float(each)
+    return targets
+
+
+def _tell_of_traces(changed: list[Any]) -> None:
+    """Warn if a graph of TensorFlow may update slots that were replaced.
+
+    JAX is handed all slots in each step, and PyTorch reads them.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return
+    for each in changed:
+        steps = optimizer_variables.steps_made(each)
+        if each.built and np.any(ops.convert_to_numpy(steps) > 0):
+            _user_code.warn(
+                f"The optimizer {each.name!r} has new slots, and has made "
+                "steps. If a model was trained before in this process, its "
+                "compiled step still updates the former slots. Call "
+                "`model.make_train_function(force=True)`. `kpe.convert(model, "
+                "optimizer=...)` and `kpe.revert(model)` do so themselves."
+            )
 
 
 def _targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
@@ -115,10 +153,11 @@ def _targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             "`optimizer` is not a Keras optimizer. Received: "
-            f"{optimizer!r} (of type {type(optimizer).__name__}). Allowed: an "
-            "instance of a class of keras.optimizers. A loop with an "
-            "optimizer of torch.optim can use a Keras optimizer instead: "
-            "`optimizer.apply(gradients, variables)`."
+            f"{_short(optimizer)}. Allowed: an instance of a class of "
+            "keras.optimizers. In a loop with an optimizer of torch.optim, "
+            "use a Keras optimizer in its place: after `loss.backward()`, "
+            "under `torch.no_grad()`, call `optimizer.apply([v.value.grad "
+            "for v in model.trainable_variables], model.trainable_variables)`."
         )
     innermost = optimizer_variables.optimizers_within(optimizer)[-1]
     multiple = getattr(keras.optimizers, "MultiOptimizer", ())
@@ -132,6 +171,13 @@ def _targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
             "the optimizers that the function returns."
         )
     return [each for one in innermost.optimizers for each in _targets(one)]
+
+
+def _short(optimizer: object) -> str:
+    cls = type(optimizer)
+    if isinstance(optimizer, (str, int, float, type(None))):
+        return f"{optimizer!r} (of type {cls.__name__})"
+    return f"an object of class {cls.__module__}.{cls.__qualname__}"
 
 
 def _to_change(optimizer: Any, settings: Settings) -> list[Any]:
@@ -157,13 +203,17 @@ def _make_float(optimizer: Any) -> None:
 def _move(optimizer: Any, make: Callable[..., keras.Variable | None]) -> None:
     """Replace the slots of an optimizer by those that a function makes."""
     replaced = {}
-    for number, variable in enumerate(
-        optimizer_variables.own_variables(optimizer)
+    with (
+        optimizer_variables.replicas_of(optimizer),
+        keras.name_scope(optimizer.name, caller=optimizer),
     ):
-        made = make(optimizer, variable, number)
-        if made is not None:
-            made.assign(variable.value)
-            replaced[id(variable)] = made
+        for number, variable in enumerate(
+            optimizer_variables.own_variables(optimizer)
+        ):
+            made = make(optimizer, variable, number)
+            if made is not None:
+                made.assign(variable.value)
+                replaced[id(variable)] = made
     if replaced:
         optimizer_variables.replace_slots(optimizer, replaced)
 

@@ -65,7 +65,7 @@ class QuantizedState(keras.optimizers.Optimizer):
             )
             return made
         options = {} if layout is None else {"layout": layout}
-        with keras.name_scope(self.name):
+        with keras.name_scope(self.name, caller=self):
             slot = QuantizedSlot(
                 str(name),
                 tuple(shape),
@@ -127,9 +127,32 @@ class QuantizedState(keras.optimizers.Optimizer):
             super().assign_sub(variable, value)
 
     def set_weights(self, weights: list[Any]) -> None:
-        """Set the values of `variables`."""
+        """Set the values of `variables`, all or none.
+
+        Args:
+            weights: An array for each of `variables`: of a quantized slot the
+                codes, then the scale.
+
+        Raises:
+            ValueError: If the arrays do not fit; nothing is changed then.
+        """
+        wanted = [tuple(v.shape) for v in self.variables]
+        given = [tuple(np.shape(each)) for each in weights]
+        if not self.built or given != wanted:
+            raise ValueError(
+                f"The arrays do not fit the optimizer {self.name!r}. Received: "
+                f"arrays of shapes {given}. Allowed: those of its `variables`"
+                f"{'' if self.built else ', once it is built'}: {wanted}. For "
+                "moments that are not stored in one byte a number, save and "
+                "load a file: both forms load into each other."
+            )
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
+
+    def __reduce__(self) -> Any:
+        # The class is made by a function, so that pickle does not find it.
+        # Like a stock optimizer, the copy has the config and is not built.
+        return QuantizedState.from_config, (self.get_config(),)
 
     def get_config(self) -> dict[str, Any]:
         """Return the config of the optimizer, and how its state is stored."""

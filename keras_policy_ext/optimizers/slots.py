@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.moments import (
     blocks_of,
@@ -46,7 +46,11 @@ class Step:
                 slot.held_value = None
 
 
-class QuantizedSlot(variable_values.ComputedVariable, keras.Variable):
+class QuantizedSlot(
+    variable_values.ComputedVariable,
+    variable_values.StoredInParts,
+    keras.Variable,
+):
     """A slot that is read and assigned as a float variable of its shape.
 
     It has no memory of its own, but two variables, of which the optimizer
@@ -85,10 +89,11 @@ class QuantizedSlot(variable_values.ComputedVariable, keras.Variable):
         self.codes = keras.Variable(
             part(0), shape=shape, dtype="uint8", name=name, **made, **options
         )
-        if options.get("layout") is not None:
-            options["layout"] = keras.distribution.TensorLayout(
-                (None,), options["layout"].device_mesh
-            )
+        # Without one, a distribution would choose it by the path of the slot.
+        layout = optimizer_variables.layout_of(self.codes).get("layout")
+        if layout is not None:
+            mesh = layout.device_mesh
+            options["layout"] = keras.distribution.TensorLayout((None,), mesh)
         self.scale = keras.Variable(
             part(1),
             shape=(blocks_of(shape, form),),
@@ -101,6 +106,10 @@ class QuantizedSlot(variable_values.ComputedVariable, keras.Variable):
         self.kind, self.form, self.number = kind, form, number
         self.step = step
         self.held_value: Tensor | None = None
+        self.stored_parts = {
+            "quantized_codes": self.codes,
+            "quantized_scale": self.scale,
+        }
 
     @property
     def parts(self) -> tuple[keras.Variable, keras.Variable]:
@@ -118,8 +127,14 @@ class QuantizedSlot(variable_values.ComputedVariable, keras.Variable):
         return self._hold(ops.cast(numbers, self.dtype))
 
     def assign(self, value: Any) -> Any:
-        """Quantize numbers, at once or at the end of the running step."""
-        value = ops.convert_to_tensor(value, dtype=self.dtype)
+        """Quantize numbers, at once or at the end of the running step.
+
+        Rows alone (`tf.IndexedSlices`) replace those rows, as in a variable.
+        """
+        if hasattr(value, "dense_shape"):
+            rows = ops.expand_dims(value.indices, 1)
+            value = ops.scatter_update(self.value, rows, value.values)
+        value = ops.convert_to_tensor(value, dtype=self.dtype, sparse=False)
         if tuple(value.shape) != tuple(self.shape):
             value = ops.broadcast_to(value, self.shape)
         if self.step.used is None:
