@@ -97,6 +97,8 @@ OTHERS = {
     "_lora_enabled_layers": "of KerasHub",
     "_AutocastScope": "a module of Keras",
     "_softmax": "attention without it has softmax under no autocast",
+    "_distribution_strategy": "of Keras on TensorFlow, for replicas",
+    "_serialize_to_tensors": "of TensorFlow, for its checkpoints",
     "_quantization_geometry": "of Keras 3.16: a layer without it has no kernel",
 }
 
