@@ -172,6 +172,31 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
     variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
 
 
+@contextlib.contextmanager
+def dtypes_replaced(
+    dtypes: Sequence[tuple[keras.Variable, str]],
+) -> Iterator[None]:
+    """In the block, variables say to have other dtypes than their tensors.
+
+    In a stateless scope they then read as variables of these dtypes, since
+    Keras casts the values that are passed to the scope. A variable cannot get
+    another dtype publicly (`_dtype`, keras 3.0 to 3.16). If Keras stores it
+    elsewhere, nothing changes.
+
+    Args:
+        dtypes: Variables, each with a dtype.
+    """
+    known = [pair for pair in dtypes if hasattr(pair[0], "_dtype")]
+    before = [variable._dtype for variable, _ in known]
+    try:
+        for variable, dtype in known:
+            variable._dtype = dtype
+        yield
+    finally:
+        for (variable, _), dtype in zip(known, before, strict=True):
+            variable._dtype = dtype
+
+
 class ComputedVariable:
     """A variable whose value is computed from another variable.
 
@@ -339,6 +364,20 @@ def untold() -> Iterator[None]:
         _thread.blocks -= 1
 
 
+@contextlib.contextmanager
+def not_noted() -> Iterator[None]:
+    """In the block, companions do not note which optimizers are built.
+
+    This is for optimizers that are built to be looked at only.
+    """
+    before = getattr(_thread, "notes", True)
+    _thread.notes = False
+    try:
+        yield
+    finally:
+        _thread.notes = before
+
+
 def tell_companions() -> None:
     """Make Keras's `assign` and optimizers notify companions of variables.
 
@@ -371,6 +410,8 @@ def _build(
     variables: Sequence[keras.Variable],
 ) -> Any:
     built = stock(optimizer, variables)
+    if not getattr(_thread, "notes", True):
+        return built
     for variable in variables:
         if isinstance(variable, Companion):
             variable.handed_to(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -13,23 +13,24 @@ import keras
 from keras_policy_ext import _user_code, backends, policies, recipes
 from keras_policy_ext._keras import global_policy, variable_values, walking
 from keras_policy_ext.backends.tracing import Measured
-from keras_policy_ext.conversion import candidates, in_place, training
+from keras_policy_ext.conversion import candidates, in_place
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import (
     LayerFilter,
     PathPatterns,
     PolicyLike,
 )
-from keras_policy_ext.diagnostics import forward_pass
+from keras_policy_ext.diagnostics import forward_pass, optimizer_memory
 from keras_policy_ext.diagnostics.forward_pass import (
-    size_of,
     step_of,
     unchanged_counters,
 )
+from keras_policy_ext.diagnostics.optimizer_memory import Owned
 from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import held, is_state
 from keras_policy_ext.layers.transaction import undone
+from keras_policy_ext.numerics.stochastic import ROUNDABLE
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -45,59 +46,9 @@ from keras_policy_ext.reports import (
     readable_bytes,
 )
 
-
-def bytes_of(model: keras.Layer) -> int | None:
-    """Return the total bytes of the optimizers of a model.
-
-    Returns:
-        0 without an optimizer; None if an untrained optimizer does not tell
-        which variables it will create.
-    """
-    found: dict[int, Any] = {}
-    models = [
-        layer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, keras.Model)
-    ]
-    for each in models:
-        for optimizer in training.optimizers(each):
-            variables = _variables(optimizer, each)
-            if variables is None:
-                return None
-            found.update({id(v): v for v in variables})
-    return sum(size_of(v) for v in found.values())
-
-
-def _variables(
-    optimizer: keras.Optimizer, model: keras.Model
-) -> list[Any] | None:
-    """Return an optimizer's variables, or None if they cannot be known yet."""
-    if not optimizer.built:
-        optimizer = _built_copy(optimizer, model)
-    return None if optimizer is None else list(optimizer.variables)
-
-
-def _built_copy(optimizer: keras.Optimizer, model: keras.Model) -> Any:
-    """Return a copy of an optimizer, built without allocating memory, or None.
-
-    Returns:
-        The copy; None if its variables need values.
-    """
-    copy = type(optimizer).from_config(optimizer.get_config())
-    weights = [v for v in model.trainable_variables if not is_state(v)]
-    try:
-        # What is made in such a scope has no values.
-        with keras.StatelessScope():
-            copy.build(weights)
-            for variable in copy.variables:
-                variable_values.let_wait_no_longer(variable)
-    except ValueError:
-        return None
-    return copy
-
-
 AS_IT_IS = "as it is"
 WITHOUT = "without float8"
+CHANGED = "new optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +60,7 @@ class LayerMemory:
         class_name: The name of its class.
         policy: The full name of the policy that it follows.
         weights: Its own weights, without those of layers in it.
+        gradients: The gradients of its trained weights, in their dtypes.
         state: Its float8 state.
         activations: What it saves for the backward pass from the batch.
         weight_copies: What it saves for the backward pass from its weights
@@ -122,6 +74,7 @@ class LayerMemory:
     state: int = 0
     activations: int = 0
     weight_copies: int = 0
+    gradients: int = 0
 
     @property
     def kept(self) -> int:
@@ -144,12 +97,15 @@ class ModelMemory:
         counted_by: How the saved bytes were determined.
         planned: What XLA plans for both passes, without weights, batch,
             outputs and gradients; None if it was not requested.
+        optimizer: Bytes of the optimizer; None if unknown. float8 states have
+            no slots.
     """
 
     name: str
     layers: tuple[LayerMemory, ...]
     counted_by: str
     planned: int | None = None
+    optimizer: int | None = None
 
     @property
     def weights(self) -> int:
@@ -176,13 +132,25 @@ class ModelMemory:
         """All bytes that the layers save for the backward pass."""
         return self.activations + self.weight_copies
 
+    @property
+    def gradients(self) -> int:
+        """The total bytes of the gradients of all trained weights."""
+        return sum(layer.gradients for layer in self.layers)
+
+    @property
+    def together(self) -> int:
+        """The sum of all bytes; an unknown optimizer counts 0."""
+        held = self.weights + self.gradients + self.state + self.kept
+        return held + (self.optimizer or 0)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport(BaseReport):
     """The report of `memory`: bytes in a training step, by layer and policy.
 
-    `str` has the totals and a row for each class of layers. It fits on a
-    screen of 24 lines. `table(full=True)` has a row for each layer.
+    `str` has the totals, with what each part saves if there are two forms, and
+    a row for each class of layers. It fits on a screen of 24 lines.
+    `table(full=True)` has a row for each layer.
 
     Attributes:
         model: The name of the model.
@@ -190,16 +158,18 @@ class MemoryReport(BaseReport):
             is converted and no policy was requested, as it is and without
             float8.
         batch: Bytes of the batch.
-        optimizer: Bytes of the optimizer; None if unknown. The same
-            in all forms, since float8 states have no slots.
     """
 
     model: str
     forms: tuple[ModelMemory, ...]
     batch: int
-    optimizer: int | None
 
     _every = EVERY
+
+    @property
+    def optimizer(self) -> int | None:
+        """Bytes of the optimizer of the model as it is; None if unknown."""
+        return self.forms[0].optimizer
 
     def __getitem__(self, name: str) -> ModelMemory:
         """Return the `ModelMemory` of the policy with this name.
@@ -244,17 +214,22 @@ class MemoryReport(BaseReport):
         forms = self._shown
         rows: list[tuple[str, list[int | None]]] = [
             ("weights", [form.weights for form in forms]),
-            ("optimizer", [self.optimizer] * len(forms)),
+            ("gradients", [form.gradients for form in forms]),
+            ("optimizer", [form.optimizer for form in forms]),
             ("float8 state", [form.state for form in forms]),
             ("kept for the backward pass", [form.kept for form in forms]),
             ("of which copies of weights", [f.weight_copies for f in forms]),
+            ("together", [form.together for form in forms]),
             ("both passes, by XLA", [form.planned for form in forms]),
         ]
         shown = [row for row in rows if any(row[1])]
         columns = [Column(""), *self._of_forms()]
-        return Table(
-            columns, [[name, *_compared(numbers)] for name, numbers in shown]
-        )
+        cells = [[name, *_compared(numbers)] for name, numbers in shown]
+        if len(forms) == 2:
+            columns.append(Column("saves", right=True))
+            for each, (_, numbers) in zip(cells, shown, strict=True):
+                each.append(_saved(*numbers))
+        return Table(columns, cells)
 
     def _of_forms(self) -> list[Column]:
         return [Column(form.name, right=True) for form in self._shown]
@@ -308,12 +283,13 @@ def memory(
     filter: LayerFilter | None = None,
     min_size: int | None = None,
     attention: Literal["float8"] | None = None,
+    optimizer: Any = None,
 ) -> MemoryReport:
     """Return the bytes that a training step of a model holds, by layer.
 
-    This is the weights, the optimizer, the float8 state, and what the forward
-    pass saves for the backward pass, for the model as it is and under other
-    policies. Nothing is trained, and the model is unchanged.
+    This is the weights, their gradients, the optimizer, the float8 state, and
+    what the forward pass saves for the backward pass, for the model as it is
+    and under other policies. Nothing is trained, and the model is unchanged.
 
     ```python
     print(kpe.memory(model, 256))
@@ -331,6 +307,9 @@ def memory(
             `"mixed_bfloat16"`, all layers get that policy. None: the model as
             `convert(model)` would make it; or, if layers are in float8
             already, with their source policies. An empty list: only as it is.
+            Of a model in float8, or whose optimizer has moments in one byte
+            or rounds weights at random, None also measures the form without:
+            layers with their source policies, moments and weights in float32.
         compile: Whether XLA also reports what it plans for both passes. That
             takes as long as compiling a training step, and needs JAX.
         include: As for `convert`.
@@ -338,6 +317,10 @@ def memory(
         filter: As for `convert`.
         min_size: As for `convert`.
         attention: As for `convert`.
+        optimizer: The optimizer of the other forms: `"float8"` or `"mx"`, for
+            the model's own with moments in one byte; or a Keras optimizer.
+            With a `StochasticRounding`, weights of layers that compute in
+            bfloat16 or float16 count in that dtype. None: the model's own.
 
     Returns:
         Rows of bytes; `print` it for a table.
@@ -365,20 +348,29 @@ def memory(
         "min_size": min_size,
         "attention": attention,
     }
+    own = optimizer_memory.of_model(model)
+    asked = optimizer_memory.asked(model, optimizer)
     wanted = _asked(model, policy)
+    if optimizer is not None and not wanted:
+        wanted = {CHANGED: ()}
     tensors = forward_pass.read(model, batch)
-    counted = [_counted(model, AS_IT_IS, tensors, compile)]
-    if policy is None and _trains_in_float8(model):
-        with in_place.reverted(model):
-            counted.append(_counted(model, WITHOUT, tensors, compile))
+
+    def count(name: str, optimizers: list[Owned]) -> ModelMemory:
+        form = _counted(model, name, tensors, compile)
+        held = optimizer_memory.bytes_of(optimizers)
+        return dataclasses.replace(form, optimizer=held)
+
+    forms = [count(AS_IT_IS, own)]
+    if policy is None and _is_changed(model, own):
+        with in_place.reverted(model), _float32_weights(model, own):
+            forms.append(count(WITHOUT, optimizer_memory.stock(own)))
     for name, each in wanted.items():
-        with _under(model, each, options):
-            counted.append(_counted(model, name, tensors, compile))
+        with _under(model, each, options), _narrow_weights(model, asked):
+            forms.append(count(name, asked))
     return MemoryReport(
         model=model.name,
-        forms=tuple(counted),
+        forms=tuple(forms),
         batch=forward_pass.size_of(tensors),
-        optimizer=bytes_of(model),
     )
 
 
@@ -406,9 +398,72 @@ def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
     return {_name(each): _read(each) for each in several}
 
 
-def _trains_in_float8(model: keras.Layer) -> bool:
-    """Return True if a layer is in float8 and is not frozen."""
-    return not all(map(is_frozen, layers_in_float8(model)))
+def _is_changed(model: keras.Layer, optimizers: list[Owned]) -> bool:
+    """Return True if a step holds less than that of a stock model.
+
+    A layer is in float8 and is not frozen, or an optimizer has moments in one
+    byte or rounds weights at random.
+    """
+    return (
+        not all(map(is_frozen, layers_in_float8(model)))
+        or optimizer_memory.are_quantized(optimizers)
+        or optimizer_memory.round_at_random(optimizers)
+    )
+
+
+@contextlib.contextmanager
+def _narrow_weights(
+    model: keras.Layer, optimizers: list[Owned]
+) -> Iterator[None]:
+    """In the block, weights say to have the dtype that layers compute in.
+
+    These are float32 weights of layers that compute in bfloat16 or float16, if
+    an optimizer rounds weights at random.
+    """
+    found = []
+    if optimizer_memory.round_at_random(optimizers):
+        found = [
+            (weight, layer.compute_dtype)
+            for layer in walking.layers_within(model)
+            if layer.compute_dtype in ROUNDABLE
+            for weight in _weights_of(layer, ["float32"])
+        ]
+    with variable_values.dtypes_replaced(found):
+        yield
+
+
+@contextlib.contextmanager
+def _float32_weights(
+    model: keras.Layer, optimizers: list[Owned]
+) -> Iterator[None]:
+    """In the block, layers and weights are as under a mixed policy.
+
+    These are layers in bfloat16 or float16, if an optimizer rounds weights at
+    random. In the block no layer is in float8.
+    """
+    layers = walking.layers_within(model)
+    found: list[Any] = []
+    with undone(layers):
+        if optimizer_memory.round_at_random(optimizers):
+            for layer in layers:
+                weights = _weights_of(layer, ROUNDABLE)
+                found += [(weight, "float32") for weight in weights]
+                policy = stock_policy_of(layer)
+                if policy.variable_dtype in ROUNDABLE:
+                    mixed = keras.DTypePolicy(f"mixed_{policy.compute_dtype}")
+                    global_policy.replace_layer_policy(layer, mixed)
+        with variable_values.dtypes_replaced(found):
+            yield
+
+
+def _weights_of(layer: keras.Layer, dtypes: Iterable[str]) -> list[Any]:
+    """Return a layer's own weights in some dtypes, without float8 state."""
+    return [
+        weight
+        for weight in map(held, walking.own_weights(layer))
+        if not is_state(weight)
+        and keras.backend.standardize_dtype(weight.dtype) in dtypes
+    ]
 
 
 def _read(policy: Any) -> Any:
@@ -430,6 +485,8 @@ def _name(policy: Any) -> str:
 def _under(
     model: keras.Layer, policy: Any, options: dict[str, Any]
 ) -> AbstractContextManager[Any]:
+    if policy == ():
+        return contextlib.nullcontext()
     if policy is None or isinstance(
         policy, (recipes.Recipe, Float8DTypePolicy)
     ):
@@ -479,12 +536,13 @@ def _counted(
         step = step_of(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None
         measured = framework.kept(step)
-    rows = tuple(_rows(layers, measured))
+    trained = {id(v) for v in model.trainable_variables}
+    rows = tuple(_rows(layers, measured, trained))
     return ModelMemory(name, rows, measured.by, planned)
 
 
 def _rows(
-    layers: list[keras.Layer], measured: Measured
+    layers: list[keras.Layer], measured: Measured, trained: set[int]
 ) -> Iterator[LayerMemory]:
     """Yield a `LayerMemory` for each layer that uses memory."""
     counted: set[int] = set()
@@ -505,6 +563,9 @@ def _rows(
             state=_bytes(v for v in own if is_state(v)),
             activations=sum(k.bytes for k in kept if not k.of_weights),
             weight_copies=sum(k.bytes for k in kept if k.of_weights),
+            gradients=_bytes(
+                v for v in own if id(v) in trained and not is_state(v)
+            ),
         )
         if row.total:
             yield row
@@ -512,6 +573,16 @@ def _rows(
 
 def _bytes(variables: Iterator[Any]) -> int:
     return sum(forward_pass.size_of(v) for v in variables)
+
+
+def _saved(before: int | None, after: int | None) -> str:
+    """Return a table cell of how many bytes fewer there are after a change."""
+    if before is None or after is None:
+        return "–"
+    if before == after:
+        return ""
+    number = readable_bytes(abs(before - after))
+    return number if before > after else f"−{number}"
 
 
 def _sums(group: Sequence[tuple[LayerMemory, ...]]) -> list[int]:

@@ -115,7 +115,9 @@ class Float32View(_Base):
         self._kept: Tensor | None = None
         if _ON_TORCH:
             # The smallest variable there is: its own value is never read.
-            super().__init__(0.0, dtype="float32", trainable=False)
+            super().__init__(
+                "zeros", shape=(), dtype="float32", trainable=False
+            )
 
     @property
     def value(self) -> Tensor:

@@ -121,12 +121,12 @@ def dequantize_state(
 
 def dequantize(optimizer: Any) -> list[Any]:
     """Do what `dequantize_state` does; return the optimizers that changed."""
-    targets = [
-        each for each in _targets(optimizer) if isinstance(each, QuantizedState)
+    changed = [
+        each for each in targets(optimizer) if isinstance(each, QuantizedState)
     ]
-    for each in targets:
+    for each in changed:
         _make_float(each)
-    return targets
+    return changed
 
 
 def _tell_of_traces(changed: list[Any]) -> None:
@@ -148,7 +148,7 @@ def _tell_of_traces(changed: list[Any]) -> None:
             )
 
 
-def _targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
+def targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers that update weights: inside of wrappers."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -170,7 +170,7 @@ def _targets(optimizer: object) -> list[keras.optimizers.Optimizer]:
             "OptimizerMap, or one that is built. Or quantize the state of "
             "the optimizers that the function returns."
         )
-    return [each for one in innermost.optimizers for each in _targets(one)]
+    return [each for one in innermost.optimizers for each in targets(one)]
 
 
 def _short(optimizer: object) -> str:
@@ -184,7 +184,7 @@ def _to_change(optimizer: Any, settings: Settings) -> list[Any]:
     """Return the optimizers within that are not stored that way already."""
     return [
         each
-        for each in _targets(optimizer)
+        for each in targets(optimizer)
         if not isinstance(each, QuantizedState)
         or each._state_settings != settings.for_optimizer(each)
     ]

@@ -356,6 +356,74 @@ def test_a_layer_that_reads_numbers_is_called_on_zeros():
     assert not any(vars(v.value.untyped_storage()) for v in reading.variables)
 
 
+def small_optimizer():
+    adam = kpe.mixed_precision.StochasticRounding(keras.optimizers.Adam())
+    return kpe.optimizers.quantize_state(adam, minimum_size=0)
+
+
+def test_an_optimizer_says_what_its_moments_and_weights_take():
+    model = mlp(dtype="mixed_bfloat16")
+    model.compile("adam", "mse")
+    floats = FIRST + WIDE + SECOND + OUT
+    report = kpe.memory(model, BATCH, "delayed", optimizer=small_optimizer())
+    stock, small = report.forms
+    assert (stock.weights, stock.gradients) == (4 * floats, 4 * floats)
+    assert (small.weights, small.gradients) == (2 * floats, 2 * floats)
+    blocks = sum(-(-size // 256) for size in (FIRST, WIDE, SECOND, OUT))
+    moments = 2 * (floats + 4 * blocks)
+    # Counters, learning rates and a seed.
+    assert 0 <= stock.optimizer - 8 * floats <= 16
+    assert 0 <= small.optimizer - moments <= 48
+    assert small.together == sum(
+        (small.weights, small.gradients, small.optimizer, small.state)
+    ) + sum((small.activations, small.weight_copies))
+    assert "saves" in str(report)
+
+    # Made that way, it is the same, and so is what is said to be without.
+    made = mlp(dtype="bfloat16")
+    made.compile(small_optimizer(), "mse")
+    kpe.convert(made, "delayed")
+    as_it_is, without = kpe.memory(made, BATCH).forms
+    for one, other in ((as_it_is, small), (without, stock)):
+        assert one.optimizer == other.optimizer
+        assert numbers(one) == numbers(other)
+    assert {v.dtype for v in made.layers[0].weights[:2]} == {"bfloat16"}
+
+
+def numbers(form):
+    names = ("weights", "gradients", "state", "activations", "weight_copies")
+    return [[getattr(row, name) for name in names] for row in form.layers]
+
+
+def test_moments_in_one_byte_are_compared_with_float32():
+    model = mlp()
+    with pytest.raises(ValueError, match="no optimizer"):
+        kpe.memory(model, BATCH, (), optimizer="float8")
+    with pytest.raises(TypeError, match="'float8' or 'mx'"):
+        kpe.memory(model, BATCH, (), optimizer=0.5)
+    model.compile(kpe.optimizers.quantize_state(keras.optimizers.Adam()))
+    as_it_is, without, converted = kpe.memory(model, BATCH).forms
+    assert without.name == "without float8"
+    # The second kernel alone is large enough.
+    assert without.optimizer - as_it_is.optimizer == 2 * (3 * SECOND - 64)
+    assert converted.optimizer == as_it_is.optimizer
+    kpe.optimizers.dequantize_state(model.optimizer)
+    _, small = kpe.memory(model, BATCH, (), optimizer="float8").forms
+    assert (small.name, small.optimizer) == (
+        "new optimizer",
+        as_it_is.optimizer,
+    )
+
+
+def test_a_count_leaves_no_note_of_its_optimizer():
+    model = mlp()
+    kpe.convert(model, "delayed")
+    model.compile("adam", "mse")
+    kpe.memory(model, BATCH, ())
+    state = model.layers[0].float8_state.matrices[0]
+    assert not state.left_out
+
+
 @pytest.mark.skipif(BACKEND != "jax", reason="the plans of XLA")
 def test_what_xla_plans():
     report = kpe.memory(mlp(), BATCH, (), compile=True)

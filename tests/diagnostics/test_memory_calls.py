@@ -231,7 +231,8 @@ def test_the_report_as_data_and_as_tables():
     report = kpe.memory(model, BATCH, ["delayed", "mixed_bfloat16"])
     data = json.loads(json.dumps(report.as_dict()))
     assert data["forms"][0]["layers"][0]["path"].endswith("first")
-    assert data["optimizer"] == report.optimizer
+    held = [each["optimizer"] for each in data["forms"]]
+    assert held == 3 * [report.optimizer]
     text, full = str(report), report.table(full=True)
     assert len(text.splitlines()) <= 24
     assert max(map(len, text.splitlines())) <= 80

@@ -236,6 +236,25 @@ def test_a_file_keeps_all_bits_and_training_goes_on_with_them(tmp_path):
 
 
 @pytest.mark.full
+def test_bfloat16_weights_beside_one_byte_go_on_from_a_file(tmp_path):
+    rounding = kpe.mixed_precision.StochasticRounding
+    with kpe.policy_scope("bfloat16"):
+        model = model_with(
+            quantize_state(rounding(OPTIMIZERS.Adam(1e-2), seed=1))
+        )
+    first = fitted(model)
+    kpe.convert(model)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, rounding)
+    assert slots_of(loaded.optimizer.inner_optimizer)
+    assert fitted(model) == fitted(loaded) < first
+    assert equal(bits(model.optimizer), bits(loaded.optimizer))
+    assert equal(map(numpy, model.weights), map(numpy, loaded.weights))
+    assert loaded.layers[0].kernel.dtype == "bfloat16"
+
+
+@pytest.mark.full
 def test_float32_and_one_byte_load_into_each_other(tmp_path):
     stored = model_with(quantize_state(OPTIMIZERS.Adam(1e-2)))
     plain = model_with(OPTIMIZERS.Adam(1e-2))

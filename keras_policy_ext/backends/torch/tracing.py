@@ -302,7 +302,11 @@ def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
     for tensor in step.held:
         _given(tensor, "weights")
     values = [
-        _given(taken(variable.value.detach()), source_of_variable(is_weight))
+        _given(
+            # A value in another dtype than its variable says to have, cast.
+            ops.cast(taken(variable.value.detach()), variable.dtype),
+            source_of_variable(is_weight),
+        )
         for variable, is_weight in zip(
             step.variables, step.weights, strict=True
         )
