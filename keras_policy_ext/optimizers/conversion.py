@@ -297,12 +297,15 @@ def _check(optimizer: Any, settings: Settings) -> None:
 
 
 def _copy(optimizer: Any) -> Any:
+    config = dict(optimizer.get_config())
+    if isinstance(config.get("learning_rate"), Mapping):
+        # A function or a schedule. Keras makes no lambda from a config, and
+        # for a trial any rate will do.
+        config["learning_rate"] = 0.01
+    made = type(optimizer).from_config(config)
     if isinstance(optimizer, QuantizedState):
-        config = optimizer.get_config()
-        made = type(optimizer).from_config(config)
         _make_float(made)
-        return made
-    return type(optimizer).from_config(optimizer.get_config())
+    return made
 
 
 def _check_steps(stock: Any, copy: Any, cls: type) -> None:
