@@ -70,7 +70,7 @@ def trained(optimizer):
     return np.stack([a - b for a, b in zip(after, before, strict=True)])
 
 
-@pytest.mark.full_except("Adam")
+@pytest.mark.full
 @pytest.mark.parametrize("name", mostly(CASES, "Adam", "accumulation"))
 def test_weights_move_as_with_float32(name):
     """A code is off by 1/16; what 8 steps add is off by a few hundredths."""
