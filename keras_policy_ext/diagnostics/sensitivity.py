@@ -105,23 +105,28 @@ def options(
         samples: The number of samples in the batch.
         loss_scale: The factor of the loss whose gradients were taken.
     """
+    plain = [_outputs(use, use.plan.recipe) for use in uses]
     known: dict[Any, Effect] = {}
     for recipe in recipes:
         key = tuple(tuple(_asked(use, recipe).items()) for use in uses)
         if key not in known:
-            known[key] = _effect(uses, recipe, samples, loss_scale)
+            known[key] = _effect(uses, plain, recipe, samples, loss_scale)
         yield Option(uses, recipe, known[key])
 
 
 def _effect(
-    uses: Sequence[Use], recipe: Recipe, samples: int, loss_scale: float
+    uses: Sequence[Use],
+    plain: Sequence[Any],
+    recipe: Recipe,
+    samples: int,
+    loss_scale: float,
 ) -> Effect:
     changes: dict[tuple[int, int], Any] = {}
     error = signal = 0.0
-    for use in uses:
-        if 0 in use.inputs.shape:
+    for use, y in zip(uses, plain, strict=True):
+        if 0 in y.shape:
             continue
-        y, e = _outputs(use, recipe)
+        e = _outputs(use, recipe) - y
         error += _number(ops.sum(ops.square(e)))
         signal += _number(ops.sum(ops.square(y)))
         if use.outputs_grad is None:
@@ -143,15 +148,12 @@ def _effect(
     )
 
 
-def _outputs(use: Use, recipe: Recipe) -> tuple[Any, Any]:
-    """Return the outputs without rounding, and what rounding changes."""
+def _outputs(use: Use, recipe: Recipe) -> Any:
+    """Return the outputs of the forward matmul under a recipe, float32."""
+    plan = dataclasses.replace(use.plan, recipe=recipe, training=False)
     x, w = map(ops.stop_gradient, (use.inputs, use.weights))
-    found = []
-    for each in (use.plan.recipe, recipe):
-        plan = dataclasses.replace(use.plan, recipe=each, training=False)
-        outputs, _ = plan.bound.forward(x, w, (), observe=False)
-        found.append(ops.cast(outputs, "float32"))
-    return found[0], found[1] - found[0]
+    outputs, _ = plan.bound.forward(x, w, (), observe=False)
+    return ops.cast(outputs, "float32")
 
 
 def _of_samples(gradient: Any, error: Any, samples: int) -> Any:
