@@ -4,8 +4,9 @@
 
 For each fault: the loss on other examples after training in 16 bits, in float8,
 and in float8 with the autopilot, which looks at every batch; when the loss of
-the float8 run is a tenth above the one of 16 bits without the fault; and the
-first warning that names the layer and the operand.
+the float8 run is 3 % above the one of 16 bits without the fault, both over ten
+steps on the same batches; and the first warning that names the layer and the
+operand.
 """
 
 import argparse
@@ -19,14 +20,14 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "tests"))
 from planted_faults import FAULTS, named, run
 
 
-def mean_of_five(losses):
-    return np.convolve(losses, np.ones(5) / 5, "valid")
+def mean_of_ten(losses):
+    return np.convolve(losses, np.ones(10) / 10, "valid")
 
 
 def shown(fault, losses, clean):
-    """The step at which a loss is a tenth above another, or "–"."""
-    worse = mean_of_five(losses) > 1.1 * mean_of_five(clean)
-    steps = np.flatnonzero(worse) + 5
+    """The step at which a loss is 3 % above another, or "–"."""
+    worse = mean_of_ten(losses) > 1.03 * mean_of_ten(clean)
+    steps = np.flatnonzero(worse) + 10
     return next((str(step) for step in steps if step >= fault.start), "–")
 
 

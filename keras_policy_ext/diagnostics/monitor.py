@@ -184,7 +184,7 @@ class Watch:
             self.steps,
             all(map(_is_finite, leaves)),
             _number(optimizer, "learning_rate", math.nan),
-            _number(optimizer, "dynamic_scale", 1.0),
+            _loss_scale(optimizer),
         )
 
     def _rows(
@@ -278,6 +278,11 @@ def _is_finite(x: Any) -> bool:
     if x is None or not keras.backend.is_float_dtype(x.dtype):
         return True
     return bool(ops.all(ops.isfinite(x)))
+
+
+def _loss_scale(optimizer: Any) -> float:
+    first = getattr(optimizer, "initial_scale", 1.0)  # until it is built
+    return _number(optimizer, "dynamic_scale", float(first))
 
 
 def _number(thing: Any, name: str, default: float) -> float:

@@ -26,7 +26,8 @@ QUICK = ("shared_layer", "nan_batch")
 def test_a_fault_is_named(name):
     fault = FAULTS[name]
     start = min(fault.start, START)
-    fault = dataclasses.replace(fault, start=start, steps=start + 3)
+    steps = start + (8 if fault.operand == "kernel" else 3)
+    fault = dataclasses.replace(fault, start=start, steps=steps)
     found = run(fault, "watched")
     assert not [each for each in found.warnings if each.step < start]
     warning = named(fault, found.warnings)
