@@ -76,7 +76,7 @@ class Images:
     """Tell which of ten patterns is hidden in an image of noise."""
 
     def __init__(self):
-        self.patterns = np.random.default_rng(0).normal(0.0, 1.2, (10, 5, 5))
+        self.patterns = np.random.default_rng(0).normal(0.0, 0.9, (10, 5, 5))
 
     def model(self):
         x = inputs = keras.Input((12, 12, 1))
