@@ -10,26 +10,30 @@ from collections.abc import Iterator
 
 
 def check_output(
-    source: pathlib.Path, output: pathlib.Path, force: bool
+    source: pathlib.Path | None,
+    output: pathlib.Path,
+    force: bool,
+    suffix: str = ".keras",
 ) -> None:
-    """Raise if a command cannot write its model to the path `output`.
+    """Raise if a command cannot write a file to the path `output`.
 
     Args:
-        source: The input file, which is never overwritten.
-        output: The `.keras` file to write.
+        source: The input file, which is never overwritten; None for none.
+        output: The file to write.
         force: Whether to overwrite an existing file.
+        suffix: The suffix that it needs.
 
     Raises:
         ValueError: If it cannot, with the line that the command prints.
     """
     name = str(output)
-    if output.suffix != ".keras":
-        raise ValueError(f"the output must be a .keras file, not {name!r}")
+    if output.suffix != suffix:
+        raise ValueError(f"the output must be a {suffix} file, not {name!r}")
     if not output.parent.is_dir():
         raise ValueError(f"there is no folder {str(output.parent)!r}")
     if not output.exists():
         return
-    if source.exists() and output.samefile(source):
+    if source is not None and source.exists() and output.samefile(source):
         raise ValueError(f"{name!r} is the input, which is never overwritten")
     if not force or output.is_dir():
         raise ValueError(f"{name!r} exists; overwrite it with --force")

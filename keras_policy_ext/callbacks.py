@@ -18,8 +18,8 @@ __all__ = ["Float8Autopilot", "Float8Monitor", "Thresholds"]
 class Float8Monitor(keras.callbacks.Callback):
     """A callback that follows what float8 does to each layer, by `kpe.watch`.
 
-    After the first sample it adds the worst figures to the logs of batches and
-    epochs: `float8_sqnr_db`, `float8_saturated_fraction` and
+    It adds the worst figures of the last sample to the logs of epochs:
+    `float8_sqnr_db`, `float8_saturated_fraction` and
     `float8_underflow_fraction`. List it before callbacks that read these.
 
     Args:
@@ -30,13 +30,14 @@ class Float8Monitor(keras.callbacks.Callback):
         share: As for `watch`.
         loss: As for `what_if`.
         path: As for `watch`.
+        log_dir: As for `watch`.
         page: A file for `Watch.page` when training ends; None for none.
 
     Attributes:
         watch: The `Watch` of the model of the last `fit`; None before.
 
     Raises:
-        ValueError: When training begins, as `watch` does.
+        ValueError, ImportError: When training begins, as `watch` does.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Float8Monitor(keras.callbacks.Callback):
         share: float = 0.02,
         loss: Loss | None = None,
         path: str | pathlib.Path | None = None,
+        log_dir: str | pathlib.Path | None = None,
         page: str | pathlib.Path | None = None,
     ):
         super().__init__()
@@ -57,6 +59,7 @@ class Float8Monitor(keras.callbacks.Callback):
             "share": share,
             "loss": loss,
             "path": path,
+            "log_dir": log_dir,
         }
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -64,29 +67,30 @@ class Float8Monitor(keras.callbacks.Callback):
         if self.watch is None or self.watch.model is not self.model:
             self.watch = watch(self.model, **self._how)
 
-    def on_train_batch_end(
+    def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Take a sample if it is time for one; log the worst figures."""
-        if self.watch is not None:
+        """Count the step before, and take a sample if it is time for one.
+
+        Not when that step ends: Keras then waits for the loss of each step.
+        """
+        if self.watch is not None and batch:
             self.watch.step(self._data)
-        self._log(logs)
 
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Log the worst figures of the last sample."""
-        self._log(logs)
+        """Count the last step; log the worst figures of the last sample."""
+        if self.watch is not None:
+            self.watch.step(self._data)
+            if logs is not None:
+                logs.update(self.watch.logs())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Write the page."""
         if self.watch is not None and self._page is not None:
             text = self.watch.page()
             pathlib.Path(self._page).write_text(text, encoding="utf-8")
-
-    def _log(self, logs: dict[str, Any] | None) -> None:
-        if self.watch is not None and logs is not None:
-            logs.update(self.watch.logs())
 
 
 class Float8Autopilot(Float8Monitor):
@@ -102,7 +106,7 @@ class Float8Autopilot(Float8Monitor):
         finer: As for `kpe.autopilot`.
         calm: As for `kpe.autopilot`.
         thresholds: As for `kpe.autopilot`.
-        **options: `loss`, `path` and `page`, as for `Float8Monitor`.
+        **options: `loss`, `path`, `log_dir` and `page`, as for `Float8Monitor`.
 
     Attributes:
         autopilot: The `Autopilot` of the model of the last `fit`; None before.
@@ -139,13 +143,10 @@ class Float8Autopilot(Float8Monitor):
         if self.autopilot is not None:
             self.autopilot.step(self._data)
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Log the worst figures of the last sample."""
-        self._log(logs)
-
-    def _log(self, logs: dict[str, Any] | None) -> None:
-        super()._log(logs)
+        """Log the worst figures of the last sample, and the layers out."""
         if self.autopilot is not None and logs is not None:
+            logs.update(self.autopilot.watch.logs())
             logs.update(self.autopilot.logs())

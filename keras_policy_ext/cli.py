@@ -6,18 +6,20 @@ The module `keras_policy_ext_cli` chooses the backend before.
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
 
-from keras_policy_ext import stored_kernels
+from keras_policy_ext import _output_files, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import KNOWN
 from keras_policy_ext.diagnostics import demo
 from keras_policy_ext.export import FORMATS, export
+from keras_policy_ext.reports import BaseReport
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS, wrapped
 
@@ -52,6 +54,13 @@ _MIGRATE = """\
 Write a .keras file of Keras 3 from a .h5 or .keras file of tf_keras (Keras 2):
 the model, its weights, and how it was compiled. The input is only read, and
 code in it is not run.
+"""
+
+_REPORT = """\
+Make a page with figures and plots of what a training run left: the .jsonl or
+.csv file that keras_policy_ext.watch or the callback Float8Monitor wrote by
+`path=`. Print the last figures, the lowest SQNR first; with --full of each
+operand. The page is one file that needs no network.
 """
 
 _SHRINK = """\
@@ -128,7 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_demo(commands)
     here = "whether float8 is faster on this machine, and why"
-    _add(commands, _doctor, here, _DOCTOR).add_argument(
+    doctor = _add(commands, _doctor, here, _DOCTOR)
+    doctor.add_argument(
         "--device",
         type=_device,
         metavar="NAME",
@@ -136,10 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         f"mi300x or v5p; or a kind of devices: {', '.join(KNOWN)}",
         default=argparse.SUPPRESS,
     )
+    _add_page(doctor)
     _add_export(commands)
     _add_inspect(commands)
     _add_memory(commands)
     _add_migrate(commands)
+    _add_report(commands)
     _add_shrink(commands)
     return parser
 
@@ -243,6 +255,7 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="every layer with weights, with its amaxes and scales",
         default=argparse.SUPPRESS,
     )
+    _add_page(parser)
 
 
 def _add_memory(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -276,6 +289,7 @@ def _add_memory(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="every layer",
         default=argparse.SUPPRESS,
     )
+    _add_page(parser)
 
 
 def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -298,6 +312,39 @@ def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument(
         "--force", action="store_true", help="overwrite OUT if it exists"
     )
+
+
+def _add_page(
+    parser: argparse.ArgumentParser, without: str = "without it, none"
+) -> None:
+    parser.add_argument(
+        "--page",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help=f"the .html file to write the report to, in full; {without}",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="overwrite that file if it exists",
+    )
+
+
+def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = _add(
+        commands, _report, "make a page of what a training run left", _REPORT
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="the file, or a folder with one such file"
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every operand",
+        default=argparse.SUPPRESS,
+    )
+    _add_page(parser, "without it, beside RUN with its name")
 
 
 def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -364,7 +411,9 @@ def _doctor(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.diagnostics import doctor
 
     device = getattr(arguments, "device", None)
-    return lambda: print(doctor.report(device))
+    output = _page(arguments)
+    title = f"Float8 on {device or 'this machine'}"
+    return lambda: _show(doctor.report(device), title, output, every="")
 
 
 def _export(arguments: argparse.Namespace) -> Callable[[], object]:
@@ -393,8 +442,10 @@ def _inspect(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.diagnostics.inspection import inspect
 
     full = getattr(arguments, "full", False)
+    output = _page(arguments)
     model = _loaded(arguments.file)
-    return lambda: print(inspect(model).table(full, "Every layer: --full"))
+    title = pathlib.Path(arguments.file).name
+    return lambda: _show(inspect(model), title, output, full)
 
 
 def _loaded(path: str) -> keras.Model:
@@ -409,6 +460,7 @@ def _loaded(path: str) -> keras.Model:
 def _memory(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.diagnostics.memory import memory
 
+    output = _page(arguments)
     model = _loaded(arguments.file)
     policy = getattr(arguments, "policy", None)
     try:
@@ -416,7 +468,8 @@ def _memory(arguments: argparse.Namespace) -> Callable[[], object]:
     except TypeError as error:
         raise ValueError(str(error)) from error
     full = getattr(arguments, "full", False)
-    return lambda: print(report.table(full, "Every layer: --full"))
+    title = f"Memory of {pathlib.Path(arguments.file).name}"
+    return lambda: _show(report, title, output, full)
 
 
 def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:
@@ -428,6 +481,57 @@ def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:
         on_loss_scale=arguments.on_loss_scale,
         force=arguments.force,
     ).run
+
+
+def _page(arguments: argparse.Namespace) -> pathlib.Path | None:
+    """Return the path of the page that is asked for, checked; None for none."""
+    asked = getattr(arguments, "page", None)
+    return None if asked is None else _free(arguments, pathlib.Path(asked))
+
+
+def _free(arguments: argparse.Namespace, output: pathlib.Path) -> pathlib.Path:
+    """Return the path of a page; raise if it cannot be written."""
+    force = getattr(arguments, "force", False)
+    _output_files.check_output(None, output, force, ".html")
+    return output
+
+
+def _show(
+    report: BaseReport,
+    title: str,
+    output: pathlib.Path | None,
+    full: bool = False,
+    every: str = "Every layer: --full",
+) -> None:
+    """Print a report, and write it to a page if there is a path for it."""
+    from keras_policy_ext.diagnostics.page import page
+
+    print(report.table(full, every))
+    if output is not None:
+        _write(output, page(title, report.html(full=True)))
+
+
+def _write(output: pathlib.Path, text: str) -> None:
+    with _output_files.whole(output) as part:
+        part.write_text(text, encoding="utf-8")
+    print(f"written: {output}")
+
+
+def _report(arguments: argparse.Namespace) -> Callable[[], object]:
+    from keras_policy_ext.diagnostics import run_files
+    from keras_policy_ext.diagnostics.run_report import RunReport
+
+    file, samples, runs = run_files.read(arguments.run)
+    output = _page(arguments) or _free(arguments, file.with_suffix(".html"))
+    found, full = RunReport(samples), getattr(arguments, "full", False)
+
+    def show() -> None:
+        if runs > 1:
+            print(f"{file} has {runs} runs; this is the last one.")
+        print(found.table(full, "Every operand: --full"))
+        _write(output, found.page())
+
+    return show
 
 
 def _shrink(arguments: argparse.Namespace) -> Callable[[], object]:

@@ -181,11 +181,20 @@ class BaseReport:
 
     def _repr_html_(self) -> str:
         """Return the report as HTML for a notebook, with all text escaped."""
+        return self.html(every=self._every)
+
+    def html(self, full: bool = False, every: str = "") -> str:
+        """Return the report as HTML, with all text escaped.
+
+        Args:
+            full: As for `table`.
+            every: As for `table`.
+        """
         return "".join(
             part.html()
             if isinstance(part, Table)
             else f"<p>{html.escape(printable(part))}</p>"
-            for part in _with(self._parts(False, self._count()), self._every)
+            for part in _with(self._parts(full, self._count()), every)
         )
 
 

@@ -38,7 +38,16 @@ def test_help_names_the_commands(capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "doctor", "export", "inspect", "memory", "migrate", "shrink"],
+    [
+        "demo",
+        "doctor",
+        "export",
+        "inspect",
+        "memory",
+        "migrate",
+        "report",
+        "shrink",
+    ],
 )
 def test_every_command_has_help(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

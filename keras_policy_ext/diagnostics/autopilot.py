@@ -296,6 +296,7 @@ def autopilot(
     loss: Loss | None = None,
     thresholds: Thresholds | None = None,
     path: str | pathlib.Path | None = None,
+    log_dir: str | pathlib.Path | None = None,
 ) -> Autopilot:
     """Take layers out of float8 while their figures are bad, in your own loop.
 
@@ -327,6 +328,7 @@ def autopilot(
         loss: As for `what_if`.
         thresholds: None for `kpe.callbacks.Thresholds()`.
         path: As for `watch`.
+        log_dir: As for `watch`.
 
     Returns:
         An `Autopilot`: call `step` with each batch.
@@ -358,6 +360,11 @@ def autopilot(
             "an integer >= 1. Leave it out for 5."
         )
     watched = watch(
-        model, every=every, loss=loss, thresholds=thresholds, path=path
+        model,
+        every=every,
+        loss=loss,
+        thresholds=thresholds,
+        path=path,
+        log_dir=log_dir,
     )
     return Autopilot(watched, recipe, calm)

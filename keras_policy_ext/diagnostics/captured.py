@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -18,11 +18,15 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics.figures import Figures
 from keras_policy_ext.diagnostics.forward_pass import unchanged_counters
-from keras_policy_ext.layers.controller import Float8Controller
+from keras_policy_ext.layers.controller import (
+    Float8Controller,
+    recipes_of_activations,
+)
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.recipes import Recipe
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -108,13 +112,26 @@ def _tensor(x: Any) -> Any:
     return ops.convert_to_tensor(x)
 
 
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of two activations: the first is called `inputs`.
+
+    Attributes:
+        name: `"scores"` or `"weighted sum"`.
+    """
+
+    name: str
+    trainable: ClassVar[bool] = True
+
+
 @dataclasses.dataclass
 class Use:
     """A use of a kernel in a float8 contraction, with its operands.
 
     Attributes:
         layer: The layer.
-        kernel: The weight that it contracts.
+        kernel: The weight that it contracts; a `Product` for two activations,
+            of which the second is in the place of the kernel.
         plan: The `Plan`.
         inputs: The inputs, in the compute dtype.
         weights: The values of the kernel.
@@ -124,7 +141,7 @@ class Use:
     """
 
     layer: keras.Layer
-    kernel: keras.Variable
+    kernel: keras.Variable | Product
     plan: contractions.Plan
     inputs: Tensor
     weights: Tensor
@@ -136,6 +153,33 @@ class Use:
         if name == "kernel":
             return self.weights
         return self.inputs if name == "inputs" else self.outputs_grad
+
+    def recipe_of(self, recipe: Recipe) -> tuple[Recipe, float | None]:
+        """Return how a recipe computes it, and a limit for `folded`."""
+        if not isinstance(self.kernel, Product):
+            return recipe, None
+        scores, weighted_sum, limit = recipes_of_activations(recipe)
+        is_sum = self.kernel.name == WEIGHTED_SUM
+        return (weighted_sum, limit) if is_sum else (scores, None)
+
+    def folded(self, name: str, limit: float | None) -> Tensor | None:
+        """Return an operand; of a weighted sum, as `contractions.fold` does.
+
+        Args:
+            name: The name of the operand.
+            limit: The largest value of the format of the values; None for
+                operands that are not folded.
+        """
+        if limit is None or name == "outputs_grad":
+            return self.operand(name)
+        contraction: Any = self.plan.contraction
+        weights, values = contractions.fold(
+            contraction.equation,
+            ops.cast(self.inputs, "float32"),
+            ops.cast(self.weights, "float32"),
+            limit,
+        )
+        return weights if name == "inputs" else values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,16 +276,42 @@ def by_kernel(uses: Iterable[Use]) -> list[list[Use]]:
     return list(found.values())
 
 
-def note_of(use: Use, operand: str, figures: Figures) -> str:
+def differing(uses: Sequence[Use], operand: str) -> Sequence[Use]:
+    """Return the uses whose operands differ: of a weight, the first one."""
+    is_weight = not isinstance(uses[0].kernel, Product)
+    return uses[:1] if is_weight and operand == "kernel" else uses
+
+
+def note_of(uses: Sequence[Use], operand: str, figures: Figures) -> str:
     """Return what is unusual about an operand, in words; "" for nothing."""
-    if operand == "kernel" and not use.kernel.trainable:
+    if operand == "kernel" and not uses[0].kernel.trainable:
         return "frozen"
     if operand == "outputs_grad" and not figures.amax:
-        empty = 0 in use.inputs.shape
+        empty = all(0 in use.inputs.shape for use in uses)
         return "no values" if empty else "no gradient"
     if not figures.size:
         return "no values"
-    return "" if figures.amax else "zeros"
+    if not figures.amax:
+        return "zeros"
+    return _idle_matrices(uses) if operand == "inputs" else ""
+
+
+def _idle_matrices(uses: Sequence[Use]) -> str:
+    """Return how many matrices of a bank have inputs of zeros in all uses."""
+    if isinstance(uses[0].kernel, Product):
+        return ""
+    idle: Any = True
+    for use in uses:
+        bank = contractions.with_bank(use.plan.contraction)
+        if not isinstance(bank, contractions.EinsumOfBank):
+            return ""
+        x = ops.cast(use.inputs, "float32")
+        if 0 not in x.shape:
+            x = bank.operand("inputs", x, None)
+            amaxes = ops.convert_to_numpy(bank.amaxes("inputs", x, None))
+            idle = np.logical_and(idle, amaxes == 0.0)
+    count = int(np.sum(idle))
+    return f"no values for {count} of {idle.size} matrices" if count else ""
 
 
 def _tensors(use: Use) -> list[Tensor]:
@@ -253,7 +323,8 @@ class _Listing:
     """The contractions of a model in one pass, listed as they run."""
 
     def __init__(self) -> None:
-        self._inside: list[tuple[keras.Layer, keras.Variable]] = []
+        self._inside: list[tuple[keras.Layer, keras.Variable | Product]] = []
+        self._products: dict[tuple[int, str], Product] = {}
         self.begin(lambda x: x)
 
     def begin(self, mark: Callable[[Tensor], Tensor]) -> None:
@@ -273,6 +344,8 @@ class _Listing:
         controller: Any = Float8Controller
         with (
             in_place_of("contract", self._contract, controller),
+            in_place_of("contract_activations", self._scores, controller),
+            in_place_of("contract_weighted_sum", self._sum, controller),
             in_place_of("run", self._run, contractions),
         ):
             yield
@@ -297,6 +370,24 @@ class _Listing:
         finally:
             self._inside.pop()
 
+    def _scores(self, stock: Any, controller: Any, *args: Any) -> Tensor:
+        return self._product("scores", stock, controller, args)
+
+    def _sum(self, stock: Any, controller: Any, *args: Any) -> Tensor:
+        return self._product(WEIGHTED_SUM, stock, controller, args)
+
+    def _product(
+        self, name: str, stock: Any, controller: Any, args: Any
+    ) -> Tensor:
+        key = id(controller.layer), name
+        product = self._products.setdefault(key, Product(name))
+        self._inside.append((controller.layer, product))
+        try:
+            found: Tensor = stock(controller, *args)
+            return found
+        finally:
+            self._inside.pop()
+
     def _run(
         self,
         stock: Any,
@@ -306,8 +397,6 @@ class _Listing:
         *state: Tensor,
         bias: Tensor | None = None,
     ) -> Tensor:
-        if not self._inside:  # two activations
-            return stock(plan, inputs, kernel, *state, bias=bias)
         layer, weight = self._inside[-1]
         state = tuple(map(ops.stop_gradient, state))
         outputs = stock(plan, inputs, kernel, *state, bias=bias)
@@ -319,6 +408,8 @@ class _Listing:
             self.uses.append(use)
         return self._mark(outputs)
 
+
+WEIGHTED_SUM = "weighted sum"
 
 SQUARES = "the sum of squares of the outputs"
 """The loss of a model that is not compiled."""

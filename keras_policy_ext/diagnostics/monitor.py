@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import json
 import math
 import pathlib
 import time
@@ -21,13 +19,14 @@ from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics.captured import (
     Batch,
     Loss,
+    Product,
     Use,
     by_kernel,
     captured,
+    differing,
     note_of,
 )
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
-from keras_policy_ext.diagnostics.page import line_plot, page, shade
 from keras_policy_ext.diagnostics.rules import (
     Around,
     Rules,
@@ -35,6 +34,16 @@ from keras_policy_ext.diagnostics.rules import (
     Thresholds,
     WatchWarning,
 )
+from keras_policy_ext.diagnostics.run_files import EventFile, RowFile
+from keras_policy_ext.diagnostics.run_report import RunReport
+from keras_policy_ext.diagnostics.samples import (
+    FIGURES,
+    Key,
+    Measured,
+    Samples,
+    named,
+)
+from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.numerics.scale_sources import Amax
 from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import (
@@ -44,19 +53,6 @@ from keras_policy_ext.recipes import (
     matmuls_of,
 )
 
-FIGURES = (
-    "amax",
-    "scale",
-    "saturated_fraction",
-    "underflow_fraction",
-    "zero_fraction",
-    "sqnr_db",
-    "kurtosis",
-    "nonfinite",
-)
-KEYS = ("layer", "kernel", "operand")
-MOST = 64
-"""Samples in memory. With 100 layers they take 0.6 MB."""
 MOST_WARNINGS = 1000
 
 
@@ -66,8 +62,6 @@ class Watch:
     Attributes:
         model: The model.
         steps: The number of steps so far.
-        unexamined: The paths of float8 layers without figures in the last
-            sample, with the reasons.
         warnings: What went wrong in samples, from when it began; the newest
             1000.
         rules: What judges the samples.
@@ -83,6 +77,7 @@ class Watch:
         share: float,
         loss: Loss | None,
         path: str | pathlib.Path | None,
+        log_dir: str | pathlib.Path | None,
         thresholds: Thresholds | None = None,
     ):
         self.steps = 0
@@ -90,15 +85,16 @@ class Watch:
         self.rules = Rules(thresholds or Thresholds())
         self.judged_as: dict[int, Recipe] = {}
         self.uses: list[list[Use]] = []
-        self.unexamined: dict[str, str] = {}
+        self._seen: list[Seen] = []
         self.model, self._every, self._share = model, every, share
         self._loss = loss
-        self._path = None if path is None else pathlib.Path(path)
-        self._seen: list[Seen] = []
-        self._samples: dict[int, Any] = {}
-        self._names: dict[tuple[str, ...], None] = {}
-        self._last: tuple[int, Any, list[str]] | None = None
-        self._taken, self._stride, self._next = 0, 1, 0.0
+        self._files: list[RowFile | EventFile] = []
+        if path is not None:
+            self._files.append(RowFile(path))
+        if log_dir is not None:
+            self._files.append(EventFile(log_dir))
+        self._samples = Samples()
+        self._next = 0.0
 
     def step(self, data: Any) -> bool:
         """Count a step; take a sample if it is time for one.
@@ -119,62 +115,54 @@ class Watch:
         return is_due
 
     def _take(self, data: Any) -> None:
-        batch = Batch.read(data)
-        if self._every is None and not self._taken:
-            self._measure(batch)  # Compiles, which later samples do not.
         start = time.perf_counter()
-        rows = self._measure(batch)
-        numbers = np.full((len(self._names), len(FIGURES)), np.nan, "float32")
-        notes = [""] * len(self._names)
-        for place, key in enumerate(self._names):
-            if key in rows:
-                notes[place], numbers[place] = rows[key]
-        self._last = self.steps, numbers, notes
+        batch = Batch.read(data)
+        if self._every is None and not self._samples:
+            self._measure(batch)  # Compiles, which later samples do not.
+            start = time.perf_counter()
+        self._samples.add(self.steps, *self._measure(batch))
         for found in self.rules.look(self._around(batch), self._seen):
             self.warnings = [*self.warnings[-MOST_WARNINGS + 1 :], found]
             _user_code.warn(found.message)
-        if self._taken % self._stride == 0:
-            self._samples[self.steps] = numbers, notes
-        self._taken += 1
-        if len(self._samples) > MOST:
-            self._stride *= 2
-            self._samples = dict(list(self._samples.items())[::2])
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                for row in self._rows(self.steps, numbers, notes):
-                    file.write(json.dumps(row) + "\n")
+        for file in self._files:
+            file.append(self._samples.last_of_layers())
         end = time.perf_counter()
         self._next = end + (end - start) / self._share
 
     def _measure(
         self, batch: Batch
-    ) -> dict[tuple[str, ...], tuple[str, list[float]]]:
-        """Return note and figures by layer, kernel, operand, of one step."""
-        model: Any = self.model
-        is_jax = keras.backend.backend() == "jax"
-        if is_jax and isinstance(model, keras.Model):
-            # In `fit` the trainer holds the values of variables.
-            model.jax_state_sync()
+    ) -> tuple[dict[Key, Measured], dict[str, str]]:
+        """Return figures by layer, kernel, operand; and unexamined layers."""
+        self._synchronize()
         found = captured(self.model, batch, self._loss)
-        self.unexamined = found.unexamined
-        rows: dict[tuple[str, ...], tuple[str, list[float]]] = {}
+        steps = self.steps - (self._samples.last_step or 0)
+        rows: dict[Key, Measured] = {}
         self.uses, self._seen = by_kernel(found.uses), []
         for uses in self.uses:
-            own = self.judged_as.get(id(uses[0].layer))
+            first = uses[0]
+            layer, name = path_of(first.layer), first.kernel.name
+            peaks = _peaks(first, steps)
+            own = self.judged_as.get(id(first.layer))
             for operand in OPERANDS:
                 asked, parts = _figures(uses, operand)
                 figures = total(parts)
-                layer = path_of(uses[0].layer)
-                key = layer, uses[0].kernel.name, operand
-                self._names.setdefault(key)
-                note = note_of(uses[0], operand, figures)
-                values = (getattr(figures, name) for name in FIGURES)
-                numbers = [math.nan if x is None else x for x in values]
-                rows[key] = note, numbers
-                if own is not None:
-                    asked, parts = _figures(uses, operand, own)
-                self._seen.append(Seen(*key, parts, asked))
-        return rows
+                values = [
+                    peaks.get(operand)
+                    if n == "peak_amax"
+                    else getattr(figures, n)
+                    for n in FIGURES
+                ]
+                rows[layer, name, operand] = Measured(
+                    [math.nan if x is None else x for x in values],
+                    len(uses),
+                    note_of(uses, operand, figures),
+                )
+                # The rules for kernels are for weights.
+                if operand != "kernel" or not isinstance(first.kernel, Product):
+                    if own is not None:
+                        asked, parts = _figures(uses, operand, own)
+                    self._seen.append(Seen(layer, name, operand, parts, asked))
+        return rows, found.unexamined
 
     def _around(self, batch: Batch) -> Around:
         """Return what the rules know of a sample beside the figures."""
@@ -187,27 +175,57 @@ class Watch:
             _loss_scale(optimizer),
         )
 
-    def _rows(
-        self, step: int, numbers: Any, notes: list[str]
-    ) -> list[dict[str, Any]]:
-        rows = []
-        for key, note, row in zip(self._names, notes, numbers, strict=False):
-            values = (None if np.isnan(x) else float(x) for x in row)
-            figures = dict(zip(FIGURES, values, strict=True))
-            names = dict(zip(KEYS, key, strict=True))
-            rows.append({"step": step, **names, **figures, "note": note})
-        return rows
+    @property
+    def taken(self) -> int:
+        """The number of samples so far."""
+        return len(self._samples)
+
+    @property
+    def unexamined(self) -> dict[str, str]:
+        """The float8 layers without figures in the last sample, and why."""
+        return self._samples.unexamined
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """A dict for each operand of each sample in memory.
 
-        It has the step, from 1, the layer, kernel and operand, the figures and
-        a note; None is a figure without a value. Of more than 64 samples every
-        second one is dropped.
+        It has the step, from 1, the layer, kernel and operand, the figures,
+        the number of uses and a note; None is a figure without a value. Of
+        more than 64 samples every second one is dropped.
         """
-        samples = self._samples.items()
-        return [row for step, it in samples for row in self._rows(step, *it)]
+        return self._samples.history()
+
+    def amaxes(self) -> list[dict[str, Any]]:
+        """Return the amax of each operand in each of the last steps.
+
+        Delayed scaling observes them in the training step itself, and its
+        states keep the last ones: 1024 by default. So they cost no pass, and
+        each step has them. Other recipes remember none.
+
+        Returns:
+            A dict for each operand of each kernel with a history: `layer`,
+            `kernel`, `operand`; `scale`, float, which the last step used, 0
+            before there is one; `amaxes`, a list of floats, the newest last,
+            at most one for each step that was counted.
+        """
+        self._synchronize()
+        found = []
+        for layer in layers_in_float8(self.model):
+            for kernel in layer.float8_contracted:
+                known = _observed(layer.float8_state.of(kernel), self.steps)
+                for operand, (scale, amaxes) in known.items():
+                    names = named(path_of(layer), kernel.name, operand)
+                    observed = np.trim_zeros(amaxes, "b")[::-1].tolist()
+                    numbers = {"scale": float(scale), "amaxes": observed}
+                    found.append({**names, **numbers})
+        return found
+
+    def _synchronize(self) -> None:
+        """Put the values that a trainer of JAX holds into the variables."""
+        model: Any = self.model
+        is_jax = keras.backend.backend() == "jax"
+        if is_jax and isinstance(model, keras.Model):
+            model.jax_state_sync()
 
     def logs(self) -> dict[str, float]:
         """Return the worst figures of the last sample, for logs.
@@ -222,56 +240,36 @@ class Watch:
             ("saturated_fraction", np.max),
             ("underflow_fraction", np.max),
         ):
-            if self._last is not None:
-                column = self._last[1][:, FIGURES.index(name)]
-                known = column[~np.isnan(column)]
-                if known.size:
-                    found[f"float8_{name}"] = float(worst(known))
+            known = self._samples.column(name)
+            if known.size:
+                found[f"float8_{name}"] = float(worst(known))
         return found
+
+    def report(self) -> RunReport:
+        """Return the figures of the run as a table; see `RunReport`."""
+        return RunReport(self._samples)
 
     def page(self) -> str:
         """Return one HTML page with figures and plots, without a network."""
-        if self._last is None:
-            return page("Float8 over steps", "<p>No sample was taken.</p>")
-        heads = (*KEYS, *FIGURES, "SQNR over steps", "log10 amax", "note")
-        lines = []
-        for place, row in enumerate(self._rows(*self._last)):
-            cells = "".join(_cell(name, row[name]) for name in FIGURES)
-            plots = "".join(
-                f"<td>{line_plot(self._curve(place, name))}</td>"
-                for name in ("sqnr_db", "amax")
-            )
-            names = "".join(f"<th>{html.escape(row[k])}</th>" for k in KEYS)
-            note = html.escape(row["note"])
-            lines.append(f"<tr>{names}{cells}{plots}<td>{note}</td></tr>")
-        head = "".join(f"<th>{each.replace('_', ' ')}</th>" for each in heads)
-        notes = "".join(
-            f"<p>{html.escape(f'{path}: {why}')}</p>"
-            for path, why in self.unexamined.items()
-        )
-        body = (
-            f"<p>Step {self._last[0]}; {len(self._samples)} samples.</p>"
-            f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>"
-            f"{''.join(lines)}</tbody></table></div>{notes}"
-        )
-        return page("Float8 over steps", body)
-
-    def _curve(self, place: int, name: str) -> list[tuple[float, float]]:
-        points = []
-        for step, (numbers, _) in self._samples.items():
-            if place < len(numbers):
-                value = float(numbers[place, FIGURES.index(name)])
-                if name == "amax":
-                    value = math.log10(value) if value > 0 else math.nan
-                if math.isfinite(value):
-                    points.append((float(step), value))
-        return points
+        return self.report().page()
 
 
-def _cell(name: str, value: float | None) -> str:
-    style = shade(value) if name == "sqnr_db" else ""
-    text = "–" if value is None else f"{value:.3g}"
-    return f'<td style="{style}">{text}</td>'
+def _peaks(use: Use, steps: int) -> dict[str, float]:
+    """Return the largest amax of the last training steps, by operand."""
+    layer: Any = use.layer
+    if not use.state:
+        return {}
+    observed = _observed(layer.float8_state.of(use.kernel), steps)
+    found = {name: float(x[:steps].max()) for name, (_, x) in observed.items()}
+    return {name: peak for name, peak in found.items() if peak}
+
+
+def _observed(
+    state: StateVariable | None, steps: int
+) -> dict[str, tuple[Any, np.ndarray]]:
+    """Return scale and amaxes of the last steps, newest first, by operand."""
+    known = {} if state is None else state.rows()
+    return {name: (scale, x[:steps]) for name, (scale, x) in known.items()}
 
 
 def _is_finite(x: Any) -> bool:
@@ -302,7 +300,7 @@ def _figures(
     """
     found: list[Figures] = []
     quantization = None
-    for use in uses[:1] if operand == "kernel" else uses:
+    for use in differing(uses, operand):
         plan, x = use.plan, use.operand(operand)
         if recipe is not None:
             plan = dataclasses.replace(plan, recipe=recipe)
@@ -332,6 +330,7 @@ def watch(
     share: float = 0.02,
     loss: Loss | None = None,
     path: str | pathlib.Path | None = None,
+    log_dir: str | pathlib.Path | None = None,
     thresholds: Thresholds | None = None,
 ) -> Watch:
     """Follow what float8 does to each layer, in a training loop of your own.
@@ -355,8 +354,11 @@ def watch(
         share: The share of the time, between 0 and 1. The first sample, which
             compiles, is not counted.
         loss: As for `what_if`.
-        path: A file to append the dicts of each sample to, as JSON lines;
-            None for no file.
+        path: A file to append the dicts of each sample to: JSON lines if it
+            ends with `.jsonl`, or `.csv`; None for no file. The command
+            `keras-policy-ext report` makes a page of it.
+        log_dir: A folder for an event file of TensorBoard, which has to be
+            installed; None for none.
         thresholds: When to warn; None for `kpe.callbacks.Thresholds()`.
 
     Returns:
@@ -365,7 +367,8 @@ def watch(
     Raises:
         TypeError: If `model` is not a Keras model or layer.
         ValueError: If the model is not built or has no layer in float8, or
-            `every` or `share` is out of range.
+            `every` or `share` is out of range, or `path` has another suffix.
+        ImportError: If `log_dir` is given and TensorBoard is not installed.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
@@ -393,4 +396,4 @@ def watch(
             f"`share` is not a share of the time. Received: {share!r}. "
             "Allowed: a number between 0 and 1, such as 0.02."
         )
-    return Watch(model, every, share, loss, path, thresholds)
+    return Watch(model, every, share, loss, path, log_dir, thresholds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 from keras import ops
@@ -22,10 +22,11 @@ from keras_policy_ext.diagnostics.captured import (
     Use,
     by_kernel,
     captured,
+    differing,
     note_of,
 )
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
-from keras_policy_ext.diagnostics.page import page, shade
+from keras_policy_ext.diagnostics.page import page, shade, table_of_operands
 from keras_policy_ext.recipes import (
     OPERANDS,
     Quantization,
@@ -212,23 +213,21 @@ class WhatIf(BaseReport):
         The page needs no network. A cell shows the lower SQNR of the two
         matmuls; pointing at it shows the other figures.
         """
-        heads = "".join(
-            f"<th>{html.escape(each)}</th>"
-            for each in ("layer", "operand", *self.recipes, "note")
+        table = table_of_operands(
+            [f"<th>{html.escape(each)}</th>" for each in self.recipes],
+            (
+                (
+                    _name(layer, kernel),
+                    operand,
+                    _note(row.values()),
+                    "".join(_cell(row[recipe]) for recipe in self.recipes),
+                )
+                for (layer, kernel, operand), row in self._rows().items()
+            ),
         )
-        lines = []
-        for (layer, kernel, operand), row in self._rows().items():
-            cells = "".join(_cell(row[recipe]) for recipe in self.recipes)
-            name, note = _name(layer, kernel), _note(row.values())
-            lines.append(
-                f"<tr><th>{html.escape(name)}</th><td>{operand}</td>{cells}"
-                f"<td>{html.escape(note)}</td></tr>"
-            )
         body = (
             f"<p>{html.escape(f'Gradients of {self.loss}.')} SQNR in dB, of "
-            "the matmul that reads the operand worse.</p><div class=wide>"
-            f"<table><thead><tr>{heads}</tr></thead>"
-            f"<tbody>{''.join(lines)}</tbody></table></div>"
+            f"the matmul that reads the operand worse.</p>{table}"
         )
         for path, reason in self.unexamined.items():
             body += f"<p>{html.escape(f'{path}: {reason}')}</p>"
@@ -292,6 +291,7 @@ def what_if(
     data: Any,
     recipes: Sequence[Recipe | str] | Recipe | str | None = None,
     loss: Loss | None = None,
+    attention: Literal["float8"] | None = None,
 ) -> WhatIf:
     """Show what each recipe would do to the operands of each layer.
 
@@ -314,6 +314,9 @@ def what_if(
             model was compiled with; if it was not compiled, for the sum of
             squares of the outputs. If the optimizer scales losses, the
             gradients are of the scaled loss.
+        attention: `"float8"` to show the two products of attention layers
+            too, as for `convert`. A model that was converted with it shows
+            them without.
 
     Returns:
         An entry for each layer, operand, matmul and recipe; `print` it for a
@@ -338,7 +341,7 @@ def what_if(
     candidates.check_is_layer(model, "has operands to quantize")
     wanted = read_recipes(recipes)
     batch = Batch.read(data)
-    with converted(model, NOTHING_ROUNDED):
+    with converted(model, NOTHING_ROUNDED, attention=attention):
         found = captured(model, batch, loss)
         entries = tuple(_entries(found.uses, wanted))
     kind = found.loss
@@ -384,21 +387,22 @@ def _entries(
 
 
 def _of_matmul(
-    uses: list[Use], operand: str, matmul: str, recipes: Sequence[Recipe]
+    uses: Sequence[Use], operand: str, matmul: str, recipes: Sequence[Recipe]
 ) -> Iterator[QuantizedOperand]:
     """Yield an entry for each recipe; equal quantizations are computed once."""
-    if operand == "kernel":
-        uses, number = uses[:1], len(uses)
-    else:
-        number = len(uses)
-    known: dict[Quantization | None, Figures] = {}
+    number, uses = len(uses), differing(uses, operand)
+    known: dict[Any, Figures] = {}
     first = uses[0]
     for recipe in recipes:
-        contraction = first.plan.contraction
-        asked = contraction.quantization(recipe.quantization(operand, matmul))
-        if asked not in known:
-            known[asked] = total(_figures(uses, operand, matmul, asked))
-        figures = known[asked]
+        own, limit = first.recipe_of(recipe)
+        asked = first.plan.contraction.quantization(
+            own.quantization(operand, matmul)
+        )
+        if (asked, limit) not in known:
+            known[asked, limit] = total(
+                _figures(uses, operand, matmul, asked, limit)
+            )
+        figures = known[asked, limit]
         yield QuantizedOperand(
             layer=path_of(first.layer),
             class_name=type(first.layer).__name__,
@@ -413,16 +417,20 @@ def _of_matmul(
             saturated_fraction=figures.saturated_fraction,
             underflow_fraction=figures.underflow_fraction,
             nonfinite=int(figures.nonfinite),
-            note=note_of(first, operand, figures)
+            note=note_of(uses, operand, figures)
             or ("" if asked else "not in float8"),
         )
 
 
 def _figures(
-    uses: list[Use], operand: str, matmul: str, asked: Quantization | None
+    uses: Sequence[Use],
+    operand: str,
+    matmul: str,
+    asked: Quantization | None,
+    limit: float | None,
 ) -> Iterator[Figures]:
     for use in uses:
-        x = use.operand(operand)
+        x = use.folded(operand, limit)
         if x is None or 0 in x.shape:
             continue
         numbers = measured(use.plan.contraction, operand, matmul, asked, x)

@@ -146,7 +146,9 @@ class Float8Controller:
             self.layer.float8_trains or not policy.recipe.trains
         )
         self.policy = policy if follows else None
-        recipes = _of_activations(policy.recipe) if follows else (None,) * 3
+        recipes = (
+            recipes_of_activations(policy.recipe) if follows else (None,) * 3
+        )
         self.recipe_of_activations = recipes[0]
         self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
         self._has_state = follows and has_state(policy.recipe)
@@ -464,7 +466,7 @@ class Float8Controller:
 
 
 @functools.cache
-def _of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
+def recipes_of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
     """Return the recipes of two activations and of a weighted sum, its limit.
 
     The limit is `Float8Controller.limit_of_values`.

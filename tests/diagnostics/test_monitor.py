@@ -1,6 +1,7 @@
 """`watch` and `Float8Monitor`: figures of operands over steps."""
 
 import json
+import sys
 
 import keras
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
-from keras_policy_ext.diagnostics import monitor
+from keras_policy_ext.diagnostics import monitor, samples
 from refusals import refused
 from steps import normal, numpy
+from unusual_layers import Experts, attention, bank
 
 X, Y = normal(8, 6), normal(8, 3, seed=1)
 
@@ -150,7 +152,7 @@ def test_samples_take_the_share_of_the_time_that_they_may(monkeypatch):
 
 @pytest.mark.full
 def test_history_keeps_the_whole_run_within_bounds(monkeypatch):
-    monkeypatch.setattr(monitor, "MOST", 4)
+    monkeypatch.setattr(samples, "MOST", 4)
     watch = kpe.watch(mlp(), every=1)
     for _ in range(12):
         watch.step((X, Y))
@@ -204,3 +206,121 @@ def test_an_iterator_that_ends_is_named():
     watch.step(batches)
     with refused(ValueError, "no batch left", "list_iterator", "each sample"):
         watch.step(batches)
+
+
+@pytest.mark.full
+def test_layers_are_shown_as_what_they_are():
+    model = Experts()
+    model(X)
+    kpe.convert(model)
+    model.head.trainable = False
+    watch = kpe.watch(model, every=1)
+    watch.step(X)
+    notes = {
+        (row["layer"].rpartition("/")[2], row["operand"]): row["note"]
+        for row in watch.history
+    }
+    assert {layer for layer, _ in notes} == {"empty", "zeros", "shared", "head"}
+    assert notes["empty", "inputs"] == "no values"
+    assert notes["zeros", "inputs"] == "zeros"
+    assert notes["head", "kernel"] == "frozen"
+    assert {row["uses"] for row in rows(watch, "shared", "inputs")} == {2}
+    (unused,) = watch.unexamined.items()
+    assert unused[0].endswith("unused") and "did not call" in unused[1]
+    text, page = watch.report().table(full=True), watch.page()
+    for word in ("no values", "frozen", "zeros", "2 uses", "did not call"):
+        assert word in text and word in page
+
+
+@pytest.mark.full
+def test_experts_of_a_bank_without_tokens_are_counted():
+    model = bank()
+    kpe.convert(model, "current")
+    x = normal(4, 3, 6)
+    x[:, 1] = 0.0
+    watch = kpe.watch(model, every=1)
+    watch.step(x)
+    (inputs,) = rows(watch, "experts", "inputs")
+    assert inputs["note"] == "no values for 1 of 3 matrices"
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_products_of_two_activations_are_shown():
+    model = attention()
+    kpe.convert(model, "rowwise", attention="float8")
+    watch = kpe.watch(model, every=1)
+    watch.step(normal(2, 5, 8))
+    found = [row for row in watch.history if row["layer"] == "mha"]
+    kernels = [row["kernel"] for row in found]
+    assert kernels == ["scores"] * 3 + ["weighted sum"] * 3
+    assert all(row["sqnr_db"] > 25 and not row["note"] for row in found)
+
+
+@pytest.mark.full
+def test_the_amaxes_of_all_steps_are_known_without_a_sample():
+    """The steps observe them: a peak between two samples is in the later."""
+    model = mlp("delayed")
+    watch = kpe.watch(model, every=4)
+    factors = (1, 2, 32, 4, 1, 8)
+    for factor in factors:
+        model.train_on_batch(factor * X, Y)
+        watch.step((X, Y))
+    amax = np.abs(X).max()
+    (found,) = (
+        row
+        for row in watch.amaxes()
+        if row["layer"].endswith("up") and row["operand"] == "inputs"
+    )
+    np.testing.assert_allclose(
+        found["amaxes"], amax * np.array(factors), rtol=1e-6
+    )
+    np.testing.assert_allclose(found["scale"], 32 * amax / 448, rtol=1e-6)
+    first, second = rows(watch, "up", "inputs")
+    np.testing.assert_allclose(first["peak_amax"], amax, rtol=1e-6)
+    np.testing.assert_allclose(second["peak_amax"], 32 * amax, rtol=1e-6)
+    np.testing.assert_allclose(second["amax"], amax, rtol=1e-6)
+
+
+def test_a_recipe_without_history_remembers_no_amax():
+    watch = kpe.watch(mlp("current"), every=1)
+    watch.step((X, Y))
+    assert watch.amaxes() == []
+    assert {row["peak_amax"] for row in watch.history} == {None}
+
+
+@pytest.mark.full
+def test_tensorboard_reads_the_event_file(tmp_path):
+    pytest.importorskip("tensorboard", reason="it writes the file")
+    from tensorboard.backend.event_processing import event_accumulator
+    from tensorboard.util import tensor_util
+
+    model = mlp("delayed")
+    callback = kpe.callbacks.Float8Monitor((X, Y), every=2, log_dir=tmp_path)
+    model.fit(X, Y, batch_size=2, verbose=0, callbacks=[callback])
+    reader = event_accumulator.EventAccumulator(str(tmp_path))
+    reader.Reload()
+    read = {
+        (event.step, tag): float(tensor_util.make_ndarray(event.tensor_proto))
+        for tag in reader.Tags()["tensors"]
+        for event in reader.Tensors(tag)
+    }
+    written = {
+        (
+            row["step"],
+            f"float8_{name}/{row['layer']}/{row['kernel']}/{row['operand']}",
+        ): row[name]
+        for row in callback.watch.history
+        for name in samples.FIGURES
+        if row[name] is not None
+    }
+    assert read == written and len({step for step, _ in read}) == 2
+    plugins = reader.SummaryMetadata(next(iter(written))[1]).plugin_data
+    assert plugins.plugin_name == "scalars"
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        kpe.watch(mlp(), log_dir=tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()

@@ -13,6 +13,7 @@ from keras_policy_ext.contractions import Einsum
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
 from keras_policy_ext.recipes import MATMULS, matmuls_of
 from steps import mean_square, normal, numpy
+from unusual_layers import Experts, attention, bank
 
 X, Y = normal(8, 6), normal(8, 3, seed=1)
 
@@ -218,25 +219,6 @@ def test_gradients_are_of_the_scaled_loss():
     np.testing.assert_allclose(b, 1024 * a, rtol=1e-6)
 
 
-class Experts(keras.Model):
-    """A layer without tokens, one with zeros, one used twice, one unused."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = ("empty", "zeros", "shared", "unused", "head")
-        for name in self.names:
-            setattr(self, name, dense(6, name=name))
-
-    def build(self, shape):
-        for name in self.names:
-            getattr(self, name).build((None, 6))
-
-    def call(self, x):
-        nobody = self.empty(x[:0])
-        y = self.shared(self.shared(x)) + self.zeros(0 * x)
-        return self.head(y) + ops.sum(nobody)
-
-
 @pytest.mark.full
 def test_layers_are_shown_as_what_they_are():
     model = Experts()
@@ -261,6 +243,43 @@ def test_layers_are_shown_as_what_they_are():
     text = report.table(full=True)
     for word in ("no values", "frozen", "zeros", "2 uses", "did not call"):
         assert word in text
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_experts_of_a_bank_without_tokens_are_counted():
+    x = normal(4, 3, 6)
+    x[:, 1] = 0.0
+    report = kpe.what_if(bank(), x, ["current", "block"])
+    for found in entries(report, "experts"):
+        is_idle = found.operand == "inputs"
+        said = "no values for 1 of 3 matrices" if is_idle else ""
+        assert found.note == said
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_products_of_two_activations_are_of_the_attention(recipe):
+    """Their SQNR is that of the operands under the recipe of activations."""
+    x = normal(2, 5, 8) * np.exp(normal(2, 5, 1, seed=1))
+    model = attention()
+    stock = model.get_layer("mha")
+    report = kpe.what_if(model, x, recipe, attention="float8")
+    # Keras multiplies keys with queries, in this order.
+    found = entry(report, "mha", "inputs", kernel="scores")
+    keys = np.einsum("btd,dnh->btnh", x, numpy(stock.key_dense.kernel))
+    np.testing.assert_allclose(found.amax, np.abs(keys).max(), rtol=1e-5)
+    asked = kpe.recipes.get(recipe).quantization("inputs", "forward")
+    home = keys.transpose(0, 2, 1, 3).reshape(-1, 5, 4)
+    expected = reference.quantize_matrices(home, asked).dequantize()
+    np.testing.assert_allclose(
+        found.sqnr_db, reference.sqnr_db(home, expected), atol=0.3
+    )
+    values = entry(report, "mha", "kernel", kernel="weighted sum")
+    # Under a scale for each row a power of two brings values near 448.
+    is_folded = recipe == "rowwise"
+    assert (values.amax > 224) == is_folded and values.sqnr_db > 25
 
 
 def recurrent():
