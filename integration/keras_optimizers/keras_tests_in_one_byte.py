@@ -8,6 +8,8 @@ import keras
 from keras.src import testing
 
 import keras_policy_ext as kpe
+from keras_policy_ext.optimizers.quantized import make_quantized
+from keras_policy_ext.optimizers.settings import Settings
 
 TOLERANCE = 0.02
 """Of weights, relative and absolute. A step is off by a sixteenth where its
@@ -30,19 +32,14 @@ quantized = []
 
 
 def build_quantized(optimizer, variables):
-    """Quantize the state of an optimizer, just before it makes its slots."""
+    """Quantize the state of an optimizer, just before it makes its slots.
+
+    Without the trial of `quantize_state`, as some are built in a graph.
+    """
     known = (kpe.optimizers.QuantizedState, *WRAPPERS)
     if not optimizer.built and not isinstance(optimizer, known):
-        trying = getattr(build_quantized, "trying", False)
-        build_quantized.trying = True  # the copies that it tries stay stock
-        try:
-            if not trying:
-                kpe.optimizers.quantize_state(optimizer, minimum_size=1)
-                quantized.append(optimizer)
-        except ValueError as error:
-            assert "no moments" in str(error), error
-        finally:
-            build_quantized.trying = trying
+        make_quantized(optimizer, Settings(minimum_size=1))
+        quantized.append(optimizer)
     return build(optimizer, variables)
 
 
