@@ -44,22 +44,23 @@ def finish(value=None):
         tf.test.experimental.sync_devices()
 
 
-def seconds(function, repeats=1):
+def seconds(function, repeats=1, clock=time.perf_counter):
     """How long one call takes, of some that follow one another."""
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         value = function()
     finish(value)
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
-def interleaved(functions, rounds):
+def interleaved(functions, rounds, clock=time.perf_counter):
     """Call each function in every round, in turning order.
 
     Args:
         functions: By name. Each is called twice before, and the second time
             says how often it has to be repeated to be measured.
         rounds: How many.
+        clock: Tells seconds; `time.process_time` those of all processors.
 
     Returns:
         For each name the seconds that a call took in each round.
@@ -67,14 +68,14 @@ def interleaved(functions, rounds):
     repeats = {}
     for name, function in functions.items():
         seconds(function)
-        once = seconds(function)
+        once = seconds(function, clock=clock)
         repeats[name] = int(np.clip(SAMPLE_SECONDS / once, 1, 1000))
     took = {name: np.empty(rounds) for name in functions}
     names = list(functions)
     for number in range(rounds):
         for step in range(len(names)):
             name = names[(number + step) % len(names)]
-            took[name][number] = seconds(functions[name], repeats[name])
+            took[name][number] = seconds(functions[name], repeats[name], clock)
     return took
 
 

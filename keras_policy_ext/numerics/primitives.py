@@ -6,9 +6,11 @@ compiler would change, or that it can run faster.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -68,6 +70,59 @@ class Primitives:
         """
         return function(0, *tensors)
 
+    def updated_in_parts(
+        self,
+        update: Callable[..., Sequence[Tensor]],
+        store: Callable[..., Sequence[Tensor]],
+        block: int,
+        step: Tensor,
+        read: Tensor,
+        written: Sequence[Tensor],
+    ) -> Sequence[Tensor] | None:
+        """Change tensors part by part, so that a part stays in the cache.
+
+        Args:
+            update: `update(read, *written)` gets parts (numbers,), and returns
+                what is to be stored.
+            store: `store(first, *updated)` returns what becomes of the parts
+                that are written; `first` numbers are before them.
+            block: Tensors have one entry for a number, or for so many.
+            step: Int32 scalar, never negative.
+            read: A tensor with an entry for each number.
+            written: Tensors.
+
+        Returns:
+            The changed tensors; None if they are not worth parts, or cannot
+            be cut here.
+        """
+        return None
+
+    def in_place(self) -> AbstractContextManager[Any]:
+        """Return a scope in which tensors of variables may be changed."""
+        return contextlib.nullcontext()
+
+    def quantize_blocks(
+        self, rows: Tensor, kind: str, form: str, key: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what `numerics.moments` computes of blocks, or None.
+
+        Args:
+            rows: Float32 (blocks, numbers).
+            kind: The kind of moments.
+            form: The form of the scales.
+            key: Int32 scalar, or None to round to nearest.
+
+        Returns:
+            Uint8 codes of that shape and scales (blocks,).
+        """
+        return None
+
+    def dequantize_blocks(
+        self, codes: Tensor, scale: Tensor, kind: str, form: str
+    ) -> Tensor | None:
+        """Return the float32 numbers of `quantize_blocks`, or None."""
+        return None
+
     def known_number(self, x: Tensor) -> float | None:
         """Return a float32 scalar as a float; None if reading it is slow."""
         return None
@@ -78,6 +133,10 @@ class Primitives:
         A backend does so if its maximum can lose NaN.
         """
         return ops.abs(x)
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        """Return the square roots of float32 values, rounded correctly."""
+        return ops.sqrt(x)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         """Convert codes to float32 values by a table of 256 values.

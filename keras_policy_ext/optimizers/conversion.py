@@ -38,10 +38,11 @@ def quantize_state(
     moment would stay where it is while a step changes it by less than half a
     code. The state of a built optimizer is kept, rounded to nearest.
 
-    First moments are in e4m3. Of second moments the square root is stored, in
-    eight bits without a sign; above 0 it never becomes 0. The weights, their
-    averages (`use_ema`), accumulated gradients, `amsgrad`'s maxima and counters
-    stay as they are, and so do moments of fewer than `minimum_size` numbers.
+    First moments have a sign, four bits of exponent and three of mantissa. Of
+    second moments the square root is stored, with four bits of each; above 0
+    it never becomes 0. The weights, their averages (`use_ema`), accumulated
+    gradients, `amsgrad`'s maxima and counters stay as they are, and so do
+    moments of fewer than `minimum_size` numbers.
 
     Wrappers, such as a `LossScaleOptimizer`, stay; what they wrap is changed.
 

@@ -12,12 +12,18 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _user_code
-from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.mixed_precision._arguments import public_class
+from keras_policy_ext.numerics import primitives
 from keras_policy_ext.optimizers.settings import Settings
-from keras_policy_ext.optimizers.slots import QuantizedSlot, Step
-from keras_policy_ext.reference.moments import dequantize_moments
+from keras_policy_ext.optimizers.slots import (
+    QuantizedSlot,
+    Step,
+    WeightPart,
+    as_step,
+)
+from keras_policy_ext.reference.moments import BLOCKS, dequantize_moments
 
 STORED = "quantized_state"
 """The key of a config and of a file that says how slots are stored."""
@@ -26,8 +32,29 @@ SCALE = ".scale"
 """What follows the key of the codes of a slot in a file."""
 
 
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+)
+"""Optimizers of Keras that update each number of a weight by itself."""
+
+
+@functools.cache
+def _elementwise() -> tuple[type, ...]:
+    return tuple(getattr(keras.optimizers, name) for name in ELEMENTWISE)
+
+
 @keras.saving.register_keras_serializable("keras_policy_ext")
-class QuantizedState(keras.optimizers.Optimizer):
+class QuantizedState(
+    optimizer_variables.KnowsParts, keras.optimizers.Optimizer
+):
     """A mixin for optimizers whose moments are stored in one byte a number.
 
     `quantize_state` makes optimizers of it; their class also derives from the
@@ -100,28 +127,92 @@ class QuantizedState(keras.optimizers.Optimizer):
             variable: The variable.
             learning_rate: The learning rate.
         """
+        if self._update_in_parts(gradient, variable, learning_rate):
+            return None
         with self._state_step.running(optimizer_variables.steps_made(self)):
+            return self._stock_step(gradient, variable, learning_rate)
+
+    def _stock_step(
+        self, gradient: Tensor, variable: Any, learning_rate: Any
+    ) -> Any:
+        """Update a variable, or a part, as its class does."""
+        fused = None
+        cls: Any = self.stock_class
+        # A computed variable has to be assigned to.
+        computed = isinstance(variable, variable_values.ComputedVariable)
+        # That of Nadam also changes a variable of the optimizer.
+        known = set(_elementwise()) - {keras.optimizers.Nadam}
+        if cls in known and not computed:
+            fused = optimizer_variables.fused_update(cls)
+        if fused is None:
             return super().update_step(gradient, variable, learning_rate)
+        with primitives.current.in_place():
+            return fused(self, [gradient], [variable], learning_rate)
+
+    def _update_in_parts(
+        self, gradient: Tensor, variable: Any, learning_rate: Any
+    ) -> bool:
+        """Update a variable part by part, if that is possible and faster.
+
+        A part stays in the cache of a CPU, and there is no float32 copy of a
+        whole slot.
+        """
+        if self.stock_class not in _elementwise():
+            return False
+        slots = optimizer_variables.slots_of_variable(self, variable)
+        if not slots or not all(isinstance(s, QuantizedSlot) for s in slots):
+            return False
+        step = as_step(optimizer_variables.steps_made(self))
+        keys = [slot.key(step) for slot in slots]
+
+        def update(
+            gradient: Tensor, weight: Tensor, *stored: Tensor
+        ) -> list[Tensor]:
+            part = WeightPart(variable, weight)
+            with self._state_step.on_parts(slots, stored):
+                self._stock_step(gradient, part, learning_rate)
+                return [part.value, *(slot.value for slot in slots)]
+
+        def store(first: Any, weight: Tensor, *values: Tensor) -> list[Tensor]:
+            found = [weight]
+            for slot, value, key in zip(slots, values, keys, strict=True):
+                found += slot.quantized(value, key, first)
+            return found
+
+        variables = [variable, *(part for slot in slots for part in slot.parts)]
+        changed = primitives.current.updated_in_parts(
+            update,
+            store,
+            BLOCKS[self._state_settings.moments],
+            step,
+            gradient,
+            [v.value for v in variables],
+        )
+        if changed is None:
+            return False
+        for each, value in zip(variables, changed, strict=True):
+            each.assign(value)
+        return True
 
     # TensorFlow assigns to the tf.Variable in a variable.
 
     def assign(self, variable: Any, value: Any) -> None:
         """Assign a value to a variable of the model or of the optimizer."""
-        if isinstance(variable, QuantizedSlot):
+        if isinstance(variable, (QuantizedSlot, WeightPart)):
             variable.assign(value)
         else:
             super().assign(variable, value)
 
     def assign_add(self, variable: Any, value: Any) -> None:
         """Add a value to a variable of the model or of the optimizer."""
-        if isinstance(variable, QuantizedSlot):
+        if isinstance(variable, (QuantizedSlot, WeightPart)):
             variable.assign(ops.add(variable.value, value))
         else:
             super().assign_add(variable, value)
 
     def assign_sub(self, variable: Any, value: Any) -> None:
         """Subtract a value from a variable of the model or the optimizer."""
-        if isinstance(variable, QuantizedSlot):
+        if isinstance(variable, (QuantizedSlot, WeightPart)):
             variable.assign(ops.subtract(variable.value, value))
         else:
             super().assign_sub(variable, value)

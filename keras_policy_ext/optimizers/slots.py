@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -37,13 +37,64 @@ class Step:
         self.used = used
         try:
             yield
-            step = ops.cast(ops.convert_to_tensor(iterations), "int32")
+            step = as_step(iterations)
             for slot in used:
                 slot.settle(step)
         finally:
             self.used = None
             for slot in used:
                 slot.held_value = None
+
+    @contextlib.contextmanager
+    def on_parts(
+        self, slots: Sequence[QuantizedSlot], stored: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """In the block, slots are parts of themselves, and hold tensors.
+
+        Args:
+            slots: The slots of one weight.
+            stored: For each its codes and its scales, of the part.
+        """
+        self.used = []
+        for slot, *part in zip(slots, stored[::2], stored[1::2], strict=True):
+            slot.part = tuple(part)
+        try:
+            yield
+        finally:
+            self.used = None
+            for slot in slots:
+                slot.held_value = slot.part = None
+
+
+def as_step(iterations: keras.Variable) -> Tensor:
+    """Return a count of steps as an int32 scalar."""
+    return ops.cast(ops.convert_to_tensor(iterations), "int32")
+
+
+class WeightPart:
+    """A part of a weight, which an `update_step` may change.
+
+    Attributes:
+        whole: The variable that it is a part of.
+        value: The numbers of the part (numbers,).
+    """
+
+    def __init__(self, whole: Any, value: Tensor):
+        self.whole, self.value = whole, value
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weight."""
+        return str(keras.backend.standardize_dtype(self.value.dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(self.value.shape)
+
+    def assign(self, value: Any) -> None:
+        """Change the numbers of the part."""
+        self.value = ops.cast(value, self.dtype)
 
 
 class QuantizedSlot(
@@ -63,6 +114,7 @@ class QuantizedSlot(
         form: `"float8"` or `"mx"`.
         number: The place of the slot among the variables of the optimizer.
         held_value: Its float32 tensor during a step; else None.
+        part: Codes and scales of the part that a step is at; else None.
     """
 
     def __init__(
@@ -106,6 +158,7 @@ class QuantizedSlot(
         self.kind, self.form, self.number = kind, form, number
         self.step = step
         self.held_value: Tensor | None = None
+        self.part: tuple[Tensor, ...] | None = None
         self.stored_parts = {
             "quantized_codes": self.codes,
             "quantized_scale": self.scale,
@@ -121,9 +174,8 @@ class QuantizedSlot(
         """The numbers of the slot."""
         if self.held_value is not None:
             return self.held_value
-        numbers = dequantize_moments(
-            self.codes.value, self.scale.value, self.kind, self.form
-        )
+        codes, scale = self.part or (self.codes.value, self.scale.value)
+        numbers = dequantize_moments(codes, scale, self.kind, self.form)
         return self._hold(ops.cast(numbers, self.dtype))
 
     def assign(self, value: Any) -> Any:
@@ -135,7 +187,7 @@ class QuantizedSlot(
             rows = ops.expand_dims(value.indices, 1)
             value = ops.scatter_update(self.value, rows, value.values)
         value = ops.convert_to_tensor(value, dtype=self.dtype, sparse=False)
-        if tuple(value.shape) != tuple(self.shape):
+        if self.part is None and tuple(value.shape) != tuple(self.shape):
             value = ops.broadcast_to(value, self.shape)
         if self.step.used is None:
             self._quantize(value, None)
@@ -146,7 +198,18 @@ class QuantizedSlot(
 
     def settle(self, step: Tensor) -> None:
         """Quantize what was held, with the random bits of a step."""
-        self._quantize(self.held_value, key_of_use(step, 0, self.number))
+        self._quantize(self.held_value, self.key(step))
+
+    def key(self, step: Tensor) -> Tensor:
+        """Return the key of the random bits of a step."""
+        return key_of_use(step, 0, self.number)
+
+    def quantized(
+        self, value: Any, key: Tensor | None, first: Tensor | int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of numbers, before which are `first`."""
+        value = ops.cast(ops.stop_gradient(value), "float32")
+        return quantize_moments(value, self.kind, self.form, key, first)
 
     def _hold(self, value: Tensor) -> Tensor:
         used = self.step.used
@@ -157,8 +220,7 @@ class QuantizedSlot(
         return value
 
     def _quantize(self, value: Any, key: Tensor | None) -> None:
-        value = ops.cast(ops.stop_gradient(value), "float32")
-        codes, scale = quantize_moments(value, self.kind, self.form, key)
+        codes, scale = self.quantized(value, key)
         self.codes.assign(codes)
         self.scale.assign(scale)
 

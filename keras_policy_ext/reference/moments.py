@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext.reference.casting import _mix, _unsigned, float32
-from keras_policy_ext.reference.scales import scale_from_amax
 
 Array = np.ndarray[Any, Any]
 
@@ -25,19 +24,43 @@ LARGEST = {"first": 2.0**120, "second": 2.0**60}
 #: The smallest scale: denormals, which some backends take for 0, become 0.
 SMALLEST = 2.0**-100
 
-#: The square root of the smallest normal float32.
-SMALLEST_ROOT = 2.0**-63
+#: The smallest normal float32. A second moment below it counts as 0.
+SMALLEST_NORMAL = 2.0**-126
+
+#: What is added to a magnitude. Its exponent field is 128, of which the lower
+#: four bits are 0.
+OFFSET = 2.0
 
 
 class Kind(NamedTuple):
-    """The code of one kind of moments: mantissa bits, and if it has a sign."""
+    """The code of one kind of moments.
+
+    A code has the lower four bits of the exponent and the upper bits of the
+    mantissa of `OFFSET + magnitude / scale` in float32, and maybe a sign. So
+    numbers below `OFFSET` are evenly spaced, and larger ones are less and less
+    dense, as in a float.
+
+    Attributes:
+        mantissa_bits: How many bits of the mantissa it has.
+        signed: Whether the eighth bit is a sign.
+    """
 
     mantissa_bits: int
     signed: bool
 
+    @property
+    def dropped(self) -> int:
+        """How many bits of a float32 a code leaves out."""
+        return 23 - self.mantissa_bits
 
-#: First moments are in e4m3; of a second moment, the square root is stored,
-#: without a sign and with one more bit of the mantissa.
+    @property
+    def largest(self) -> float:
+        """The float32 of the largest code, without sign."""
+        return 2.0**17 - 2.0 ** (16 - self.mantissa_bits)
+
+
+#: Of a second moment the square root is stored, without a sign and with one
+#: more bit of the mantissa.
 KINDS = {"first": Kind(3, True), "second": Kind(4, False)}
 
 
@@ -77,10 +100,10 @@ def quantize_moments(
 ) -> tuple[Array, Array]:
     """Quantize a moment to codes of one byte, with a scale for each block.
 
-    A block is 256 (`"mx"`: 32) numbers in row-major order. NaN
-    counts as 0 in a second moment, as do negative numbers, and as an infinity
-    in a first one; infinities count as 2^120. A block of zeros
-    has scale 1. A second moment above 0 never becomes 0.
+    A block is 256 (`"mx"`: 32) numbers in row-major order. Its scale maps the
+    largest magnitude, or its square root, to the largest code. NaN and
+    infinities count as 2^120, and denormals as 0. A block of zeros has scale
+    1. A second moment above 0 never becomes 0, and has no sign.
 
     Args:
         x: Array of any shape, read as float32.
@@ -93,66 +116,66 @@ def quantize_moments(
         uint8 codes of the shape of `x`, and scales (blocks,), float32 or the
         uint8 codes of E8M0.
     """
-    mantissa_bits, signed = KINDS[kind]
+    code = KINDS[kind]
     x = float32(x)
     magnitude = np.abs(x)
-    if not signed:
+    if not code.signed:
+        magnitude = np.where(magnitude < SMALLEST_NORMAL, 0, magnitude)
         magnitude = np.sqrt(magnitude)
-        x = np.sqrt(x)
-        x = np.where(x >= SMALLEST_ROOT, x, np.float32(0))
     count = x.size
     size = BLOCKS[form]
     blocks = -(-count // size)
     rest = (0, blocks * size - count)
-    padded = np.pad(x.ravel(), rest).reshape(blocks, size)
+    negative = np.pad(np.signbit(x).ravel(), rest).reshape(blocks, size)
     magnitude = np.pad(magnitude.ravel(), rest).reshape(blocks, size)
-    amax = np.max(magnitude, axis=1)
-    limit = LARGEST[kind]
-    amax = np.where(np.isnan(amax), limit, np.minimum(amax, limit))
-    scale = scale_from_amax(amax, "float8_e4m3fn", power_of_two=form == "mx")
-    scale = np.maximum(scale, np.float32(SMALLEST))
-    q = np.abs(padded) * (np.float32(1) / scale)[:, None]
-    q = np.where(q <= 480, q, np.float32(480))
-    exponent = np.frexp(np.maximum(q, np.float32(2.0**-6)))[1] - 1
-    dropped = 23 - mantissa_bits
-    bits = moment_bits(blocks * size, key, dropped).reshape(q.shape)
-    # In float32 below the smallest normal number, as the kernels compute it.
-    steps = np.ldexp(q.astype(np.float64), mantissa_bits - exponent)
-    share = bits * 2.0**-dropped
-    small = q < np.float32(2.0**-6)
-    summed = float32(steps) + float32(share)
-    total = np.where(small, summed, steps + share)
-    whole = np.floor(total).astype(np.int64)
-    base = (exponent + 6) << mantissa_bits
-    code = np.minimum(base + whole, 126 if signed else 254)
-    if signed:
-        code = code | np.where(np.signbit(padded), 128, 0)
-    else:
-        code = np.maximum(code, padded > 0)
-    codes = code.astype(np.uint8).ravel()[:count].reshape(x.shape)
+    scale = _scales(np.max(magnitude, axis=1), kind, form)
+    q = magnitude * (np.float32(1) / scale)[:, None]
+    if not code.signed:
+        # The smallest code above 0, as an optimizer divides by it.
+        least = np.float32(OFFSET * 2.0**-code.mantissa_bits)
+        q = np.where(magnitude == 0, np.float32(0), np.maximum(q, least))
+    y = q + np.float32(OFFSET)
+    y = np.where(y <= code.largest, y, np.float32(code.largest))
+    bits = moment_bits(blocks * size, key, code.dropped).reshape(q.shape)
+    whole = (float32(y).view(np.int32) + bits) >> code.dropped
+    if code.signed:
+        whole = (whole & 127) | np.where(negative, 128, 0)
+    codes = whole.astype(np.uint8).ravel()[:count].reshape(x.shape)
     if form == "mx":
         return codes, (scale.view(np.uint32) >> 23).astype(np.uint8)
     return codes, scale
+
+
+def _scales(amax: Array, kind: str, form: str) -> Array:
+    """Return the float32 scales of blocks with these largest magnitudes."""
+    limit = np.float32(LARGEST[kind])
+    amax = np.where(amax <= limit, amax, limit)
+    stored = KINDS[kind]
+    scale = amax * np.float32(1 / (stored.largest - OFFSET))
+    if form == "mx":
+        fraction, exponent = np.frexp(scale)
+        scale = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
+    scale = np.maximum(scale, np.float32(SMALLEST))
+    smallest = np.float32(SMALLEST_NORMAL)
+    smallest = smallest if stored.signed else np.sqrt(smallest)
+    return np.where(amax >= smallest, scale, np.float32(1))
 
 
 def dequantize_moments(
     codes: Array, scale: Array, kind: str, form: str = "float8"
 ) -> Array:
     """Return the float32 numbers of the codes of `quantize_moments`."""
-    mantissa_bits, signed = KINDS[kind]
+    stored = KINDS[kind]
     if form == "mx":
         scale = (scale.astype(np.uint32) << 23).view(np.float32)
-    code = codes.astype(np.int64).ravel()
-    magnitude = code & 127 if signed else code
-    field = magnitude >> mantissa_bits
-    fraction = magnitude & ((1 << mantissa_bits) - 1)
-    whole = np.where(field > 0, fraction + (1 << mantissa_bits), fraction)
-    value = np.ldexp(
-        whole.astype(np.float32), np.maximum(field, 1) - 7 - mantissa_bits
-    )
+    code = codes.astype(np.int32).ravel()
+    magnitude = code & 127 if stored.signed else code
+    offset = np.float32(OFFSET)
+    bits = (magnitude << stored.dropped) | offset.view(np.int32)
+    value = bits.view(np.float32) - offset
     size = BLOCKS[form]
-    number = float32(value) * np.repeat(scale, size)[: code.size]
-    if signed:
+    number = value * np.repeat(scale, size)[: code.size]
+    if stored.signed:
         number = np.where(code & 128, -number, number)
     else:
         number = number * number

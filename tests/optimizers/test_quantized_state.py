@@ -380,3 +380,21 @@ def test_settings_come_back_from_a_config():
     again = keras.optimizers.deserialize(config)
     assert type(again) is type(optimizer)
     assert again.get_config() == optimizer.get_config()
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch alone has parts")
+@pytest.mark.parametrize("form", ["float8", "mx"])
+def test_a_step_in_parts_stores_the_bits_of_a_step_at_once(monkeypatch, form):
+    import keras_policy_ext.backends.torch.backend as backend
+
+    def parts_after_three_steps():
+        made = quantize_state(OPTIMIZERS.Adam(0.01), form)
+        optimizer, variable = built(made, (70, 81))
+        for step in range(3):
+            apply(optimizer, variable, normal(70, 81, seed=step))
+        return [numpy(p) for s in slots_of(optimizer) for p in s.parts]
+
+    whole = parts_after_three_steps()
+    monkeypatch.setattr(backend, "_NUMBERS_OF_A_PART", 1024)
+    for one, other in zip(whole, parts_after_three_steps(), strict=True):
+        np.testing.assert_array_equal(one, other)

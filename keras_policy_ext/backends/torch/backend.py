@@ -25,6 +25,7 @@ from keras_policy_ext.backends.interface import (
     saved_dtype,
 )
 from keras_policy_ext.backends.torch import (
+    moments,
     observations,
     operators,
     tracing,
@@ -442,7 +443,7 @@ class TorchBackend(Backend):
     ) -> tuple[Tensor, ...]:
         # On a CPU in parts, whose intermediate results stay in its cache.
         rows, columns = tensors[0].shape
-        step = max(_ROWS_AT_ONCE // columns, 1)
+        step = max(_NUMBERS_OF_A_PART // columns, 1)
         if rows <= step or not self.on_cpu(tensors[0]):
             return function(0, *tensors)
         parts = [
@@ -452,6 +453,67 @@ class TorchBackend(Backend):
             for start in range(0, rows, step)
         ]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    @override
+    def updated_in_parts(
+        self,
+        update: Callable[..., Sequence[Tensor]],
+        store: Callable[..., Sequence[Tensor]],
+        block: int,
+        step: Tensor,
+        read: Tensor,
+        written: Sequence[Tensor],
+    ) -> Sequence[Tensor] | None:
+        count = read.numel()
+        if not all(self._is_plain(x) for x in written) or not is_real(read):
+            return None
+        flat = [x.detach().reshape(-1) for x in (read, *written)]
+        with torch.no_grad():
+            for first in range(0, count, _NUMBERS_OF_A_PART):
+                end = min(first + _NUMBERS_OF_A_PART, count)
+                old = [
+                    x[first:end]
+                    if len(x) == count
+                    else x[first // block : -(-end // block)]
+                    for x in flat
+                ]
+                new = store(first, *update(*old))
+                for place, value in zip(old[1:], new, strict=True):
+                    place.copy_(value)
+        return written
+
+    @override
+    def in_place(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    @override
+    def quantize_blocks(
+        self, rows: Tensor, kind: str, form: str, key: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self._is_plain(rows):
+            return None
+        return moments.quantized(rows, kind, form, key)
+
+    @override
+    def dequantize_blocks(
+        self, codes: Tensor, scale: Tensor, kind: str, form: str
+    ) -> Tensor | None:
+        if not self._is_plain(codes):
+            return None
+        return moments.numbers(codes, scale, kind, form)
+
+    def _is_plain(self, x: Tensor) -> bool:
+        """Return True if a tensor is in memory and nothing is recorded."""
+        if torch.compiler.is_compiling() or are_transforms_active():
+            return False
+        return is_real(x) and self.on_cpu(x) and x.is_contiguous()
+
+    @override
+    def sqrt(self, x: Tensor) -> Tensor:
+        # On a CPU one of 150 is off in the last bit (torch 2.13, x86).
+        if self.on_cpu(x):
+            return x.double().sqrt_().float()
+        return x.sqrt()
 
     @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
@@ -476,8 +538,8 @@ class TorchBackend(Backend):
         return x.to(getattr(torch, dtype))
 
 
-_ROWS_AT_ONCE = 1 << 16
-"""The numbers of a part in `by_rows`."""
+_NUMBERS_OF_A_PART = 1 << 17
+"""The numbers of a part in `updated_in_parts` and `by_rows`."""
 
 BACKEND = TorchBackend()
 
