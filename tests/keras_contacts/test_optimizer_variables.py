@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext.numerics import primitives
+from keras_policy_ext.optimizers.slots import WeightPart
 from public_api import lists_with, members_about
 
 BACKEND = keras.backend.backend()
@@ -124,3 +126,29 @@ def test_slots_are_made_by_a_method_that_knows_their_names():
     )
     assert [v.name for v in optimizer.variables[2:]] == ["other", "extra"]
     assert optimizer.momentums[0].name == "other"
+
+
+def test_an_optimizer_finds_the_slots_of_a_variable_and_of_no_part():
+    whole = variable("whole")
+    optimizer = built(whole)
+    part = WeightPart(whole, whole.value)
+    assert members_about(type(optimizer), "slots", "index", "key") == []
+    assert optimizer_variables.takes_parts(optimizer)
+    with pytest.raises((AttributeError, KeyError)):
+        optimizer.update_step(keras.ops.ones(2), part, 0.1)
+    (slot,) = optimizer_variables.slots_of_variable(optimizer, whole)
+    assert slot is optimizer.momentums[0]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch has fused updates")
+@pytest.mark.parametrize("cls", [keras.optimizers.Adam, keras.optimizers.Lion])
+def test_no_public_class_says_how_it_updates_several_weights(cls):
+    assert not hasattr(cls, "_parallel_update_step")
+    assert members_about(cls, "parallel", "fused", "foreach") == []
+    update = optimizer_variables.fused_update(cls)
+    x = variable("x")
+    optimizer = cls(0.1)
+    optimizer.build([x])
+    with primitives.current.in_place():
+        update(optimizer, [keras.ops.ones(2)], [x], 0.1)
+    assert np.all(keras.ops.convert_to_numpy(x) < 1)
