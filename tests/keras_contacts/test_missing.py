@@ -99,6 +99,8 @@ OTHERS = {
     "_softmax": "attention without it has softmax under no autocast",
     "_distribution_strategy": "of Keras on TensorFlow, for replicas",
     "_serialize_to_tensors": "of TensorFlow, for its checkpoints",
+    "_get_variable_index": "one-byte steps in parts; without it, of wholes",
+    "_parallel_update_step": "the same, by `update_step`",
     "_quantization_geometry": "of Keras 3.16: a layer without it has no kernel",
 }
 
