@@ -57,6 +57,7 @@ def test_console_script_points_at_a_callable():
     assert callable(script.load())
 
 
+@pytest.mark.any_backend
 @pytest.mark.full
 def test_module_can_be_run():
     process = subprocess.run(
