@@ -398,14 +398,17 @@ def slots_of_variable(
     """
     if not takes_parts(optimizer):
         return []
-    known = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
+    # Only at one place of each list: a step asks this for each variable.
+    count = len(optimizer._trainable_variables)
     index = optimizer._get_variable_index(variable)
     others = (*_NO_SLOTS, _AVERAGES, "_accumulated_gradients")
-    return [
+    found = [
         value[index]
         for name, value in vars(optimizer).items()
-        if name not in others and _are_slots(value, known)
+        if name not in others and isinstance(value, list)
+        if len(value) == count
     ]
+    return [x for x in found if x is None or isinstance(x, keras.Variable)]
 
 
 @functools.cache

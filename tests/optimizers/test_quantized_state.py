@@ -398,3 +398,16 @@ def test_a_step_in_parts_stores_the_bits_of_a_step_at_once(monkeypatch, form):
     monkeypatch.setattr(backend, "_NUMBERS_OF_A_PART", 1024)
     for one, other in zip(whole, parts_after_three_steps(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch alone has parts")
+def test_a_gradient_that_is_broadcast_is_that_of_all_numbers():
+    found = []
+    for shape in ((1, 81), (70, 81)):
+        made = quantize_state(OPTIMIZERS.Adam(0.01))
+        optimizer, variable = built(made, (70, 81))
+        apply(optimizer, variable, np.ones(shape, "float32"))
+        (codes, _), _ = (slot.parts for slot in slots_of(optimizer))
+        found.append((numpy(codes), numpy(variable)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -418,7 +418,8 @@ class TorchBackend(Backend):
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
-        return torch.random.fork_rng()
+        # With several devices PyTorch warns unless they are named.
+        return torch.random.fork_rng(range(torch.cuda.device_count()))
 
     @override
     def run_frozen(
@@ -466,6 +467,9 @@ class TorchBackend(Backend):
     ) -> Sequence[Tensor] | None:
         count = read.numel()
         if not all(self._is_plain(x) for x in written) or not is_real(read):
+            return None
+        # A sparse gradient, or one that is broadcast, has no such parts.
+        if read.layout != torch.strided or read.shape != written[0].shape:
             return None
         flat = [x.detach().reshape(-1) for x in (read, *written)]
         with torch.no_grad():
