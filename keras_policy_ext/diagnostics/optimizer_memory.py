@@ -21,7 +21,7 @@ from keras_policy_ext.optimizers import (
     dequantize_state,
     quantize_state,
 )
-from keras_policy_ext.optimizers.conversion import targets
+from keras_policy_ext.optimizers.conversion import copy_of, targets
 
 
 class Owned(NamedTuple):
@@ -54,7 +54,9 @@ def asked(model: keras.Layer, optimizer: Any) -> list[Owned]:
     if isinstance(optimizer, str):
         training.check_moments(model, optimizer)
         return [
-            Owned(quantize_state(_copy(each.optimizer), optimizer), each.model)
+            Owned(
+                quantize_state(copy_of(each.optimizer), optimizer), each.model
+            )
             for each in of_model(model)
         ]
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -88,7 +90,7 @@ def are_quantized(found: Sequence[Owned]) -> bool:
 def without_rounding(found: Sequence[Owned]) -> list[Owned]:
     """Return copies of optimizers without `StochasticRounding`."""
     return [
-        Owned(_unwrapped(_copy(each.optimizer)), each.model) for each in found
+        Owned(_unwrapped(copy_of(each.optimizer)), each.model) for each in found
     ]
 
 
@@ -117,10 +119,6 @@ def bytes_of(found: Sequence[Owned]) -> int | None:
     return sum(size_of(v) for v in variables.values())
 
 
-def _copy(optimizer: Any) -> Any:
-    return type(optimizer).from_config(optimizer.get_config())
-
-
 def _unwrapped(optimizer: Any) -> Any:
     """Take `StochasticRounding` out of an optimizer that is not built."""
     if isinstance(optimizer, StochasticRounding):
@@ -137,7 +135,7 @@ def _built_copy(optimizer: Any, model: keras.Layer) -> Any:
     Returns:
         The copy; None if its variables need values.
     """
-    copy = _copy(optimizer)
+    copy = copy_of(optimizer)
     weights = [v for v in model.trainable_variables if not is_state(v)]
     try:
         # What is made in such a scope has no values.

@@ -297,13 +297,38 @@ def _check(optimizer: Any, settings: Settings) -> None:
         _check_steps(stock, copy, cls)
 
 
+def copy_of(optimizer: Any) -> Any:
+    """Return a copy that is not built, for a trial.
+
+    Keras makes no lambda from a config. So a learning rate that is a function
+    or a schedule is another function in the copy.
+    """
+    config = optimizer.get_config()
+    made = type(optimizer).from_config(_with_constant_rates(config))
+    for each in optimizer_variables.optimizers_within(made):
+        if isinstance(config.get("learning_rate"), Mapping):
+            each.learning_rate = lambda: _RATE  # It has no variable either.
+        config = (config.get("inner_optimizer") or {}).get("config", {})
+    return made
+
+
+_RATE = 0.01
+
+
+def _with_constant_rates(config: Any) -> Any:
+    """Replace functions and schedules in a config, also of inner optimizers."""
+    if not isinstance(config, Mapping):
+        return config
+    return {
+        name: _RATE
+        if name == "learning_rate" and isinstance(value, Mapping)
+        else _with_constant_rates(value)
+        for name, value in config.items()
+    }
+
+
 def _copy(optimizer: Any) -> Any:
-    config = dict(optimizer.get_config())
-    if isinstance(config.get("learning_rate"), Mapping):
-        # A function or a schedule. Keras makes no lambda from a config, and
-        # for a trial any rate will do.
-        config["learning_rate"] = 0.01
-    made = type(optimizer).from_config(config)
+    made = copy_of(optimizer)
     if isinstance(optimizer, QuantizedState):
         _make_float(made)
     return made

@@ -415,6 +415,21 @@ def test_moments_in_one_byte_are_compared_with_float32():
     )
 
 
+@pytest.mark.any_backend
+@pytest.mark.filterwarnings("ignore:The object being serialized")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_learning_rate_may_be_a_function(scaled):
+    model, found = mlp(), []
+    for rate in (keras.optimizers.schedules.CosineDecay(0.1, 9), lambda: 0.1):
+        adam = keras.optimizers.Adam(rate)
+        if scaled:
+            adam = keras.optimizers.LossScaleOptimizer(adam)
+        model.compile(adam, "mse")
+        forms = kpe.memory(model, BATCH, (), optimizer="float8").forms
+        found.append([form.optimizer for form in forms])
+    assert found[0] == found[1] and found[0][1] < found[0][0]
+
+
 def test_a_count_leaves_no_note_of_its_optimizer():
     model = mlp()
     kpe.convert(model, "delayed")
