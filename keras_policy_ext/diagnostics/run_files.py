@@ -23,6 +23,9 @@ from keras_policy_ext.diagnostics.samples import (
 
 SUFFIXES = (".jsonl", ".csv")
 
+_LONGEST = 1 << 20
+"""Bytes that the last line of a file has at most."""
+
 _LARGEST = float(np.finfo("float32").max)
 
 
@@ -31,6 +34,9 @@ class RowFile:
 
     Args:
         path: Its suffix decides: `.jsonl` or `.csv`.
+
+    A line that another run did not write to its end is removed by the first
+    rows, so that they are on lines of their own.
 
     Raises:
         ValueError: If the suffix is another one, there is no such folder, or
@@ -47,12 +53,17 @@ class RowFile:
                 "does. Make the folder first."
             )
         self._is_new = not self._path.exists() or not self._path.stat().st_size
+        self._is_first = True
         if self._path.suffix == ".csv" and not self._is_new:
             with self._path.open(encoding="utf-8", newline="") as file:
                 _check_columns(next(csv.reader(file), []), self._path)
 
     def append(self, rows: Iterable[Row]) -> None:
         """Append rows; None is `null` in JSON and empty in CSV."""
+        if self._is_first and not self._is_new:
+            _end_last_line(self._path)
+            self._is_new = not self._path.stat().st_size
+        self._is_first = False
         with self._path.open("a", encoding="utf-8", newline="") as file:
             if self._path.suffix == ".jsonl":
                 file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -62,6 +73,30 @@ class RowFile:
                 writer.writeheader()
                 self._is_new = False
             writer.writerows(rows)
+
+
+def _end_last_line(path: pathlib.Path) -> None:
+    """Remove a last line that was not written to its end.
+
+    A whole one of JSON, to which only the newline is missing, gets it.
+    """
+    with path.open("rb+") as file:
+        before = max(file.seek(0, os.SEEK_END) - _LONGEST, 0)
+        file.seek(before)
+        data = file.read()
+        start = data.rfind(b"\n") + 1
+        last = data[start:]
+        if not last or (before and not start):
+            return
+        if path.suffix == ".jsonl":
+            try:
+                json.loads(last)
+            except (ValueError, RecursionError):
+                pass
+            else:
+                file.write(b"\n")
+                return
+        file.truncate(before + start)
 
 
 class EventFile:
@@ -177,7 +212,7 @@ def _rows(path: pathlib.Path) -> Iterator[Row]:
         with path.open(encoding="utf-8", newline="") as file:
             for number, row in _parsed(file, path) if is_csv else _json(file):
                 yield _checked(row, f"line {number} of {str(path)!r}")
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{str(path)!r} is no text: {error}") from error
 
 

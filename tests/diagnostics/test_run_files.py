@@ -93,6 +93,33 @@ def test_the_last_of_several_runs_is_read(written):
     assert (runs, read.last_step, len(read)) == (2, 3, 2)
 
 
+@pytest.mark.parametrize("cut", [1, 2, 40])
+def test_a_run_goes_on_after_one_that_ended_in_a_line(written, cut):
+    path, _ = written
+    path.write_bytes(path.read_bytes()[:-cut])
+    file = run_files.RowFile(path)
+    for each in of_steps(1, 3)[1]:
+        file.append(each)
+    _, read, runs = run_files.read(path)
+    assert (runs, read.last_step, len(read)) == (2, 3, 2)
+
+
+def test_a_cut_header_is_written_anew(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text(",".join(COLUMNS))
+    run_files.RowFile(path).append(of_steps(1)[1][0])
+    assert len(run_files.read(path)[1]) == 1
+
+
+def test_a_line_of_csv_that_is_too_long_is_refused(written):
+    path, _ = written
+    if path.suffix == ".csv":
+        with path.open("a") as file:
+            file.write("x" * 200_000 + "\r\n")
+        with refused(ValueError, "is no text", "field larger than"):
+            run_files.read(path)
+
+
 @pytest.mark.parametrize(
     "name, old, new",
     [
