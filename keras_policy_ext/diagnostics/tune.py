@@ -153,8 +153,15 @@ class Tuned(BaseReport):
                 scores=tuple(scores),
                 **fields,
             )
-            _ = found.policy
-        except (KeyError, TypeError, ValueError) as error:
+            # What has other types cannot be shown.
+            _ = found.policy, found.table(full=True)
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
                 f"{str(path)!r} is no file of `tune`. Received: {error}. "
                 "Allowed: a file that `Tuned.save` has written. Save it anew."
@@ -299,6 +306,15 @@ def tune(
     scale = _loss_scale(model)
     with converted(model, NOTHING_ROUNDED):
         found = captured(model, batch, loss)
+        plain = found.value / scale
+        if not math.isfinite(plain):
+            raise ValueError(
+                "The loss of the batch is infinite or NaN, so recipes cannot "
+                f"be compared. Received: a loss of {plain}. Allowed: a model "
+                "and a batch with a finite loss. Look at the batch, and at "
+                "the weights: `keras_policy_ext.watch` names the layer where "
+                "such values begin."
+            )
         offered = [
             list(options(uses, wanted, samples, scale))
             for uses in by_layer(found.uses)
@@ -309,7 +325,6 @@ def tune(
             "call multiplies by no kernel that can be in float8. Allowed: one "
             "that does. `keras_policy_ext.convert` says why in its report."
         )
-    plain = found.value / scale
 
     def rise(policy: Any) -> tuple[float, Report]:
         with converted(model, policy) as report:
@@ -497,7 +512,9 @@ def _chosen(
     goal = (limit if counts else 1 - limit) * whole * (1 - 1e-9)
     found = choose(rows, goal, None)
     if found is None:
-        most = sum(max(gain for gain, _ in row) for row in rows) / whole
+        # An option that makes the loss infinite is never taken.
+        gains = [[a for a, b in row if math.isfinite(b)] for row in rows]
+        most = sum(max(each, default=0.0) for each in gains) / whole
         bound = f"at most {most:.4g}" if counts else f"at least {1 - most:.4g}"
         raise ValueError(
             f"The budget cannot be met. Received: {{{kind!r}: {limit}}}. "

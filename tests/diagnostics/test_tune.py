@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import keras
 import numpy as np
@@ -245,6 +246,18 @@ def test_a_file_has_a_line_for_each_score_and_is_read_back(tmp_path):
 
 
 @pytest.mark.any_backend
+@pytest.mark.parametrize(
+    "changed",
+    [{"loss": "x"}, {"unexamined": [1]}, {"recipes": "a"}, {"recipes": [5]}],
+)
+def test_a_file_with_values_of_other_types_is_refused(tmp_path, changed):
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({**tuned_mlp()[1].as_dict(), **changed}))
+    with pytest.raises(ValueError, match="is no file of `tune`"):
+        kpe.Tuned.load(path)
+
+
+@pytest.mark.any_backend
 @pytest.mark.parametrize("text", ["[]", "{}", '{"scores": 3}'])
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
@@ -273,6 +286,14 @@ def test_other_files_are_refused(tmp_path, text):
 def test_no_budget(budget, error):
     with pytest.raises(error, match="is not a budget"):
         kpe.tune(mlp(), (X, Y), budget)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("budget", [{"loss": 0.1}, {"bytes": 0.5}])
+def test_a_loss_that_is_not_finite(budget):
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(16)])
+    with pytest.raises(ValueError, match=r"infinite or NaN.* loss of nan"):
+        kpe.tune(model, np.full_like(X, np.nan), budget, "current")
 
 
 @pytest.mark.any_backend
