@@ -125,6 +125,12 @@ class Float8Autopilot(Float8Monitor):
         thresholds: Thresholds | None = None,
         **options: Any,
     ):
+        if "share" in options:
+            raise TypeError(
+                "Float8Autopilot has no argument `share`: its decisions do "
+                f"not depend on time. Received: share={options['share']!r}. "
+                "Allowed: `every`, a number of steps. Leave `share` out."
+            )
         super().__init__(data, every=every, **options)
         self.autopilot: Autopilot | None = None
         self._how.pop("share")

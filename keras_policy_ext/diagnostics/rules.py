@@ -77,7 +77,8 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, bool) or not value > 0:
+            is_number = isinstance(value, (int, float, np.number))
+            if not is_number or isinstance(value, bool) or not value > 0:
                 raise ValueError(
                     f"`{name}` is not a threshold. Received: {value!r}. "
                     "Allowed: a number > 0; math.inf switches most rules off. "

@@ -195,5 +195,7 @@ def test_a_layer_out_of_float8_computes_as_in_16_bits():
     ids=["finer", "calm", "every"],
 )
 def test_bad_arguments(options, words):
+    with pytest.raises(TypeError, match="no argument `share`"):
+        kpe.callbacks.Float8Autopilot(X, share=0.1)
     with pytest.raises(ValueError, match=words):
         kpe.autopilot(mlp("current"), **options)

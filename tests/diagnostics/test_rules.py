@@ -180,6 +180,6 @@ def test_values_that_are_not_finite_are_named_where_they_begin():
 def test_thresholds_are_numbers_above_zero():
     quiet = Thresholds(underflow=math.inf)
     assert not any(judged(seen(underflow=0.9), thresholds=quiet))
-    for wrong in (0, -1.0, math.nan, True):
+    for wrong in (0, -1.0, math.nan, True, "8", None):
         with pytest.raises(ValueError, match="`growth` is not a threshold"):
             Thresholds(growth=wrong)
