@@ -278,7 +278,7 @@ def _kept(step: MeasuredStep) -> Measured:
             with mode:
                 found = _saved(step, mode.from_tensor)
             return Measured(found, "saved tensors of PyTorch, without numbers")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         found = _saved(step, torch.detach)
     return Measured(found, "saved tensors of PyTorch, of a forward pass")
 
