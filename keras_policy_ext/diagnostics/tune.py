@@ -17,10 +17,10 @@ from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.in_place import converted, policy_with_rules
 from keras_policy_ext.conversion.report import Report
-from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.diagnostics.captured import (
     Batch,
     Loss,
+    Product,
     captured,
     loss_of,
 )
@@ -315,9 +315,11 @@ def tune(
                 "the weights: `keras_policy_ext.watch` names the layer where "
                 "such values begin."
             )
+        # Of a model converted with `attention="float8"`, without products.
+        kernels = [x for x in found.uses if not isinstance(x.kernel, Product)]
         offered = [
             list(options(uses, wanted, samples, scale))
-            for uses in by_layer(found.uses)
+            for uses in by_layer(kernels)
         ]
     if not offered:
         raise ValueError(
@@ -333,9 +335,12 @@ def tune(
     number, effect = _largest(offered)
     measured, report = rise(wanted[number])
     unit = _calibrated(samples / 2, effect, measured)
-    work: dict[str, Work] = {e.path: e for e in report.converted}
+    work: dict[str, int] = {}  # Several layers may have one path.
+    for each in report.converted:
+        quantized = each.multiplications - each.plain_multiplications
+        work[each.path] = work.get(each.path, 0) + quantized
     layers = [
-        [_Item.of(each, unit, work[path_of(each.layer)]) for each in several]
+        [_Item.of(x, unit, work[path_of(x.layer)]) for x in several]
         for several in offered
     ]
     total = sum(
@@ -379,9 +384,8 @@ class _Item(NamedTuple):
     plain_bytes: int
 
     @classmethod
-    def of(cls, option: Option, unit: float, work: Work) -> _Item:
-        """Return an option of a layer that does some work."""
-        number = work.multiplications - work.plain_multiplications
+    def of(cls, option: Option, unit: float, number: int) -> _Item:
+        """Return an option of a layer with so many multiplications."""
         return cls(
             option,
             unit * option.effect.squares,

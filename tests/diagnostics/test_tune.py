@@ -266,6 +266,31 @@ def test_other_files_are_refused(tmp_path, text):
         kpe.Tuned.load(path)
 
 
+@pytest.mark.any_backend
+def test_layers_of_one_path_count_together():
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (layers.Dense(16, name="d") for _ in "ab")
+
+        def call(self, x):
+            return self.other(self.one(x))
+
+    model = Two()
+    model(X)
+    tuned = kpe.tune(model, X, 0.9, "current")
+    assert (len(tuned.scores), tuned.multiplications) == (1, 1.0)
+
+
+@pytest.mark.any_backend
+def test_attention_in_float8_is_tuned_without_its_products():
+    x = keras.Input((4, 16))
+    model = keras.Model(x, layers.MultiHeadAttention(2, 8)(x, x))
+    kpe.convert(model, "current", attention="float8")
+    tuned = kpe.tune(model, normal(2, 4, 16), 1.0, "current")
+    assert len(tuned.scores) == 4 and all(s.chosen for s in tuned.scores)
+
+
 # Mistakes
 
 
