@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
@@ -463,6 +464,18 @@ class Gradients:
         Keras draws from it on PyTorch alone, for layers without a seed.
         """
         return nullcontext()
+
+    def random_state(self) -> list[np.ndarray]:
+        """Copy the random state of the framework, where Keras draws from it.
+
+        Returns:
+            uint8 arrays, one for each generator; none where Keras's own seeds
+            are all the random state that there is.
+        """
+        return []
+
+    def restore_random_state(self, states: Sequence[np.ndarray]) -> None:
+        """Restore what `random_state` returned, on as many devices or more."""
 
     def transpose(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,14 @@ def numbers_of_codes(format_name: str) -> np.ndarray[Any, Any]:
 
 
 class Primitives:
-    """Reshaping, table look-ups and casts, in `keras.ops`."""
+    """Reshaping, table look-ups and casts, in `keras.ops`.
+
+    Attributes:
+        numbers_of_a_part: The numbers of a part in `updated_in_parts`, a
+            multiple of the sizes of blocks.
+    """
+
+    numbers_of_a_part = 1 << 16
 
     def reshape(self, x: Tensor, shape: Any) -> Tensor:
         """Reshape a tensor as `ops.reshape` does."""
@@ -89,13 +97,63 @@ class Primitives:
             block: Tensors have one entry for a number, or for so many.
             step: Int32 scalar, never negative.
             read: A tensor with an entry for each number.
-            written: Tensors.
+            written: Tensors, first one with an entry for each number.
 
         Returns:
             The changed tensors; None if they are not worth parts, or cannot
             be cut here.
         """
-        return None
+        part, count = self.numbers_of_a_part, math.prod(written[0].shape)
+        # Places are counted in int32. A gradient may be broadcast. XLA takes
+        # longer for a loop over few parts than for the whole.
+        fits = 16 * part <= count < 1 << 31
+        fits = fits and tuple(read.shape) == tuple(written[0].shape)
+        if not fits or not self.loops_over_parts(read):
+            return None
+        flat = ops.reshape(read, (-1,))
+
+        def changed(
+            first: Tensor | int, size: int, whole: list[Tensor]
+        ) -> list[Tensor]:
+            places = [
+                (first, size)
+                if x.shape[0] == count
+                else (first // block, -(-size // block))
+                for x in (flat, *whole)
+            ]
+            old = [
+                ops.slice(x, [start], [length])
+                for x, (start, length) in zip(
+                    (flat, *whole), places, strict=True
+                )
+            ]
+            updated = _apart(step, lambda: update(*old))
+            new = _apart(step, lambda: store(first, *updated))
+            return [
+                ops.slice_update(x, [start], y)
+                for x, y, (start, _) in zip(whole, new, places[1:], strict=True)
+            ]
+
+        found = ops.fori_loop(
+            0,
+            count // part,
+            lambda number, whole: changed(number * part, part, whole),
+            [ops.reshape(x, (-1,)) for x in written],
+        )
+        if count % part:
+            found = changed(count - count % part, count % part, found)
+        return [
+            ops.reshape(x, y.shape) for x, y in zip(found, written, strict=True)
+        ]
+
+    def loops_over_parts(self, x: Tensor) -> bool:
+        """Return True if `updated_in_parts` has a loop for a tensor here.
+
+        XLA has to compile it, for a CPU. XLA fuses a maximum of blocks with
+        nothing, and so would write whole moments in float32. A GPU would be
+        idle in parts that are so small.
+        """
+        return False
 
     def in_place(self) -> AbstractContextManager[Any]:
         """Return a scope in which tensors of variables may be changed."""
@@ -185,6 +243,26 @@ class Primitives:
             scale: Float32, broadcastable to `x`.
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
+
+
+def _apart(
+    step: Tensor, function: Callable[[], Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return results that XLA computes once, in a branch that is always taken.
+
+    Otherwise it would compute them again for each use, and copy what a loop
+    changes (JAX 0.10, CPU).
+
+    Args:
+        step: Int32 scalar, never negative, which XLA does not know.
+        function: It returns tensors.
+    """
+
+    def zeros() -> list[Tensor]:
+        return [ops.zeros_like(x) for x in function()]
+
+    found: list[Tensor] = ops.cond(step >= 0, lambda: list(function()), zeros)
+    return found
 
 
 if TYPE_CHECKING:

@@ -186,7 +186,11 @@ class QuantizedState(
             BLOCKS[self._state_settings.moments],
             step,
             gradient,
-            [v.value for v in variables],
+            # That of the model is a `tf.Variable` on TensorFlow.
+            [
+                v.value if isinstance(v, keras.Variable) else v
+                for v in variables
+            ],
         )
         if changed is None:
             return False

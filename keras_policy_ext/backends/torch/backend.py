@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 
 from keras_policy_ext._keras import variable_values
@@ -188,6 +189,8 @@ class TorchBackend(Backend):
     """The backend for PyTorch."""
 
     name = "torch"
+    numbers_of_a_part = 1 << 17
+    """Also in `by_rows`."""
 
     @override
     def trace(
@@ -422,6 +425,18 @@ class TorchBackend(Backend):
         return torch.random.fork_rng(range(torch.cuda.device_count()))
 
     @override
+    def random_state(self) -> list[np.ndarray]:
+        states = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        return [x.numpy().copy() for x in states]
+
+    @override
+    def restore_random_state(self, states: Sequence[np.ndarray]) -> None:
+        first, *others = (torch.from_numpy(x.copy()) for x in states)
+        torch.set_rng_state(first)
+        for device, state in enumerate(others[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)
+
+    @override
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
@@ -444,7 +459,7 @@ class TorchBackend(Backend):
     ) -> tuple[Tensor, ...]:
         # On a CPU in parts, whose intermediate results stay in its cache.
         rows, columns = tensors[0].shape
-        step = max(_NUMBERS_OF_A_PART // columns, 1)
+        step = max(self.numbers_of_a_part // columns, 1)
         if rows <= step or not self.on_cpu(tensors[0]):
             return function(0, *tensors)
         parts = [
@@ -473,8 +488,8 @@ class TorchBackend(Backend):
             return None
         flat = [x.detach().reshape(-1) for x in (read, *written)]
         with torch.no_grad():
-            for first in range(0, count, _NUMBERS_OF_A_PART):
-                end = min(first + _NUMBERS_OF_A_PART, count)
+            for first in range(0, count, self.numbers_of_a_part):
+                end = min(first + self.numbers_of_a_part, count)
                 old = [
                     x[first:end]
                     if len(x) == count
@@ -541,9 +556,6 @@ class TorchBackend(Backend):
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
         return x.to(getattr(torch, dtype))
 
-
-_NUMBERS_OF_A_PART = 1 << 17
-"""The numbers of a part in `updated_in_parts` and `by_rows`."""
 
 BACKEND = TorchBackend()
 
