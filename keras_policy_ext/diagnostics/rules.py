@@ -278,6 +278,14 @@ class Rules:
                     found.append(_Then(step, rate, amax, rms, kurtosis))
         return found
 
+    def _was_zero(self, seen: Seen) -> bool:
+        """Return True if all values were 0 in a sample that is remembered."""
+        place = self._rows.get(seen.key)
+        rows = (numbers for _, _, numbers in self._past)
+        return place is not None and any(
+            place < len(numbers) and numbers[place, 0] == 0 for numbers in rows
+        )
+
     def _grown_kernels(self, around: Around, sample: Sequence[Seen]) -> float:
         """Return the share of kernels that grew by half, or more."""
         grown = []
@@ -293,7 +301,8 @@ class Rules:
     ) -> Iterator[_Sign]:
         """Yield what is wrong with an operand, the likeliest cause first."""
         past = self._earlier(around, seen)
-        if seen.operand == "kernel":
+        # A kernel that begins at 0, as in an adapter, grows from there.
+        if seen.operand == "kernel" and not self._was_zero(seen):
             yield from self._of_kernel(around, seen.key, figures, past, grown)
         yield from self._idling(around, seen, figures)
         if not figures.amax:

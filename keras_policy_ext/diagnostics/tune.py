@@ -288,8 +288,8 @@ def tune(
         TypeError: If `model` is not a Keras model or layer, `data` not a batch
             or `budget` not a budget.
         ValueError: If the model is not built or no layer of it can be in
-            float8, there is no such recipe, the loss lacks targets, or the
-            budget cannot be met.
+            float8, products of its attention are, there is no such recipe, the
+            loss lacks targets or is not finite, or the budget cannot be met.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
@@ -315,11 +315,17 @@ def tune(
                 "the weights: `keras_policy_ext.watch` names the layer where "
                 "such values begin."
             )
-        # Of a model converted with `attention="float8"`, without products.
-        kernels = [x for x in found.uses if not isinstance(x.kernel, Product)]
+        if any(isinstance(use.kernel, Product) for use in found.uses):
+            raise ValueError(
+                "The products of attention are in float8, and `tune` has no "
+                f"scores for them. Received: {model.name!r}, converted with "
+                "attention='float8'. Allowed: a model without it. Call "
+                "`keras_policy_ext.revert` first, and pass `attention=` to "
+                "`convert` with the result."
+            )
         offered = [
             list(options(uses, wanted, samples, scale))
-            for uses in by_layer(kernels)
+            for uses in by_layer(found.uses)
         ]
     if not offered:
         raise ValueError(

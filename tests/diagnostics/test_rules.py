@@ -183,3 +183,9 @@ def test_thresholds_are_numbers_above_zero():
     for wrong in (0, -1.0, math.nan, True, "8", None):
         with pytest.raises(ValueError, match="`growth` is not a threshold"):
             Thresholds(growth=wrong)
+
+
+def test_a_kernel_that_begins_at_zero_grows_without_a_warning():
+    samples = [seen("kernel", amax=0.01 * n) for n in range(10)]
+    assert not any(judged(*samples))
+    assert any(judged(*samples[1:]))

@@ -283,10 +283,13 @@ def test_layers_of_one_path_count_together():
 
 
 @pytest.mark.any_backend
-def test_attention_in_float8_is_tuned_without_its_products():
+def test_attention_in_float8_is_reverted_first():
     x = keras.Input((4, 16))
     model = keras.Model(x, layers.MultiHeadAttention(2, 8)(x, x))
     kpe.convert(model, "current", attention="float8")
+    with pytest.raises(ValueError, match="products of attention"):
+        kpe.tune(model, normal(2, 4, 16), 1.0, "current")
+    kpe.revert(model)
     tuned = kpe.tune(model, normal(2, 4, 16), 1.0, "current")
     assert len(tuned.scores) == 4 and all(s.chosen for s in tuned.scores)
 
