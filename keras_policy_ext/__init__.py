@@ -106,6 +106,9 @@ _LAZY_NAMES = {
     "load_preset": "saving",
     "load_weights": "saving",
     "memory": "diagnostics.memory",
+    "plan": "diagnostics.plan",
+    "record": "diagnostics.recorder",
+    "replay": "diagnostics.replay",
     "revert": "conversion",
     "thaw": "conversion",
     "tune": "diagnostics.tune",
@@ -149,10 +152,13 @@ __all__ = [
     "mixed_precision",
     "numerics",
     "optimizers",
+    "plan",
     "policies",
     "policy_scope",
     "recipes",
+    "record",
     "reference",
+    "replay",
     "revert",
     "serialize",
     "set_dtype_policy",
@@ -188,6 +194,9 @@ if TYPE_CHECKING:
     from keras_policy_ext.diagnostics.inspection import inspect
     from keras_policy_ext.diagnostics.memory import memory
     from keras_policy_ext.diagnostics.monitor import watch
+    from keras_policy_ext.diagnostics.plan import plan
+    from keras_policy_ext.diagnostics.recorder import record
+    from keras_policy_ext.diagnostics.replay import replay
     from keras_policy_ext.diagnostics.tune import Tuned, tune
     from keras_policy_ext.diagnostics.what_if import what_if
     from keras_policy_ext.saving import load_model, load_preset, load_weights

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import math
 import pathlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -10,9 +13,11 @@ import keras
 from keras_policy_ext.diagnostics.autopilot import Autopilot, autopilot
 from keras_policy_ext.diagnostics.captured import Loss
 from keras_policy_ext.diagnostics.monitor import Watch, watch
+from keras_policy_ext.diagnostics.recorder import Recorder, record
+from keras_policy_ext.diagnostics.recordings import copied
 from keras_policy_ext.diagnostics.rules import Thresholds
 
-__all__ = ["Float8Autopilot", "Float8Monitor", "Thresholds"]
+__all__ = ["FlightRecorder", "Float8Autopilot", "Float8Monitor", "Thresholds"]
 
 
 class Float8Monitor(keras.callbacks.Callback):
@@ -156,3 +161,93 @@ class Float8Autopilot(Float8Monitor):
         if self.autopilot is not None and logs is not None:
             logs.update(self.autopilot.watch.logs())
             logs.update(self.autopilot.logs())
+
+
+class FlightRecorder(keras.callbacks.Callback):
+    """A callback that records the steps before a bad loss, by `kpe.record`.
+
+    ```python
+    recorder = kpe.callbacks.FlightRecorder("crash.zip")
+    batches = recorder.watching(dataset)
+    model.fit(
+        batches, steps_per_epoch=100, shuffle=False, callbacks=[recorder]
+    )
+    ```
+
+    Callbacks do not get the batches of `fit`, so `fit` gets them through
+    `watching`. Keras waits for the loss of each step.
+
+    Args:
+        path: As for `record`.
+        **options: `every`, `share`, `spike` and `max_bytes`, as for `record`.
+
+    Attributes:
+        recorder: The `Recorder` of the model of the last `fit`; None before.
+
+    Raises:
+        ValueError: When training begins, as `record` does; or if `fit` does
+            not get its batches through `watching`, or takes several steps in
+            one execution.
+    """
+
+    def __init__(self, path: str | pathlib.Path, **options: Any):
+        super().__init__()
+        self.recorder: Recorder | None = None
+        self._path, self._options = path, options
+        self._ahead: collections.deque[Any] = collections.deque()
+        self._sum = 0.0
+
+    def watching(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches for `fit`, again and again, and remember them.
+
+        Pass `steps_per_epoch` to `fit`, since this has no end.
+
+        Args:
+            batches: Batches, as tuples: a `tf.data.Dataset`, a data loader of
+                PyTorch, a list. It is iterated anew after its end; an iterator
+                or a generator cannot be, and ends.
+        """
+        self._ahead.clear()
+        is_first = True
+        while is_first or iter(batches) is not batches:
+            is_first = False
+            for batch in batches:
+                self._ahead.append(copied(batch))
+                yield batch
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check the model, and save it."""
+        if not self._ahead:
+            raise ValueError(
+                "The flight recorder does not get the batches. Received: `fit` "
+                "with other data. Allowed: what `watching` of this callback "
+                "returns. Call fit(recorder.watching(dataset), "
+                "steps_per_epoch=..., callbacks=[recorder])."
+            )
+        if (steps := self.model.steps_per_execution) > 1:
+            raise ValueError(
+                "The flight recorder needs the loss of each step. Received: "
+                f"a model with steps_per_execution={steps}. Allowed: 1. "
+                "Compile the model without it."
+            )
+        if self.recorder is None or self.recorder.model is not self.model:
+            self.recorder = record(self.model, self._path, **self._options)
+        else:
+            self.recorder.save()
+
+    def on_epoch_begin(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Begin the mean of losses anew, as Keras does."""
+        self._sum = 0.0
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Tell the recorder of the batch and its loss."""
+        if self.recorder is None:
+            return
+        # Keras logs the mean of the epoch so far.
+        total = (logs or {}).get("loss", math.nan) * (batch + 1)
+        loss, self._sum = total - self._sum, total
+        self.recorder.step(self._ahead.popleft(), loss)

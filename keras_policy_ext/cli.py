@@ -6,6 +6,7 @@ The module `keras_policy_ext_cli` chooses the backend before.
 from __future__ import annotations
 
 import argparse
+import importlib
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -54,6 +55,14 @@ _MIGRATE = """\
 Write a .keras file of Keras 3 from a .h5 or .keras file of tf_keras (Keras 2):
 the model, its weights, and how it was compiled. The input is only read, and
 code in it is not run.
+"""
+
+_REPLAY = """\
+Take the steps of a recording again, which keras_policy_ext.record or the
+callback FlightRecorder wrote when a loss was not finite or jumped. Say in which
+layer and operand it began, and which recipes would have survived. --backend
+chooses the framework, which may be another one. Code in the file is not run;
+modules of --import are.
 """
 
 _REPORT = """\
@@ -151,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_memory(commands)
     _add_migrate(commands)
+    _add_replay(commands)
     _add_report(commands)
     _add_shrink(commands)
     return parser
@@ -329,6 +339,42 @@ def _add_page(
         default=argparse.SUPPRESS,
         help="overwrite that file if it exists",
     )
+
+
+def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = _add(
+        commands, _replay, "say where a bad step of training began", _REPLAY
+    )
+    parser.add_argument("file", metavar="FILE", help="the .zip file")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10,
+        metavar="N",
+        help="the last steps to judge, and to take under each recipe",
+    )
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        metavar="SPEC",
+        default=argparse.SUPPRESS,
+        help="a recipe to try; may be given again. Without it, all",
+    )
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        metavar="MODULE",
+        default=argparse.SUPPRESS,
+        help="a module that registers classes of the model; may be given again",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every step",
+        default=argparse.SUPPRESS,
+    )
+    _add_page(parser)
 
 
 def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -515,6 +561,33 @@ def _write(output: pathlib.Path, text: str) -> None:
     with _output_files.whole(output) as part:
         part.write_text(text, encoding="utf-8")
     print(f"written: {output}")
+
+
+def _replay(arguments: argparse.Namespace) -> Callable[[], object]:
+    from keras_policy_ext.diagnostics.replay import replay
+
+    output = _page(arguments)
+    modules = getattr(arguments, "modules", [])
+    if modules:
+        sys.path.insert(0, str(pathlib.Path.cwd()))
+    try:
+        for name in modules:
+            importlib.import_module(name)
+        report = replay(
+            arguments.file,
+            steps=arguments.steps,
+            recipes=getattr(arguments, "recipe", None),
+        )
+    except (ImportError, OSError) as error:
+        raise ValueError(f"cannot replay {arguments.file}: {error}") from error
+    except TypeError as error:
+        raise ValueError(
+            f"cannot load the model of {arguments.file}: {error} Classes of "
+            "your own need --import MODULE."
+        ) from error
+    title = f"Replay of {pathlib.Path(arguments.file).name}"
+    full = getattr(arguments, "full", False)
+    return lambda: _show(report, title, output, full, "Every step: --full")
 
 
 def _report(arguments: argparse.Namespace) -> Callable[[], object]:

@@ -14,6 +14,7 @@ from keras_policy_ext.diagnostics.audit import Audit
 from keras_policy_ext.diagnostics.inspection import Inspection
 from keras_policy_ext.diagnostics.memory import MemoryReport
 from keras_policy_ext.diagnostics.monitor import Watch
+from keras_policy_ext.diagnostics.plan import PlanReport
 from keras_policy_ext.diagnostics.tune import Tuned
 from keras_policy_ext.diagnostics.what_if import WhatIf
 
@@ -33,6 +34,7 @@ def convert_and_look(model: Any) -> None:
     assert_type(kpe.memory(model, 8), MemoryReport)
     assert_type(kpe.audit(model, []), Audit)
     assert_type(kpe.what_if(model, [], "current"), WhatIf)
+    assert_type(kpe.plan(model, 8, "h200", "current"), PlanReport)
     assert_type(kpe.watch(model, every=10), Watch)
     assert_type(kpe.tune(model, [], {"loss": 0.01}), Tuned)
     assert_type(kpe.filters.Auto(smallest=1024), kpe.filters.Auto)

@@ -151,7 +151,7 @@ class Auto:
         if here is not None and here.size is None:
             return f"float8 saves no time on this device: {here.origin}"
         if here is not None:
-            choice = choice_for(_contraction(candidate.layer))
+            choice = choice_for(contraction_of(candidate.layer))
             if not choice.native:
                 return f"its product would be emulated: {choice.reason}"
         for summed, free in candidate.sizes:
@@ -247,7 +247,7 @@ def _not_multiples(summed: int, free: int, multiple: int) -> str | None:
     )
 
 
-def _contraction(layer: Any) -> contractions.Einsum | contractions.Conv:
+def contraction_of(layer: Any) -> contractions.Einsum | contractions.Conv:
     """Return a layer's contraction, reduced to what a kernel choice needs."""
     if hasattr(layer, "kernel_size"):
         ones = (1,) * len(layer.kernel_size)

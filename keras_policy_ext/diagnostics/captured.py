@@ -250,6 +250,12 @@ def loss_of(model: keras.Layer, batch: Batch, loss: Loss | None) -> float:
         return _number(_loss(model, batch, loss, kind))
 
 
+def synchronize(model: Any) -> None:
+    """Put the values that a trainer of JAX holds into a model's variables."""
+    if keras.backend.backend() == "jax" and isinstance(model, keras.Model):
+        model.jax_state_sync()
+
+
 @contextlib.contextmanager
 def _unchanged(model: keras.Layer) -> Iterator[None]:
     """On exit of the block, restore a model's layers and random states."""

@@ -25,6 +25,7 @@ from keras_policy_ext.diagnostics.captured import (
     captured,
     differing,
     note_of,
+    synchronize,
 )
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
 from keras_policy_ext.diagnostics.rules import (
@@ -133,7 +134,7 @@ class Watch:
         self, batch: Batch
     ) -> tuple[dict[Key, Measured], dict[str, str]]:
         """Return figures by layer, kernel, operand; and unexamined layers."""
-        self._synchronize()
+        synchronize(self.model)
         found = captured(self.model, batch, self._loss)
         steps = self.steps - (self._samples.last_step or 0)
         rows: dict[Key, Measured] = {}
@@ -208,7 +209,7 @@ class Watch:
             before there is one; `amaxes`, a list of floats, the newest last,
             at most one for each step that was counted.
         """
-        self._synchronize()
+        synchronize(self.model)
         found = []
         for layer in layers_in_float8(self.model):
             for kernel in layer.float8_contracted:
@@ -219,13 +220,6 @@ class Watch:
                     numbers = {"scale": float(scale), "amaxes": observed}
                     found.append({**names, **numbers})
         return found
-
-    def _synchronize(self) -> None:
-        """Put the values that a trainer of JAX holds into the variables."""
-        model: Any = self.model
-        is_jax = keras.backend.backend() == "jax"
-        if is_jax and isinstance(model, keras.Model):
-            model.jax_state_sync()
 
     def logs(self) -> dict[str, float]:
         """Return the worst figures of the last sample, for logs.

@@ -1,0 +1,448 @@
+"""`plan`: what each recipe would bring on a GPU that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_policy_ext import _user_code, contractions
+from keras_policy_ext.backends import devices
+from keras_policy_ext.conversion import candidates, filters, in_place, traced
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
+from keras_policy_ext.conversion.work import scalars
+from keras_policy_ext.diagnostics import forward_pass, memory
+from keras_policy_ext.diagnostics.estimate import (
+    FLOAT32,
+    Estimator,
+    Matmuls,
+    card_of,
+)
+from keras_policy_ext.diagnostics.what_if import read_recipes, what_if
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies._plain import for_this_device
+from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.recipes import MATMULS, Recipe
+from keras_policy_ext.reports import (
+    BaseReport,
+    Column,
+    Table,
+    counted,
+    readable_bytes,
+)
+
+HOST = {"plain": 2.06e-3, "history": 6.36e-3, "float8": 4.61e-3}
+"""What the host takes for a step of one Dense layer on eager PyTorch, in
+seconds: measured at 1024³ on an H200, where the GPU takes far less."""
+
+XLA_RESULTS = 8
+"""Bytes for each element of a result that XLA writes in float32 first, then
+reads and writes in 16 bits, beyond writing it in 16 bits at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipePlan:
+    """What one recipe would bring on the device.
+
+    Attributes:
+        recipe: The recipe, as in the names of policies.
+        seconds: The estimated time of a training step.
+        speedup: The estimated speed against bfloat16; 2 is twice as fast.
+        memory: Bytes that a step holds, as `memory` counts them here.
+        bytes_cast: Bytes that casts and amaxes read and write in a step.
+        native: The matmuls that run in float8, of layers that could.
+        reason: Why others are emulated; "" if none is.
+        slower: Paths of layers that are estimated to be slower in float8.
+        sqnr_db: The lowest SQNR that `what_if` finds, in dB; None without
+            data.
+    """
+
+    recipe: str
+    seconds: float
+    speedup: float
+    memory: int
+    bytes_cast: int
+    native: tuple[str, ...]
+    reason: str
+    slower: tuple[str, ...]
+    sqnr_db: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PlanReport(BaseReport):
+    """The report of `plan`: a row for each recipe.
+
+    Attributes:
+        device: The device, in words.
+        source: The policy that the recipes are compared with.
+        seconds: The estimated time of a step without float8.
+        memory: Bytes that such a step holds.
+        share: The part of this time that its float8 layers take, 0 to 1.
+        layers: The number of layers in float8.
+        recipes: An entry for each recipe.
+        notes: Sentences on what the estimate assumes.
+    """
+
+    device: str
+    source: str
+    seconds: float
+    memory: int
+    share: float
+    layers: int
+    recipes: tuple[RecipePlan, ...]
+    notes: tuple[str, ...]
+
+    def __getitem__(self, recipe: str) -> RecipePlan:
+        """Return the `RecipePlan` of the recipe with this name.
+
+        Raises:
+            KeyError: If no entry has this name.
+        """
+        for entry in self.recipes:
+            if entry.recipe == recipe:
+                return entry
+        raise KeyError(f"{recipe!r}; there are {[e.recipe for e in self]}")
+
+    def __iter__(self) -> Iterator[RecipePlan]:
+        """Yield the entries of all recipes."""
+        return iter(self.recipes)
+
+    def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
+        """Yield a table of recipes, notes, and reasons."""
+        yield (
+            f"A training step on {self.device}, estimated: "
+            f"{_time(self.seconds)} in {self.source}, of which "
+            f"{self.share:.0%} are matmuls of {counted(self.layers, 'layer')} "
+            "that can be in float8."
+        )
+        yield self._table()
+        for entry in self.recipes:
+            if entry.reason:
+                yield f"{entry.recipe}, emulated: {entry.reason}."
+            if entry.slower and entry.speedup < 1:
+                continue
+            if entry.slower:
+                shown = entry.slower[: None if full else 3]
+                rest = len(entry.slower) - len(shown)
+                more = f" and {rest} more" if rest else ""
+                yield (
+                    f"{entry.recipe}: slower than in {self.source} are "
+                    f"{', '.join(shown)}{more}. Leave them out by `exclude`."
+                )
+        yield from self.notes
+
+    def _table(self) -> Table:
+        numbers = ["step", "speed", "memory", "cast"]
+        has_data = any(e.sqnr_db is not None for e in self.recipes)
+        columns = [
+            Column("recipe"),
+            *(Column(heading, right=True) for heading in numbers),
+            *([Column("lowest SQNR", right=True)] if has_data else []),
+            Column("native", wraps=True),
+        ]
+        none = ["–"] * has_data
+        rows = [
+            [
+                self.source,
+                _time(self.seconds),
+                "1.00×",
+                readable_bytes(self.memory),
+                "–",
+                *none,
+                "",
+            ]
+        ]
+        for e in self.recipes:
+            every = len(e.native) == len(MATMULS)
+            sqnr = "–" if e.sqnr_db is None else f"{e.sqnr_db:.1f} dB"
+            rows.append(
+                [
+                    e.recipe,
+                    _time(e.seconds),
+                    f"{e.speedup:.2f}×",
+                    readable_bytes(e.memory),
+                    readable_bytes(e.bytes_cast),
+                    *([sqnr] * has_data),
+                    "all" if every else ", ".join(e.native) or "none",
+                ]
+            )
+        return Table(columns, rows)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+@_user_code.once
+def plan(
+    model: keras.Layer,
+    batch: Any,
+    device: str,
+    recipes: Sequence[Recipe | str] | Recipe | str | None = None,
+    *,
+    data: Any = None,
+    compiled: bool | None = None,
+    include: PathPatterns | None = None,
+    exclude: PathPatterns | None = None,
+    filter: LayerFilter | None = None,
+    min_size: int | None = None,
+) -> PlanReport:
+    """Estimate what each recipe would bring on a GPU that is not there.
+
+    The time of a step is estimated from the multiplications and bytes that it
+    needs, and the speeds of the device. Memory is counted by `kpe.memory` on
+    this machine. Nothing is trained, and the model is unchanged.
+
+    ```python
+    print(kpe.plan(model, 256, device="h200"))
+    ```
+
+    Args:
+        model: A built Keras model, or a layer.
+        batch: As for `memory`.
+        device: The name of a device, as `keras-policy-ext doctor --device`
+            takes it; one whose speed is known.
+        recipes: Recipes, or their names; None for all names.
+        data: A batch with values, as for `what_if`; None for no SQNR.
+        compiled: Whether steps are compiled. None: they are, except with
+            PyTorch, whose host then takes most of the time of small layers.
+        include: As for `convert`.
+        exclude: As for `convert`.
+        filter: As for `convert`.
+        min_size: As for `convert`.
+
+    Returns:
+        A row for each recipe; `print` it for a table.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the device or its speed is not known, or the model is
+            not built, cannot be traced, or has no layer for float8. The model
+            is then unchanged.
+
+    Examples:
+        >>> layer = keras.layers.Dense(64)
+        >>> model = keras.Sequential([keras.Input((64,)), layer])
+        >>> report = kpe.plan(model, 256, "h200", "current", compiled=True)
+        >>> report["current"].speedup < 1  # the layer is too small
+        True
+    """
+    there = devices.get(device)
+    card = card_of(there, device)
+    candidates.check_is_layer(model, "have a training step", "")
+    candidates.check(model)
+    wanted = read_recipes(recipes)
+    options: dict[str, Any] = {
+        "include": include,
+        "exclude": exclude,
+        "filter": filter,
+        "min_size": min_size,
+    }
+    if compiled is None:
+        compiled = keras.backend.backend() != "torch"
+    trained = list(model.trainable_variables)
+    narrow = bool(trained) and all(v.dtype == "bfloat16" for v in trained)
+    source = "bfloat16" if narrow else "mixed_bfloat16"
+    policies = [Float8DTypePolicy(source, recipe=each) for each in wanted]
+    tensors = forward_pass.read(model, batch)
+    with devices.pretend(device):
+        used = [for_this_device(each) for each in wanted]
+        work = _work(model, source, tensors, 2 if narrow else 4, options)
+        natives = [_native(work, each) for each in used]
+    # `filter` was asked there; memory is counted with the kernels of here.
+    options["filter"] = lambda layer: id(layer) in work.in_float8
+    held = memory.memory(model, tensors, [source, *policies], **options)
+    xla = keras.backend.backend() != "torch"
+    estimator = Estimator(
+        card,
+        there.one_layout,
+        FLOAT32 if there.multiplies_in == "float32" else 1,
+        XLA_RESULTS if xla else 0,
+    )
+    same = estimator.other(
+        work.attention, held[source].activations, work.weights
+    )
+    same += sum(estimator.plain(*each) for each in work.plain)
+    plain = [estimator.plain(m, w) for _, m, w in work.low]
+    seconds = sum(plain) + same
+    layers = len({id(layer) for layer, *_ in work.low})
+    if not compiled:
+        seconds = max(seconds, layers * HOST["plain"])
+    sqnr = _lowest(model, data, wanted)
+    found = []
+    for recipe, own, policy, native in zip(
+        wanted, used, policies, natives, strict=True
+    ):
+        times = [
+            estimator.quantized(m, own, native[id(layer)][0], w)
+            for layer, m, w in work.low
+        ]
+        took = sum(times) + same
+        if not compiled:
+            kind = "history" if own.history_length else "float8"
+            took = max(took, layers * HOST[kind])
+        every = set(MATMULS).intersection(*(n for n, _ in native.values()))
+        reasons = dict.fromkeys(r for _, r in native.values() if r)
+        slower = (
+            path_of(layer)
+            for (layer, *_), one, other in zip(
+                work.low, times, plain, strict=True
+            )
+            if one > other
+        )
+        name = str(recipe.spec or recipe.name)
+        cast = sum(estimator.cast_bytes(m, own, w)[0] for _, m, w in work.low)
+        found.append(
+            RecipePlan(
+                recipe=name,
+                seconds=took,
+                speedup=seconds / took,
+                memory=held[policy.full_name].together,
+                bytes_cast=round(cast),
+                native=tuple(m for m in MATMULS if m in every),
+                reason="; ".join(reasons),
+                slower=tuple(dict.fromkeys(slower)),
+                sqnr_db=sqnr.get(name),
+            )
+        )
+    return PlanReport(
+        device=there.title,
+        source=source,
+        seconds=seconds,
+        memory=held[source].together,
+        share=min(1.0, sum(plain) / seconds),
+        layers=layers,
+        recipes=tuple(found),
+        notes=tuple(_notes(compiled)),
+    )
+
+
+def _notes(compiled: bool) -> Iterator[str]:
+    yield (
+        "Estimated from bytes and multiplications, for one device, without "
+        "communication: docs/plan.md has the errors on published measurements."
+    )
+    if not compiled:
+        yield (
+            "Steps are taken to be eager: the host takes "
+            f"{_time(HOST['float8'])} for each float8 layer and "
+            f"{_time(HOST['plain'])} for another. Pass compiled=True for "
+            "compiled steps."
+        )
+
+
+class _Work(NamedTuple):
+    """What a step multiplies: float8 layers, other layers, attention."""
+
+    low: list[tuple[keras.Layer, Matmuls, tuple[str, ...]]]
+    plain: list[tuple[Matmuls, tuple[str, ...]]]
+    attention: float
+    weights: int
+    in_float8: frozenset[int]
+
+
+def _work(
+    model: keras.Layer,
+    source: str,
+    tensors: Any,
+    kernel_bytes: float,
+    options: dict[str, Any],
+) -> _Work:
+    """Return the matmuls of a step, found by tracing the converted model.
+
+    Raises:
+        ValueError: If the model cannot be traced, or nothing is in float8.
+    """
+    has_mode = "training" in inspect.signature(model.call).parameters
+    kwargs = {"training": False} if has_mode else {}
+
+    def longer(x: Any) -> Any:
+        return keras.KerasTensor((x.shape[0] + 1, *x.shape[1:]), x.dtype)
+
+    more = keras.tree.map_structure(longer, tensors)
+    weights = scalars(model.trainable_variables)
+    found = _Work([], [], 0, weights, frozenset())
+    attention = 0.0
+    policy = Float8DTypePolicy(source)
+    with in_place.converted(model, policy, **options):
+        in_float8 = frozenset(map(id, layers_in_float8(model)))
+        try:
+            calls = traced.trace(
+                model, [((tensors,), kwargs), ((more,), kwargs)]
+            )
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} {model.name!r} cannot be traced with "
+                f"shapes only. Received: {error}. Allowed: models whose call "
+                "accepts a `keras.KerasTensor`. Call `kpe.plan` for its parts."
+            ) from error
+        small, large = (call.counted for call in calls)
+        for one, other in zip(small, large, strict=True):
+            pairs = zip(one.product.sizes, other.product.sizes, strict=True)
+            kernels = [before for before, after in pairs if before == after]
+            number = one.product.multiplications
+            if len(kernels) != 1 or not number:
+                attention += number if not kernels else 0
+                continue
+            (kernel,) = kernels
+            inputs = sum(one.product.sizes) - kernel
+            outputs = number**2 / (inputs * kernel)
+            matmuls = Matmuls(inputs, kernel, outputs, number, kernel_bytes)
+            which = tuple(
+                m for m in MATMULS if m != "kernel_grad" or one.layer.trainable
+            )
+            is_low = traced.multiplies_in_float8(one.layer)
+            if is_low and one.has_float8_form:
+                found.low.append((one.layer, matmuls, which))
+            else:
+                found.plain.append((matmuls, which))
+    if not found.low:
+        raise ValueError(
+            "No layer of the model would be in float8. Received: "
+            f"{type(model).__name__} {model.name!r}. Allowed: a model of "
+            "which `kpe.convert` converts at least one layer. Check `include`, "
+            "`exclude` and `filter`."
+        )
+    return found._replace(attention=attention, in_float8=in_float8)
+
+
+def _native(
+    work: _Work, recipe: Recipe
+) -> dict[int, tuple[tuple[str, ...], str]]:
+    """Return, by the `id` of a layer, its native matmuls, and why not all."""
+    known: dict[Any, tuple[tuple[str, ...], str]] = {}
+    found = {}
+    for layer, *_ in work.low:
+        contraction = filters.contraction_of(layer)
+        if contraction not in known:
+            # A step on a GPU with TensorFlow is compiled by XLA.
+            made = contractions.make_plan(
+                contraction, recipe, "bfloat16", "float32"
+            )
+            made = dataclasses.replace(made, for_xla=True)
+            choices = {m: made.choose(m)[1] for m in MATMULS}
+            native = tuple(m for m in MATMULS if choices[m].native)
+            others = [c.reason for c in choices.values() if not c.native]
+            known[contraction] = native, (others[0] if others else "")
+        found[id(layer)] = known[contraction]
+    return found
+
+
+def _lowest(
+    model: keras.Layer, data: Any, recipes: list[Recipe]
+) -> dict[str, float]:
+    """Return the lowest SQNR of each recipe; nothing without data."""
+    if data is None:
+        return {}
+    found: dict[str, float] = {}
+    for entry in what_if(model, data, recipes).entries:
+        if entry.sqnr_db is not None:
+            known = found.get(entry.recipe, entry.sqnr_db)
+            found[entry.recipe] = min(known, entry.sqnr_db)
+    return found

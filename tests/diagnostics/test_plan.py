@@ -1,0 +1,133 @@
+"""`kpe.plan`: times by counted bytes and multiplications, and their errors."""
+
+import keras
+import numpy as np
+import published
+import pytest
+
+import keras_policy_ext as kpe
+from keras_policy_ext import recipes
+from keras_policy_ext.backends import devices
+from keras_policy_ext.diagnostics import estimate, plan
+from keras_policy_ext.diagnostics.estimate import CARDS, Estimator, Matmuls
+
+LARGE = Matmuls.of(16384, 16384, 16384)
+
+
+def mlp():
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((32,)),
+            layers.Dense(64, activation="gelu", name="up"),
+            layers.LayerNormalization(),
+            layers.Dense(16, name="down"),
+        ]
+    )
+
+
+@pytest.mark.any_backend
+def test_the_page_has_the_errors_of_the_constants():
+    rows = list(published.rows())
+    found = published.PAGE.read_text("utf-8")
+    assert found == published.page(rows, estimate.FITTED), (
+        "run python integration/benchmarks/published.py"
+    )
+    assert (published.HOST, published.XLA_RESULTS) == (
+        plan.HOST,
+        plan.XLA_RESULTS,
+    )
+
+
+@pytest.mark.any_backend
+@pytest.mark.full
+def test_the_constants_are_fitted_to_half_of_the_rows():
+    rows = list(published.rows())
+    out = published.kept_out(rows)
+    assert len(out) >= len(rows) / 2
+    assert all(n in out for n, row in enumerate(rows) if row.ours)
+    fitted = published.fit([r for n, r in enumerate(rows) if n not in out])
+    assert fitted == pytest.approx(estimate.FITTED, rel=0.01)
+
+
+@pytest.mark.any_backend
+def test_casts_read_and_write_what_a_recipe_needs():
+    ours = Matmuls(inputs=10, kernel=20, outputs=40, multiplications=1)
+    read, numbers = 2 * 10 + 4 * 20 + 2 * 40, 70
+
+    def bytes_of(recipe, one_layout):
+        estimator = Estimator(CARDS["H200"], one_layout)
+        return estimator.cast_bytes(ours, recipes.get(recipe))[0]
+
+    assert bytes_of("delayed", False) == read + numbers
+    assert bytes_of("delayed", True) == read + 2 * numbers
+    assert bytes_of("current", True) == 2 * read + 2 * numbers
+    assert bytes_of("rowwise", False) == 4 * read + 2 * numbers
+    assert bytes_of("mxfp8", False) == 2 * read + 2 * numbers
+
+
+@pytest.mark.any_backend
+def test_speed_grows_with_the_size_and_emulation_never_gains():
+    estimator = Estimator(CARDS["H200"], one_layout=True)
+    recipe = recipes.get("delayed")
+    speeds = [
+        estimator.plain(each) / estimator.quantized(each, recipe)
+        for each in (Matmuls.of(n, n, n) for n in (256, 4096, 16384))
+    ]
+    assert speeds == sorted(speeds) and speeds[0] < 1 < speeds[-1] < 2.2
+    emulated = estimator.quantized(LARGE, recipe, native=())
+    assert emulated > estimator.plain(LARGE)
+    high = recipes.get("current(kernel_grad='high_precision')")
+    both = [estimator.quantized(LARGE, recipes.get("current")), 0]
+    both[1] = estimator.quantized(LARGE, high)
+    assert both[0] < both[1] < estimator.plain(LARGE)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("name", ["H100", "h200", "GB200", "mi300x", "tpu7x"])
+def test_speeds_are_found_by_the_names_of_devices(name):
+    card = estimate.card_of(devices.get(name), name)
+    key = {"GB200": "B200", "tpu7x": "TPU7x"}.get(name, name.upper())
+    assert card == CARDS[key]
+
+
+def test_a_row_for_each_recipe_and_the_model_is_unchanged():
+    model = mlp()
+    before = [type(layer) for layer in model.layers]
+    report = kpe.plan(
+        model,
+        8,
+        "h200",
+        ["current", "mxfp8"],
+        compiled=True,
+        data=np.ones((4, 32), "float32"),
+    )
+    assert [type(layer) for layer in model.layers] == before
+    current, mxfp8 = report
+    assert (current.recipe, mxfp8.recipe) == ("current", "mxfp8")
+    assert current.native == tuple(recipes.MATMULS) and not current.reason
+    assert mxfp8.native == () and mxfp8.reason
+    assert current.speedup == pytest.approx(report.seconds / current.seconds)
+    assert current.speedup < 1 and len(current.slower) == 2
+    assert report.layers == 2 and current.sqnr_db < 40
+    policy = kpe.Float8DTypePolicy("mixed_bfloat16", recipe="current")
+    (form,) = kpe.memory(model, 8, [policy]).forms[1:]
+    assert current.memory == form.together
+    numbers = 8 * 32 + 8 * 64, 32 * 64 + 64 * 16, 8 * 64 + 8 * 16
+    moved = 2 * (2 * numbers[0] + 4 * numbers[1] + 2 * numbers[2])
+    assert current.bytes_cast == moved + 2 * sum(numbers)
+    assert "H200" in str(report) and "emulated" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("h20000", "not a known device"), ("rtx3090", "speed of .*3090 is not")],
+)
+def test_a_device_without_a_speed_is_refused(device, words):
+    with pytest.raises(ValueError, match=words):
+        kpe.plan(mlp(), 8, device)
+
+
+def test_a_model_without_float8_layers_is_refused():
+    with pytest.raises(ValueError, match="No layer of the model"):
+        kpe.plan(mlp(), 8, "h200", "current", filter=lambda layer: False)
