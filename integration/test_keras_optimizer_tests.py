@@ -18,7 +18,11 @@ if not files:
     print("no tests in this build of Keras")
     sys.exit(0)
 options = ["-q", "-p", "no:cacheprovider", "-p", "keras_tests_in_one_byte"]
-options += ["-W", "ignore", "--tb=short", f"--rootdir={sys.argv[2]}"]
+# Keras may be installed below a folder with a configuration, such as this one.
+config = pathlib.Path(sys.argv[2], "pytest.ini")
+config.write_text("[pytest]")
+options += ["-W", "ignore", "--tb=short", "-c", str(config)]
+options += [f"--rootdir={sys.argv[2]}"]
 code = pytest.main([*options, *files])
 sys.exit(0 if code in (0, 1) else code)
 """
