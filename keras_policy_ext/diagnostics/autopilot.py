@@ -61,7 +61,7 @@ class Decision:
 
 @dataclasses.dataclass
 class _Steered:
-    """What is known of a layer that was taken out at some time.
+    """A layer that the autopilot has taken out of float8 at some time.
 
     Attributes:
         layer: The layer.

@@ -28,7 +28,7 @@ from keras_policy_ext.recipes import (
 
 
 class Card(NamedTuple):
-    """What its maker says of an accelerator, without sparsity.
+    """The speeds in the data sheet of an accelerator, without sparsity.
 
     Attributes:
         bfloat16: Operations a second of matmuls; of float16 without bfloat16.

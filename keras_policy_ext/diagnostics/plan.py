@@ -46,7 +46,7 @@ reads and writes in 16 bits, beyond writing it in 16 bits at once."""
 
 @dataclasses.dataclass(frozen=True)
 class RecipePlan:
-    """What one recipe would bring on the device.
+    """The estimates for one recipe on the device.
 
     Attributes:
         recipe: The recipe, as in the names of policies.
@@ -338,7 +338,7 @@ def _notes(compiled: bool) -> Iterator[str]:
 
 
 class _Work(NamedTuple):
-    """What a step multiplies: float8 layers, other layers, attention."""
+    """The matmuls of a step, of float8 layers, other layers and attention."""
 
     low: list[tuple[keras.Layer, Matmuls, tuple[str, ...]]]
     plain: list[tuple[Matmuls, tuple[str, ...]]]

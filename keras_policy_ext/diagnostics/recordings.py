@@ -91,7 +91,7 @@ def _seeds(model: keras.Model) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What a flight recorder wrote, but for the model.
+    """The contents of a file of a flight recorder, without the model.
 
     Attributes:
         reason: `"nonfinite"` or `"spike"`.

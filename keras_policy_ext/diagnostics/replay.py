@@ -53,7 +53,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Replay(BaseReport):
-    """What `replay` found. `print` it for a report on one screen.
+    """The result of `replay`. `print` it for a report on one screen.
 
     Attributes:
         recording: What the file has.

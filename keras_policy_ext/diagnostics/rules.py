@@ -88,7 +88,7 @@ class Thresholds:
 
 @dataclasses.dataclass(frozen=True)
 class WatchWarning:
-    """What goes wrong in an operand of a layer.
+    """A warning about an operand of a layer.
 
     Attributes:
         step: The step, from 1, of the sample in which it was found.
@@ -149,7 +149,7 @@ class Seen(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What is known of a sample beside the figures.
+    """The facts about a step that rules need beside the figures.
 
     Attributes:
         step: The step.

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 class Measured(NamedTuple):
-    """What a sample has of an operand.
+    """The figures of an operand in a sample.
 
     Attributes:
         figures: The value of each of `FIGURES`; NaN for none.

@@ -22,7 +22,7 @@ GRADIENTS = ("inputs_grad", "kernel_grad")
 
 
 class Effect(NamedTuple):
-    """What a recipe does in a layer, with the loss in the unit of the loss.
+    """The effect of a recipe in one layer, in the unit of the loss.
 
     Attributes:
         first: The change of the loss of the batch to first order.

@@ -45,7 +45,7 @@ Budget = float | Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class LayerScore:
-    """What a recipe would do to the loss in one layer, and what it would save.
+    """The score of a recipe in one layer: the loss that it costs, and its savings.
 
     An error is a share: the sum of squares of what rounding changes in the
     result of a matmul, divided by the sum of squares of the result.
@@ -82,7 +82,7 @@ class LayerScore:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuned(BaseReport):
-    """What `tune` chose, what it expects of it, and what came of it.
+    """The result of `tune`: a policy, and its expected and measured effect.
 
     Attributes:
         policy_name: The name of the policy without its rules.

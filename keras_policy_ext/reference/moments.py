@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """How many bits of a float32 a code leaves out."""
+        """The number of bits of a float32 that a code leaves out."""
         return 23 - self.mantissa_bits
 
     @property
