@@ -45,7 +45,7 @@ Budget = float | Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class LayerScore:
-    """The score of a recipe in one layer: the loss that it costs, and its savings.
+    """The score of a recipe in one layer: its cost in loss, and its savings.
 
     An error is a share: the sum of squares of what rounding changes in the
     result of a matmul, divided by the sum of squares of the result.
