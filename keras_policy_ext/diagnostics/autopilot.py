@@ -118,13 +118,20 @@ class Autopilot(BaseReport):
         """
         if not self.watch.step(data):
             return False
-        before, changes = len(self.decisions), self._decide()
-        if changes:
-            model = self.watch.model
-            with training.changing(model):
-                for steered, recipe in changes:
-                    _follow(steered.layer, recipe)
-                in_place.declare_policies(model)
+        before = len(self.decisions)
+        known = {k: dataclasses.replace(x) for k, x in self._steered.items()}
+        changes = self._decide()
+        try:
+            if changes:
+                model = self.watch.model
+                with training.changing(model):
+                    for steered, recipe in changes:
+                        _follow(steered.layer, recipe)
+                    in_place.declare_policies(model)
+        except BaseException:  # The layers have their former recipes again.
+            self._steered = known
+            del self.decisions[before:]
+            raise
         self.watch.judged_as = {
             key: each.own for key, each in self._steered.items() if each.is_out
         }
@@ -354,7 +361,13 @@ def autopilot(
             "state, such as 'current', 'rowwise' or 'mxfp8'. Pass one of them, "
             "or None."
         )
-    if calm < 1:
+    if every is None:
+        raise ValueError(
+            "`every` is not a number of steps. Received: None. Allowed: an "
+            "integer >= 1: decisions must not depend on time. Leave it out "
+            "for 10."
+        )
+    if not isinstance(calm, int) or calm < 1:
         raise ValueError(
             f"`calm` is not a number of samples. Received: {calm!r}. Allowed: "
             "an integer >= 1. Leave it out for 5."

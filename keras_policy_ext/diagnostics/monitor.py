@@ -42,6 +42,7 @@ from keras_policy_ext.diagnostics.samples import (
     Key,
     Measured,
     Samples,
+    check_sampling,
     named,
 )
 from keras_policy_ext.layers.state_variable import StateVariable
@@ -125,8 +126,15 @@ class Watch:
         for found in self.rules.look(self._around(batch), self._seen):
             self.warnings = [*self.warnings[-MOST_WARNINGS + 1 :], found]
             _user_code.warn(found.message)
-        for file in self._files:
-            file.append(self._samples.last_of_layers())
+        for file in tuple(self._files):
+            try:
+                file.append(self._samples.last_of_layers())
+            except OSError as error:  # The training goes on.
+                self._files.remove(file)
+                _user_code.warn(
+                    f"The samples from step {self.steps} on are in no file: "
+                    f"{error}. Make room, or pass another path to a new watch."
+                )
         end = time.perf_counter()
         self._next = end + (end - start) / self._share
 
@@ -380,14 +388,5 @@ def watch(
             "layers in float8. Allowed: one that has some. Call "
             "keras_policy_ext.convert first, or keras_policy_ext.what_if."
         )
-    if every is not None and every < 1:
-        raise ValueError(
-            f"`every` is not a number of steps. Received: {every!r}. Allowed: "
-            "an integer >= 1, or None. Leave it out to sample by time."
-        )
-    if not 0 < share < 1:
-        raise ValueError(
-            f"`share` is not a share of the time. Received: {share!r}. "
-            "Allowed: a number between 0 and 1, such as 0.02."
-        )
+    check_sampling(every, share)
     return Watch(model, every, share, loss, path, log_dir, thresholds)

@@ -27,6 +27,7 @@ from keras_policy_ext.diagnostics.recordings import (
     Recording,
     Step,
 )
+from keras_policy_ext.diagnostics.samples import check_sampling
 
 _LOGGER = logging.getLogger("keras_policy_ext")
 
@@ -328,16 +329,7 @@ def record(
             "Allowed: a new .zip file in a folder that exists. An earlier "
             "recording is not overwritten: move it, or pass another path."
         )
-    if every is not None and every < 1:
-        raise ValueError(
-            f"`every` is not a number of steps. Received: {every!r}. Allowed: "
-            "an integer >= 1, or None. Leave it out to save by time."
-        )
-    if not 0 < share < 1:
-        raise ValueError(
-            f"`share` is not a share of the time. Received: {share!r}. "
-            "Allowed: a number between 0 and 1, such as 0.02."
-        )
+    check_sampling(every, share)
     if spike is not None and not spike > 1:
         raise ValueError(
             f"`spike` is not a factor. Received: {spike!r}. Allowed: a number "

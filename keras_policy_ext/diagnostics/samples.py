@@ -173,3 +173,23 @@ class Samples:
 def named(*key: str) -> Row:
     """Return layer, kernel and operand as the beginning of a row."""
     return dict(zip(KEYS, key, strict=True))
+
+
+def check_sampling(every: Any, share: Any) -> None:
+    """Check how often something is done: by steps, or by a share of the time.
+
+    Raises:
+        ValueError: If `every` is neither None nor an integer of at least 1, or
+            `share` is no number between 0 and 1.
+    """
+    is_count = isinstance(every, (int, np.integer)) and every >= 1
+    if every is not None and not is_count:
+        raise ValueError(
+            f"`every` is not a number of steps. Received: {every!r}. Allowed: "
+            "an integer >= 1, or None. Leave it out to go by time."
+        )
+    if not (isinstance(share, (int, float)) and 0 < share < 1):
+        raise ValueError(
+            f"`share` is not a share of the time. Received: {share!r}. "
+            "Allowed: a number between 0 and 1, such as 0.02."
+        )

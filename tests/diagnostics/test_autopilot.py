@@ -190,12 +190,31 @@ def test_a_layer_out_of_float8_computes_as_in_16_bits():
     [
         ({"finer": "delayed"}, "`finer` is not a recipe"),
         ({"calm": 0}, "`calm` is not a number of samples"),
+        ({"calm": "5"}, "`calm` is not a number of samples"),
         ({"every": 0}, "`every` is not a number of steps"),
+        ({"every": None}, "`every` is not a number of steps"),
     ],
-    ids=["finer", "calm", "every"],
+    ids=["finer", "calm", "text", "every", "time"],
 )
 def test_bad_arguments(options, words):
     with pytest.raises(TypeError, match="no argument `share`"):
         kpe.callbacks.Float8Autopilot(X, share=0.1)
     with pytest.raises(ValueError, match=words):
         kpe.autopilot(mlp("current"), **options)
+
+
+@pytest.mark.any_backend
+def test_a_change_that_fails_is_no_decision(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no memory")
+
+    pilot = kpe.autopilot(mlp("current"), every=1)
+    monkeypatch.setattr("keras_policy_ext.diagnostics.autopilot._follow", fails)
+    tiny = np.full_like(X, 1e-9)
+    tiny[0, 0] = 100.0  # the others underflow
+    with (
+        pytest.warns(UserWarning, match="become 0"),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        pilot.step((tiny, Y))
+    assert pilot.decisions == [] and pilot.out == {}

@@ -169,9 +169,10 @@ def test_a_page_without_samples():
     ("arguments", "words"),
     [
         ({"every": 0}, "not a number of steps"),
+        ({"every": 2.5}, "not a number of steps"),
         ({"share": 0.0}, "not a share of the time"),
     ],
-    ids=["every", "share"],
+    ids=["every", "fraction", "share"],
 )
 def test_bad_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
@@ -324,3 +325,16 @@ def test_tensorboard_that_is_not_installed(monkeypatch, tmp_path):
     with pytest.raises(ImportError, match="pip install tensorboard"):
         kpe.watch(mlp(), log_dir=tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_file_that_cannot_be_written_does_not_end_training(tmp_path):
+    path = tmp_path / "runs" / "run.jsonl"
+    path.parent.mkdir()
+    watch = kpe.watch(mlp(), every=1, path=path)
+    watch.step((X, Y))
+    path.unlink()
+    path.parent.rmdir()
+    with pytest.warns(UserWarning, match="from step 2 on are in no file"):
+        watch.step((X, Y))
+    watch.step((X, Y))
+    assert {row["step"] for row in watch.history} == {1, 2, 3}
