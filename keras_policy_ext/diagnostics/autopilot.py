@@ -367,7 +367,8 @@ def autopilot(
             "integer >= 1: decisions must not depend on time. Leave it out "
             "for 10."
         )
-    if not isinstance(calm, int) or calm < 1:
+    is_count = isinstance(calm, (int, np.integer))
+    if not is_count or calm < 1:
         raise ValueError(
             f"`calm` is not a number of samples. Received: {calm!r}. Allowed: "
             "an integer >= 1. Leave it out for 5."
