@@ -50,7 +50,7 @@ class Float8Monitor(keras.callbacks.Callback):
         data: Any,
         *,
         every: int | None = None,
-        share: float = 0.02,
+        share: float = 0.015,
         loss: Loss | None = None,
         path: str | pathlib.Path | None = None,
         log_dir: str | pathlib.Path | None = None,

@@ -11,7 +11,6 @@ processor, which other programs disturb less.
 """
 
 import argparse
-import contextlib
 import json
 import time
 
@@ -48,35 +47,30 @@ class Clock:
 
 
 class Timed(kpe.callbacks.Float8Monitor):
-    """The callback, with the time that its own functions take."""
+    """The callback, with the time that its samples take."""
 
     def __init__(self, data, clock):
         super().__init__(data)
         self.clock, self.spent, self.at_samples = clock, np.zeros(2), []
-
-    @contextlib.contextmanager
-    def _timed(self):
-        so_far = self.spent.copy(), self.clock.both()
-        start, before = now(), self.taken
-        yield
-        self.spent += now() - start
-        if self.taken > before:
-            self.at_samples.append(so_far)
 
     @property
     def taken(self):
         """The number of samples."""
         return 0 if self.watch is None else self.watch.taken
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Take a sample if it is time for one."""
-        with self._timed():
-            super().on_train_batch_begin(batch, logs)
+    def on_train_begin(self, logs=None):
+        """Begin, and time the samples of the watch."""
+        begun = self.watch is not None
+        super().on_train_begin(logs)
+        if not begun:
+            self._take, self.watch._take = self.watch._take, self._timed
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Take a sample if it is time for one."""
-        with self._timed():
-            super().on_epoch_end(epoch, logs)
+    def _timed(self, data):
+        so_far = self.spent.copy(), self.clock.both()
+        start = now()
+        self._take(data)
+        self.spent += now() - start
+        self.at_samples.append(so_far)
 
 
 def now():

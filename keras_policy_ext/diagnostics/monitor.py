@@ -329,7 +329,7 @@ def watch(
     model: keras.Layer,
     *,
     every: int | None = None,
-    share: float = 0.02,
+    share: float = 0.015,
     loss: Loss | None = None,
     path: str | pathlib.Path | None = None,
     log_dir: str | pathlib.Path | None = None,

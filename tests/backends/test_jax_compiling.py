@@ -8,6 +8,7 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 import keras_policy_ext as kpe
@@ -83,3 +84,17 @@ def test_settling_is_written_once_for_all_states_of_a_shape():
     text = jax.jit(settled).lower(state, state, state).as_text()
     assert text.count("func.func private @_settled") == 1
     assert text.count("call @_settled") == 3
+
+
+@pytest.mark.full
+def test_a_second_sample_of_a_watch_compiles_nothing(caplog):
+    """A new state has unseen operands: one of two functions is called."""
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    kpe.convert(model, "delayed", min_size=0)
+    watch, x = kpe.watch(model, every=1), np.ones((4, 8), "float32")
+    watch.step(x)
+    with jax.log_compiles():
+        watch.step(x)
+        assert "Compiling" not in caplog.text
+        jax.jit(lambda x: x + 3.0)(x)
+        assert "Compiling" in caplog.text

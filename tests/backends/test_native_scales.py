@@ -58,6 +58,19 @@ def same_products(pair, sizes, dtype, unit):
     assert (np.abs(found - exact) <= allowed).all()
 
 
+@pytest.mark.slow_except(
+    "rows-(17, 260, 33)-float32",
+    "rows with a tensor-(17, 260, 33)-float16",
+    "rows after a tensor-(17, 260, 33)-bfloat16",
+    "rows, e5m2 first-(17, 260, 33)-float32",
+    "rows, e5m2 second-(1, 1, 1)-bfloat16",
+    "rows, any scale-(17, 260, 33)-float32",
+    "blocks with squares-(17, 260, 33)-float32",
+    "blocks-(17, 260, 33)-bfloat16",
+    "blocks-(1, 1, 1)-float32",
+    "MX-(17, 260, 33)-float32",
+    "MX-(1, 1, 1)-float16",
+)
 @pytest.mark.full_except("rows-(1, 1, 1)-float16")
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("sizes", SIZES[2:4], ids=str)

@@ -146,6 +146,18 @@ def cases():
     ]
 
 
+@pytest.mark.slow_except(
+    "Layer._tracker",
+    "Layer._is_quantized",
+    "Layer._convert_input_args",
+    "Model._compile_config",
+    "Function._nodes_by_depth",
+    "Optimizer._tracker",
+    "Optimizer._accumulated_gradients",
+    "Variable._value",
+    "Variable._layout",
+    "MultiHeadAttention._compute_attention",
+)
 @pytest.mark.full
 @pytest.mark.parametrize("cls, name", cases())
 def test_models_convert_train_and_revert_without(cls, name, expected):

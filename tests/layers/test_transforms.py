@@ -76,6 +76,13 @@ def same(found, expected):
     )
 
 
+@pytest.mark.slow_except(
+    "dense-high precision",
+    "einsum-current",
+    "convolution-block",
+    "recurrent-delayed",
+    "recurrent-block",
+)
 @pytest.mark.full_except("relu-delayed")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", LAYERS)
