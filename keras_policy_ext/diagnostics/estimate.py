@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -35,34 +36,73 @@ class Card(NamedTuple):
         float8: Likewise; 0 for none.
         float4: Likewise; 0 for none.
         bandwidth: Bytes a second of its memory.
+        source: Where the numbers were read.
     """
 
     bfloat16: float
     float8: float
     float4: float
     bandwidth: float
+    source: str = ""
 
+
+_QUOTED = "ml-engineering, which quotes the maker"
+_ROOFLINE = "torchao, roofline_utils.py"
+_GOOGLE = "Google Cloud, TPU documentation"
+_CATALOG = "catalogs of cards; no data sheet was read"
 
 CARDS = {
-    "H100": Card(989e12, 1979e12, 0, 3.35e12),
-    "H200": Card(989e12, 1979e12, 0, 4.8e12),
-    "B200": Card(2250e12, 4500e12, 9000e12, 8e12),
-    "B300": Card(2250e12, 4500e12, 13500e12, 8e12),
-    "A100": Card(312e12, 0, 0, 2.04e12),
-    "L40S": Card(362e12, 733e12, 0, 0.864e12),
-    "L4": Card(121e12, 242e12, 0, 0.3e12),
-    "RTX4090": Card(165e12, 330e12, 0, 1.008e12),
-    "RTX5090": Card(210e12, 419e12, 0, 1.792e12),
-    "T4": Card(65e12, 0, 0, 0.32e12),
-    "V100": Card(125e12, 0, 0, 0.9e12),
-    "MI300X": Card(1307e12, 2615e12, 0, 5.3e12),
-    "MI300": Card(1307e12, 2615e12, 0, 5.3e12),
-    "MI325X": Card(1307e12, 2615e12, 0, 6e12),
-    "MI355X": Card(2517e12, 5033e12, 0, 8e12),
-    "MI350": Card(2307e12, 4614e12, 0, 8e12),
-    "TPU7x": Card(2307e12, 4614e12, 0, 7.37e12),
+    "H100": Card(989e12, 1979e12, 0, 3.35e12, _QUOTED),
+    "H200": Card(989e12, 1979e12, 0, 4.8e12, _QUOTED),
+    "GH200": Card(989e12, 1979e12, 0, 4e12, f"{_QUOTED}; with 96 GB"),
+    "B100": Card(1750e12, 3500e12, 7000e12, 8e12, _QUOTED),
+    "B200": Card(2250e12, 4500e12, 9000e12, 7.67e12, _ROOFLINE),
+    "GB200": Card(2500e12, 5000e12, 10000e12, 8e12, _QUOTED),
+    "B300": Card(
+        2250e12,
+        4500e12,
+        14000e12,
+        8e12,
+        f"{_ROOFLINE}; others have 12.6 to 15 in four bits",
+    ),
+    "GB300": Card(2500e12, 5000e12, 15000e12, 8e12, _QUOTED),
+    "A100": Card(312e12, 0, 0, 2.04e12, f"{_QUOTED}; with 80 GB, SXM"),
+    "L40S": Card(362e12, 733e12, 0, 0.864e12, _QUOTED),
+    "L4": Card(121e12, 242e12, 0, 0.3e12, _CATALOG),
+    "RTX4090": Card(165e12, 330e12, 0, 1.008e12, _CATALOG),
+    "RTX5090": Card(209.5e12, 419e12, 1676e12, 1.792e12, _ROOFLINE),
+    "RTX6000": Card(
+        364e12,
+        728e12,
+        0,
+        0.96e12,
+        "computed: 142 SMs of an L40S at 2.505 GHz, 384 bits at 20 Gbit/s",
+    ),
+    "T4": Card(65e12, 0, 0, 0.32e12, _CATALOG),
+    "V100": Card(125e12, 0, 0, 0.9e12, _CATALOG),
+    "MI300X": Card(1307e12, 2615e12, 0, 5.3e12, _ROOFLINE),
+    "MI300": Card(1307e12, 2615e12, 0, 5.3e12, "as MI300X"),
+    "MI325X": Card(1307e12, 2615e12, 0, 6e12, _QUOTED),
+    "MI355X": Card(2517e12, 5033e12, 10066e12, 8e12, _QUOTED),
+    "MI350X": Card(
+        2307e12, 4614e12, 9227e12, 8e12, "as MI355X, at 2.2 of 2.4 GHz"
+    ),
+    "MI350": Card(2307e12, 4614e12, 9227e12, 8e12, "as MI350X"),
+    "TPU7x": Card(
+        2307e12,
+        4614e12,
+        0,
+        7.37e12,
+        f"{_GOOGLE}; the bandwidth could not be checked",
+    ),
+    "v6e": Card(918e12, 0, 0, 1.638e12, _GOOGLE),
+    "v5p": Card(459e12, 0, 0, 2.765e12, _GOOGLE),
+    "v5e": Card(197e12, 0, 0, 0.819e12, _GOOGLE),
 }
-"""By product, as in the title of a `Device`; the makers' data sheets."""
+"""By product, as in the title of a `Device`. Peaks have accumulation in
+float32. `docs/plan.md` has this table, and tells what the sources are."""
+
+_OTHER_NAMES = {"V7X": "TPU7x", "IRONWOOD": "TPU7x", "TRILLIUM": "v6e"}
 
 
 def card_of(device: Device, name: str) -> Card:
@@ -75,11 +115,10 @@ def card_of(device: Device, name: str) -> Card:
     Raises:
         ValueError: If they are not known.
     """
-    words = device.title.replace("(", " ").replace(")", " ").replace(",", " ")
-    joined = words.upper().replace("RTX ", "RTX").split()
-    for product, card in CARDS.items():
-        if any(w in (product.upper(), "G" + product.upper()) for w in joined):
-            return card
+    for word in re.findall(r"\w+", device.title.replace("RTX ", "RTX")):
+        product = _OTHER_NAMES.get(word.upper(), word)
+        if product in CARDS:
+            return CARDS[product]
     raise ValueError(
         f"The speed of {device.title} is not known. Received: {name!r}. "
         f"Allowed: {', '.join(CARDS)}. Take the one that is most like it."
@@ -87,13 +126,13 @@ def card_of(device: Device, name: str) -> Card:
 
 
 FITTED = {
-    "tensor": 1.031,
-    "rows": 0.907,
-    "blocks": 0.819,
-    "mx": 1.078,
-    "four bits": 0.589,
-    "bandwidth": 0.471,
-    "other": 4.4,
+    "tensor": 1.025,
+    "rows": 0.97,
+    "blocks": 0.811,
+    "mx": 1.058,
+    "four bits": 0.555,
+    "bandwidth": 0.503,
+    "other": 3.703,
 }
 """Speeds of matmuls by kind of scales, as parts of what a bfloat16 matmul gets
 of its peak; the part of the bandwidth that is reached; and how often a step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -244,12 +245,9 @@ def plan(
         "filter": filter,
         "min_size": min_size,
     }
-    if compiled is None:
-        compiled = keras.backend.backend() != "torch"
     trained = list(model.trainable_variables)
     narrow = bool(trained) and all(v.dtype == "bfloat16" for v in trained)
     source = "bfloat16" if narrow else "mixed_bfloat16"
-    policies = [Float8DTypePolicy(source, recipe=each) for each in wanted]
     tensors = forward_pass.read(model, batch)
     with devices.pretend(device):
         used = [for_this_device(each) for each in wanted]
@@ -257,6 +255,7 @@ def plan(
         natives = [_native(work, each) for each in used]
     # `filter` was asked there; memory is counted with the kernels of here.
     options["filter"] = lambda layer: id(layer) in work.in_float8
+    policies = [Float8DTypePolicy(source, recipe=each) for each in wanted]
     held = memory.memory(model, tensors, [source, *policies], **options)
     xla = keras.backend.backend() != "torch"
     estimator = Estimator(
@@ -265,62 +264,122 @@ def plan(
         FLOAT32 if there.multiplies_in == "float32" else 1,
         XLA_RESULTS if xla else 0,
     )
-    same = estimator.other(
-        work.attention, held[source].activations, work.weights
-    )
-    same += sum(estimator.plain(*each) for each in work.plain)
-    plain = [estimator.plain(m, w) for _, m, w in work.low]
-    seconds = sum(plain) + same
-    layers = len({id(layer) for layer, *_ in work.low})
-    if not compiled:
-        seconds = max(seconds, layers * HOST["plain"])
+    if compiled is None:
+        compiled = xla
+    step = _Step(estimator, work, held[source].activations, compiled)
     sqnr = _lowest(model, data, wanted)
-    found = []
-    for recipe, own, policy, native in zip(
-        wanted, used, policies, natives, strict=True
-    ):
-        times = [
-            estimator.quantized(m, own, native[id(layer)][0], w)
-            for layer, m, w in work.low
-        ]
-        took = sum(times) + same
-        if not compiled:
-            kind = "history" if own.history_length else "float8"
-            took = max(took, layers * HOST[kind])
-        every = set(MATMULS).intersection(*(n for n, _ in native.values()))
-        reasons = dict.fromkeys(r for _, r in native.values() if r)
-        slower = (
-            path_of(layer)
-            for (layer, *_), one, other in zip(
-                work.low, times, plain, strict=True
-            )
-            if one > other
-        )
-        name = str(recipe.spec or recipe.name)
-        cast = sum(estimator.cast_bytes(m, own, w)[0] for _, m, w in work.low)
-        found.append(
-            RecipePlan(
-                recipe=name,
-                seconds=took,
-                speedup=seconds / took,
-                memory=held[policy.full_name].together,
-                bytes_cast=round(cast),
-                native=tuple(m for m in MATMULS if m in every),
-                reason="; ".join(reasons),
-                slower=tuple(dict.fromkeys(slower)),
-                sqnr_db=sqnr.get(name),
-            )
-        )
+    names = [str(recipe.spec or recipe.name) for recipe in wanted]
     return PlanReport(
         device=there.title,
         source=source,
-        seconds=seconds,
+        seconds=step.seconds,
         memory=held[source].together,
-        share=min(1.0, sum(plain) / seconds),
-        layers=layers,
-        recipes=tuple(found),
+        share=min(1.0, sum(step.plain) / step.seconds),
+        layers=step.layers,
+        recipes=tuple(
+            step.under(
+                name,
+                recipe,
+                native,
+                memory=held[policy.full_name].together,
+                sqnr_db=sqnr.get(name),
+            )
+            for name, recipe, policy, native in zip(
+                names, used, policies, natives, strict=True
+            )
+        ),
         notes=tuple(_notes(compiled)),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A training step on the device.
+
+    Attributes:
+        estimator: Estimates times there.
+        work: What the step computes.
+        kept: Bytes that the forward pass keeps without float8.
+        compiled: Whether the step is compiled; if not, the host takes a time
+            for each layer.
+    """
+
+    estimator: Estimator
+    work: _Work
+    kept: int
+    compiled: bool
+
+    @functools.cached_property
+    def plain(self) -> list[float]:
+        """Seconds without float8, of each use of a layer that can have it."""
+        return [self.estimator.plain(m, which) for _, m, which in self.work.low]
+
+    @functools.cached_property
+    def same(self) -> float:
+        """Seconds of what no recipe changes."""
+        seconds = self.estimator.other(
+            self.work.attention, self.kept, self.work.weights
+        )
+        others = (self.estimator.plain(*each) for each in self.work.plain)
+        return seconds + sum(others)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers that can be in float8."""
+        return len({id(layer) for layer, *_ in self.work.low})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step without float8."""
+        return self._with_host(sum(self.plain) + self.same, "plain")
+
+    def _with_host(self, seconds: float, kind: str) -> float:
+        """Return at least the seconds that the host takes, a key of `HOST`."""
+        if self.compiled:
+            return seconds
+        return max(seconds, self.layers * HOST[kind])
+
+    def under(
+        self,
+        name: str,
+        recipe: Recipe,
+        native: dict[int, tuple[tuple[str, ...], str]],
+        **counted: Any,
+    ) -> RecipePlan:
+        """Return the estimates for a recipe.
+
+        Args:
+            name: Its name.
+            recipe: The recipe as the device computes it.
+            native: As `_native` returns it.
+            **counted: The fields that are not estimated.
+        """
+        times = [
+            self.estimator.quantized(m, recipe, native[id(layer)][0], which)
+            for layer, m, which in self.work.low
+        ]
+        seconds = self._with_host(
+            sum(times) + self.same,
+            "history" if recipe.history_length else "float8",
+        )
+        every = set(MATMULS).intersection(*(n for n, _ in native.values()))
+        reasons = dict.fromkeys(r for _, r in native.values() if r)
+        uses = zip(self.work.low, times, self.plain, strict=True)
+        slower = [path_of(use[0]) for use, one, plain in uses if one > plain]
+        cast = sum(
+            self.estimator.cast_bytes(m, recipe, which)[0]
+            for _, m, which in self.work.low
+        )
+        return RecipePlan(
+            recipe=name,
+            seconds=seconds,
+            speedup=self.seconds / seconds,
+            bytes_cast=round(cast),
+            native=tuple(m for m in MATMULS if m in every),
+            reason="; ".join(reasons),
+            slower=tuple(dict.fromkeys(slower)),
+            **counted,
+        )
 
 
 def _notes(compiled: bool) -> Iterator[str]:

@@ -84,11 +84,32 @@ def test_speed_grows_with_the_size_and_emulation_never_gains():
 
 
 @pytest.mark.any_backend
-@pytest.mark.parametrize("name", ["H100", "h200", "GB200", "mi300x", "tpu7x"])
-def test_speeds_are_found_by_the_names_of_devices(name):
-    card = estimate.card_of(devices.get(name), name)
-    key = {"GB200": "B200", "tpu7x": "TPU7x"}.get(name, name.upper())
-    assert card == CARDS[key]
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("H100", "H100"),
+        ("h200", "H200"),
+        ("GB200", "GB200"),
+        ("rtx 6000 ada", "RTX6000"),
+        ("mi300x", "MI300X"),
+        ("mi350x", "MI350X"),
+        ("tpu7x", "TPU7x"),
+        ("ironwood", "TPU7x"),
+        ("trillium", "v6e"),
+        ("v5p", "v5p"),
+    ],
+)
+def test_speeds_are_found_by_the_names_of_devices(name, key):
+    assert estimate.card_of(devices.get(name), name) is CARDS[key]
+
+
+@pytest.mark.any_backend
+def test_peaks_and_sources_of_all_devices_are_plausible():
+    for card in CARDS.values():
+        assert card.source and 0.1e12 < card.bandwidth < 10e12
+        ratios = card.float8 / card.bfloat16, card.float4 / card.bfloat16
+        assert ratios[0] == 0 or 1.99 < ratios[0] < 2.03
+        assert ratios[1] == 0 or 3.99 < ratios[1] < 8.01
 
 
 def test_a_row_for_each_recipe_and_the_model_is_unchanged():
