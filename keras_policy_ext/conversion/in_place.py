@@ -38,12 +38,14 @@ from keras_policy_ext.conversion.report import (
 )
 from keras_policy_ext.conversion.requested import (
     FROZEN,
+    HasPolicy,
     LayerFilter,
     PathPatterns,
     PolicyLike,
     Requested,
     Selection,
     Target,
+    check_tuned,
     warn_of_plain,
 )
 from keras_policy_ext.conversion.work import Works
@@ -187,7 +189,7 @@ class _Decided:
 @_user_code.once
 def convert(
     model: keras.Layer,
-    policy: PolicyLike | None = None,
+    policy: PolicyLike | HasPolicy | None = None,
     *,
     recipe: Recipe | str | None = None,
     include: PathPatterns | None = None,
@@ -210,7 +212,8 @@ def convert(
         model: A model, or a layer, whose layers with weights are built. It
             needs no `call`. Models inside it are converted too.
         policy: A float8 policy, a recipe, or the name of one; `"float8"` for
-            the default recipe; or a map of Keras with float8 policies in it.
+            the default recipe; or a map of Keras with float8 policies in it;
+            or what `kpe.tune` returns.
             None: layers that were made under a float8 policy follow that one.
             The others get the policy of the previous `convert`. If there was
             none and some layers have float8 policies, the others are left as
@@ -247,8 +250,9 @@ def convert(
         TypeError: If an argument has the wrong type.
         ValueError: If the model or a part of it is not built, the policy is
             not float8, none is given and earlier conversions gave several,
-            no filter has that name, `include` matches no layer, or a
-            `MultiOptimizer` has been used. The model is then unchanged.
+            no filter has that name, `include` matches no layer, what
+            `kpe.tune` returned is of another model, or a `MultiOptimizer`
+            has been used. The model is then unchanged.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -296,7 +300,9 @@ def convert(
 
 @contextlib.contextmanager
 def converted(
-    model: keras.Layer, policy: PolicyLike | None = None, **options: Any
+    model: keras.Layer,
+    policy: PolicyLike | HasPolicy | None = None,
+    **options: Any,
 ) -> Iterator[Report]:
     """In the block, a model is converted; on exit, all layers are restored.
 
@@ -320,7 +326,7 @@ def converted(
 
 def _decided(
     model: keras.Layer,
-    policy: PolicyLike | None,
+    policy: PolicyLike | HasPolicy | None,
     attention: Literal["float8"] | None,
     recipe: Recipe | str | None = None,
     include: PathPatterns | None = None,
@@ -335,6 +341,7 @@ def _decided(
     survey = candidates.survey(model, attention is not None)
     requested = Requested.read(model, policy, recipe)
     found = survey.candidates
+    check_tuned(policy, found)
     works = None
     by_role: dict[int, str] = {}
     if found and not selection.deciding:

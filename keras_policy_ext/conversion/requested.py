@@ -53,6 +53,14 @@ class DTypePolicyLike(Protocol):
         """Return the dtype of the weights."""
 
 
+class HasPolicy(Protocol):
+    """What has a float8 policy: what `tune` returns."""
+
+    @property
+    def policy(self) -> Float8DTypePolicy:
+        """Return the policy."""
+
+
 PolicyLike: TypeAlias = DTypePolicyLike | Recipe | str | Mapping[str, Any]
 """A policy, a recipe, the name of one, or the config of a policy."""
 
@@ -425,8 +433,35 @@ def _made_in_float8(layer: keras.Layer) -> bool:
     return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
+def _of_tuned(policy: Any) -> Float8DTypePolicy | None:
+    """Return the policy of what `tune` returns; None for anything else."""
+    own = getattr(policy, "policy", None)
+    return own if isinstance(own, Float8DTypePolicy) else None
+
+
+def check_tuned(policy: Any, candidates: Iterable[Candidate]) -> None:
+    """Raise if what `tune` returned has rules for layers of another model.
+
+    Raises:
+        ValueError: If no candidate has the path of a rule.
+    """
+    paths = [path_of(candidate.layer) for candidate in candidates]
+    escaped = set(map(re.escape, paths))
+    missing = [r for r in _of_tuned(policy) or () if r not in escaped]
+    if missing:
+        raise ValueError(
+            "What `tune` returned is of another model, or its layers had other "
+            f"names. Received: a rule for {missing[0]!r}, and "
+            f"{len(missing) - 1} more. Paths of layers: "
+            f"{', '.join(paths[:5])}. Allowed: the paths of this model. Give "
+            "the model and its layers the names that they had for `tune`, or "
+            "pass `policy` of the result, which ignores such rules."
+        )
+
+
 def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
     """Return the policy that the arguments request; None without arguments."""
+    policy = _of_tuned(policy) or policy
     if recipe is None:
         return None if policy is None else _float8(_policy(policy))
     if policy is None:

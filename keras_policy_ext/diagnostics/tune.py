@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -15,7 +17,7 @@ from keras import ops
 from keras_policy_ext import _input_files, _output_files, _user_code
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.in_place import converted, policy_with_rules
+from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.conversion.report import Report
 from keras_policy_ext.diagnostics.captured import (
     Batch,
@@ -41,6 +43,7 @@ from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 Budget = float | Mapping[str, float]
+Rules = tuple[tuple[str, str | None], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Tuned(BaseReport):
 
     Attributes:
         policy_name: The name of the policy without its rules.
-        rules: The rules: pairs of a pattern for paths, and the name of a
+        rules: The rules: pairs of the path of a layer, and the name of its
             policy or None.
         recipes: The recipes that could be chosen.
         budget: `"multiplications"`, `"bytes"` or `"loss"`, and the number.
@@ -105,7 +108,7 @@ class Tuned(BaseReport):
     """
 
     policy_name: str
-    rules: tuple[tuple[str, str | None], ...]
+    rules: Rules
     recipes: tuple[str, ...]
     budget: tuple[str, float]
     loss: float
@@ -121,8 +124,8 @@ class Tuned(BaseReport):
 
     @property
     def policy(self) -> Float8DTypePolicy:
-        """The policy with its rules, for `convert`."""
-        return Float8DTypePolicy(self.policy_name, rules=self.rules)
+        """The policy with its rules."""
+        return _policy(self.policy_name, self.rules)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write a file of JSON, with a line for each rule and each score."""
@@ -252,7 +255,7 @@ def tune(
     tuned = kpe.tune(model, (x, y), budget={"loss": 0.01})
     print(tuned)
     tuned.save("tuned.json")
-    kpe.convert(model, tuned.policy)
+    kpe.convert(model, tuned)
     ```
 
     It runs one forward and one backward pass over a batch, without rounding.
@@ -282,28 +285,91 @@ def tune(
         loss: `f(y, outputs)`, as for `what_if`.
 
     Returns:
-        The policy, as `policy`, and the scores. `print` it for a table.
+        What `convert` takes as a policy, with the scores. `print` it for a
+        table.
 
     Raises:
         TypeError: If `model` is not a Keras model or layer, `data` not a batch
             or `budget` not a budget.
         ValueError: If the model is not built or no layer of it can be in
             float8, products of its attention are, there is no such recipe, the
-            loss lacks targets or is not finite, or the budget cannot be met.
+            loss lacks targets or is not finite, the batch is empty, or the
+            budget cannot be met.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
         >>> x = np.random.default_rng(0).normal(size=(16, 8))
         >>> tuned = kpe.tune(model, x, budget={"bytes": 0.3}, recipes="mxfp8")
-        >>> kpe.convert(model, tuned.policy).converted[0].policy
+        >>> kpe.convert(model, tuned).converted[0].policy
         'float8/mxfp8_from_float32'
     """
     candidates.check_is_layer(model, "has layers to tune")
     kind, limit = _budget(budget)
     wanted = read_recipes(recipes)
     batch = Batch.read(data)
-    samples = int(keras.tree.flatten(batch.x)[0].shape[0])
+    samples = _samples(batch)
     scale = _loss_scale(model)
+    plain, offered, unexamined = _offered(model, batch, loss, wanted, scale)
+
+    def rise(policy: Any) -> tuple[float, Report]:
+        with converted(model, policy) as report:
+            return loss_of(model, batch, loss) / scale - plain, report
+
+    layers, total = _calibrated(offered, wanted, samples, rise)
+    chosen = _chosen(layers, kind, limit, total, abs(plain))
+    name, rules = _rules(offered, chosen, unexamined)
+    places = list(zip(layers, chosen, strict=True))
+    picked = [row[place] for row, place in places if place is not None]
+    taken = sum(row[0].plain_bytes for row in layers)
+    return Tuned(
+        policy_name=name,
+        rules=rules,
+        recipes=tuple(recipe.spec or recipe.name for recipe in wanted),
+        budget=(kind, limit),
+        loss=plain,
+        expected_increase=sum(each.loss for each in picked),
+        noise=math.sqrt(sum(each.option.effect.squares for each in picked)),
+        measured_increase=rise(_policy(name, rules))[0],
+        multiplications=sum(each.multiplications for each in picked)
+        / max(total, 1),
+        bytes=1 - sum(each.saved for each in picked) / max(taken, 1),
+        scores=tuple(
+            item.score(number == place)
+            for row, place in places
+            for number, item in enumerate(row)
+        ),
+        unexamined=unexamined,
+    )
+
+
+def _samples(batch: Batch) -> int:
+    """Return the number of samples in a batch."""
+    shape = tuple(keras.tree.flatten(batch.x)[0].shape)
+    if 0 in shape[:1]:
+        raise ValueError(
+            "`data` is an empty batch, so nothing can be measured. Received: "
+            f"x of shape {shape}. Allowed: at least one sample; some hundred "
+            "give better scores. Pass another batch."
+        )
+    return int(shape[0])
+
+
+def _offered(
+    model: Any,
+    batch: Batch,
+    loss: Loss | None,
+    recipes: list[Recipe],
+    scale: float,
+) -> tuple[float, list[list[Option]], dict[str, str]]:
+    """Return the loss without rounding, and the options of each layer.
+
+    Returns:
+        The loss; the options, a list for each layer with one for each recipe;
+        and the layers without options, with the reasons.
+
+    Raises:
+        ValueError: If the loss is not finite, or there are no options.
+    """
     with converted(model, NOTHING_ROUNDED):
         found = captured(model, batch, loss)
         plain = found.value / scale
@@ -323,8 +389,9 @@ def tune(
                 "`keras_policy_ext.revert` first, and pass `attention=` to "
                 "`convert` with the result."
             )
+        samples = _samples(batch)
         offered = [
-            list(options(uses, wanted, samples, scale))
+            list(options(uses, recipes, samples, scale))
             for uses in by_layer(found.uses)
         ]
     if not offered:
@@ -333,51 +400,7 @@ def tune(
             "call multiplies by no kernel that can be in float8. Allowed: one "
             "that does. `keras_policy_ext.convert` says why in its report."
         )
-
-    def rise(policy: Any) -> tuple[float, Report]:
-        with converted(model, policy) as report:
-            return loss_of(model, batch, loss) / scale - plain, report
-
-    number, effect = _largest(offered)
-    measured, report = rise(wanted[number])
-    unit = _calibrated(samples / 2, effect, measured)
-    work: dict[str, int] = {}  # Several layers may have one path.
-    for each in report.converted:
-        quantized = each.multiplications - each.plain_multiplications
-        work[each.path] = work.get(each.path, 0) + quantized
-    layers = [
-        [_Item.of(x, unit, work[path_of(x.layer)]) for x in several]
-        for several in offered
-    ]
-    total = sum(
-        each.multiplications for each in (*report.converted, *report.skipped)
-    )
-    chosen = _chosen(layers, kind, limit, total, abs(plain))
-    policy = _policy(offered, chosen, found.unexamined)
-    places = list(zip(layers, chosen, strict=True))
-    picked = [row[place] for row, place in places if place is not None]
-    name, _, _ = policy.full_name.partition(";rules=")
-    rules = policy.get_config()["rules"]
-    taken = sum(row[0].plain_bytes for row in layers)
-    return Tuned(
-        policy_name=name,
-        rules=tuple((pattern, each) for pattern, each in rules),
-        recipes=tuple(recipe.spec or recipe.name for recipe in wanted),
-        budget=(kind, limit),
-        loss=plain,
-        expected_increase=sum(each.loss for each in picked),
-        noise=math.sqrt(sum(each.option.effect.squares for each in picked)),
-        measured_increase=rise(policy)[0],
-        multiplications=sum(each.multiplications for each in picked)
-        / max(total, 1),
-        bytes=1 - sum(each.saved for each in picked) / max(taken, 1),
-        scores=tuple(
-            item.score(number == place)
-            for row, place in places
-            for number, item in enumerate(row)
-        ),
-        unexamined=found.unexamined,
-    )
+    return plain, offered, found.unexamined
 
 
 class _Item(NamedTuple):
@@ -471,7 +494,40 @@ def _largest(offered: list[list[Option]]) -> tuple[int, Effect]:
     return number, found[number]
 
 
-def _calibrated(unit: float, effect: Effect, measured: float) -> float:
+def _calibrated(
+    offered: list[list[Option]],
+    recipes: list[Recipe],
+    samples: int,
+    rise: Callable[[Any], tuple[float, Report]],
+) -> tuple[list[list[_Item]], int]:
+    """Return the options of each layer with the numbers of a budget.
+
+    Args:
+        offered: The options.
+        recipes: Their recipes.
+        samples: The number of samples in the batch.
+        rise: Returns by how much the loss of the batch rises under a policy,
+            and the report of `convert`.
+
+    Returns:
+        The options, and the multiplications of the model for a sample.
+    """
+    number, effect = _largest(offered)
+    measured, report = rise(recipes[number])
+    unit = _unit(samples / 2, effect, measured)
+    work: dict[str, int] = {}  # Several layers may have one path.
+    for each in report.converted:
+        quantized = each.multiplications - each.plain_multiplications
+        work[each.path] = work.get(each.path, 0) + quantized
+    layers = [
+        [_Item.of(x, unit, work[path_of(x.layer)]) for x in several]
+        for several in offered
+    ]
+    entries = (*report.converted, *report.skipped)
+    return layers, sum(each.multiplications for each in entries)
+
+
+def _unit(unit: float, effect: Effect, measured: float) -> float:
     """Return the loss for each unit of `Effect.squares`.
 
     Args:
@@ -586,20 +642,31 @@ def _steps(row: int, options: Sequence[tuple[float, float]]) -> Iterator[_Step]:
         gain, loss = gain + best.gain, loss + best.loss
 
 
-def _policy(
+def _rules(
     offered: list[list[Option]],
     chosen: list[int | None],
     unexamined: dict[str, str],
-) -> Float8DTypePolicy:
+) -> tuple[str, Rules]:
+    """Return the policy of most layers, and rules for the others."""
     source = source_policy_of(offered[0][0].layer)
-    followed: list[tuple[str, Float8DTypePolicy | None]] = []
+    names: dict[str, str | None] = {}
     for row, place in zip(offered, chosen, strict=True):
-        policy = None
+        name = None
         if place is not None:
             recipe = row[place].recipe
-            policy = Float8DTypePolicy(source.name, recipe=recipe)
-        followed.append((path_of(row[0].layer), policy))
-    followed += [(path, None) for path in unexamined]
-    if not any(policy for _, policy in followed):
-        return Float8DTypePolicy(source.name, rules=[(".*", None)])
-    return policy_with_rules(source, followed)
+            name = Float8DTypePolicy(source.name, recipe=recipe).full_name
+        names[path_of(row[0].layer)] = name
+    names |= dict.fromkeys(unexamined)
+    found = [name for name in names.values() if name is not None]
+    if not found:  # A model in which nothing is to be rounded.
+        found.append(Float8DTypePolicy(source.name).full_name)
+    (usual, _), *_ = collections.Counter(found).most_common(1)
+    rules = ((path, name) for path, name in names.items() if name != usual)
+    return usual, tuple(rules)
+
+
+def _policy(name: str, rules: Rules) -> Float8DTypePolicy:
+    # Paths are escaped: a file could have a pattern that is slow to match.
+    return Float8DTypePolicy(
+        name, rules=[(re.escape(path), each) for path, each in rules]
+    )

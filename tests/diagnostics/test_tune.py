@@ -56,7 +56,8 @@ def mlp():
             layers.Dense(16, activation="relu", name="outliers"),
             layers.Dropout(0.1),
             layers.Dense(16, name="last"),
-        ]
+        ],
+        name="mlp",
     )
     scale = np.where(np.arange(16) == 3, 1000.0, 1.0).astype("float32")
     first, outliers = (model.get_layer(n) for n in ("first", "outliers"))
@@ -165,7 +166,7 @@ def test_the_budget_is_met_with_almost_the_least_expected_rise():
 def test_convert_follows_the_policy():
     model, tuned = tuned_mlp()
     expected = {s.layer: s.recipe for s in tuned.scores if s.chosen}
-    with converted(model, tuned.policy) as report:
+    with converted(model, tuned) as report:
         found = {e.path: e.policy for e in report.converted}
     assert set(expected.values()) == set(RECIPES)
     assert found == {
@@ -241,6 +242,14 @@ def test_a_file_has_a_line_for_each_score_and_is_read_back(tmp_path):
     tuned.save(path)
     loaded = kpe.Tuned.load(path)
     assert loaded == tuned and loaded.policy == tuned.policy
+    fresh = mlp()
+    kpe.convert(fresh, loaded)
+    chosen = [score.recipe for score in tuned.scores if score.chosen]
+    layers_of_it = [fresh.get_layer(n) for n in ("first", "outliers", "last")]
+    policies = [layer.dtype_policy.recipe.spec for layer in layers_of_it]
+    assert policies == chosen
+    with pytest.raises(ValueError, match=r"another model.*mlp/outliers"):
+        kpe.convert(one(), loaded)
     lines = path.read_text().splitlines()
     assert sum('"loss_increase"' in line for line in lines) == 6
 
@@ -254,6 +263,25 @@ def test_a_file_with_values_of_other_types_is_refused(tmp_path, changed):
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({**tuned_mlp()[1].as_dict(), **changed}))
     with pytest.raises(ValueError, match="is no file of `tune`"):
+        kpe.Tuned.load(path)
+
+
+@pytest.mark.any_backend
+def test_paths_in_a_file_are_no_patterns(tmp_path):
+    # As a pattern it takes hours on a path of letters.
+    slow = "((a+)+)+b"
+    path = tmp_path / "tuned.json"
+    rules = [[slow, None]]
+    fields = {**tuned_mlp()[1].as_dict(), "rules": rules}
+    path.write_text(json.dumps(fields))
+    policy = kpe.Tuned.load(path).policy
+    found = [policy.for_path(each) for each in (slow, 64 * "a")]
+    is_float8 = [isinstance(each, kpe.Float8DTypePolicy) for each in found]
+    assert is_float8 == [False, True]
+    path.write_text(
+        json.dumps({**fields, "policy_name": "float8_from_float32;rules=x"})
+    )
+    with pytest.raises(ValueError, match="no file of `tune`"):
         kpe.Tuned.load(path)
 
 
@@ -295,6 +323,12 @@ def test_attention_in_float8_is_reverted_first():
 
 
 # Mistakes
+
+
+@pytest.mark.any_backend
+def test_an_empty_batch():
+    with pytest.raises(ValueError, match=r"empty batch.*\(0, 16\).*Allowed"):
+        kpe.tune(mlp(), (X[:0], Y[:0]), 1.0, "current")
 
 
 @pytest.mark.any_backend
