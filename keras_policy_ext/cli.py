@@ -554,13 +554,10 @@ def _show(
 
     print(report.table(full, every))
     if output is not None:
-        _write(output, page(title, report.html(full=True)))
-
-
-def _write(output: pathlib.Path, text: str) -> None:
-    with _output_files.whole(output) as part:
-        part.write_text(text, encoding="utf-8")
-    print(f"written: {output}")
+        text = page(title, report.html(full=True))
+        with _output_files.whole(output) as part:
+            part.write_text(text, encoding="utf-8")
+        print(f"written: {output}")
 
 
 def _replay(arguments: argparse.Namespace) -> Callable[[], object]:
@@ -592,7 +589,7 @@ def _replay(arguments: argparse.Namespace) -> Callable[[], object]:
 
 def _report(arguments: argparse.Namespace) -> Callable[[], object]:
     from keras_policy_ext.diagnostics import run_files
-    from keras_policy_ext.diagnostics.run_report import RunReport
+    from keras_policy_ext.diagnostics.run_report import TITLE, RunReport
 
     file, samples, runs = run_files.read(arguments.run)
     output = _page(arguments) or _free(arguments, file.with_suffix(".html"))
@@ -601,8 +598,7 @@ def _report(arguments: argparse.Namespace) -> Callable[[], object]:
     def show() -> None:
         if runs > 1:
             print(f"{file} has {runs} runs; this is the last one.")
-        print(found.table(full, "Every operand: --full"))
-        _write(output, found.page())
+        _show(found, TITLE, output, full, "Every operand: --full")
 
     return show
 

@@ -93,9 +93,18 @@ class RunReport(BaseReport):
 
     def page(self) -> str:
         """Return one HTML page with figures and plots, without a network."""
+        return page(TITLE, self.html(full=True))
+
+    def html(self, full: bool = False, every: str = "") -> str:
+        """Return the report as HTML; with `full`, as figures and plots.
+
+        Args:
+            full: Whether to include everything.
+            every: As for `table`.
+        """
         rows = self._samples.last()
-        if not rows:
-            return page(TITLE, "<p>No sample was taken.</p>")
+        if not full or not rows:
+            return super().html(full, every)
         over_steps = "<th class=text>over steps</th>"
         heads = ["<th>SQNR dB</th>", over_steps, "<th>amax</th>", over_steps]
         others = (*_FRACTIONS.values(), "scale", "kurtosis")
@@ -114,7 +123,7 @@ class RunReport(BaseReport):
         if notes:
             notes = f"<h2>Layers without figures</h2><ul>{notes}</ul>"
         heading = f"<p>{_heading(self._samples)}</p>"
-        return page(TITLE, f"{heading}{table}{notes}{_WORDS}")
+        return f"{heading}{table}{notes}{_WORDS}"
 
     def _cells(self, row: Row) -> str:
         key = row["layer"], row["kernel"], row["operand"]
