@@ -1,8 +1,8 @@
 """Published speed-ups over bfloat16, and how well `kpe.plan` estimates them.
 
 Every second row of a source is fitted, the others are kept out, and so are
-all of this project. Run it to fit anew, and to write the tables of
-`docs/plan.md`:
+all of this project and of the sources in `UNSEEN`. Run it to fit anew, and to
+write the tables of `docs/plan.md`:
 
     python integration/benchmarks/published.py
 """

@@ -158,6 +158,8 @@ class Tuned(BaseReport):
             )
             # What has other types cannot be shown.
             _ = found.policy, found.table(full=True)
+            if Float8DTypePolicy(found.policy_name).rules:
+                raise ValueError(f"patterns in {found.policy_name!r}")
         except (
             AttributeError,
             IndexError,
