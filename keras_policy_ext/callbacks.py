@@ -59,6 +59,7 @@ class Float8Monitor(keras.callbacks.Callback):
         super().__init__()
         self.watch: Watch | None = None
         self._data, self._page = data, page
+        self._batch = 0  # the first one of the execution that runs
         self._how: dict[str, Any] = {
             "every": every,
             "share": share,
@@ -72,22 +73,38 @@ class Float8Monitor(keras.callbacks.Callback):
         if self.watch is None or self.watch.model is not self.model:
             self.watch = watch(self.model, **self._how)
 
+    def on_epoch_begin(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Count the batches of the epoch from the first one."""
+        self._batch = 0
+
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Count the step before, and take a sample if it is time for one.
+        """Count the steps before, and take a sample if it is time for one.
 
-        Not when that step ends: Keras then waits for the loss of each step.
+        Not when they end: Keras then waits for the loss of each execution.
         """
         if self.watch is not None and batch:
-            self.watch.step(self._data)
+            self.watch.step(self._data, batch - self._batch)
+        self._batch = batch
+
+    def _last_steps(self) -> int:
+        """Return the number of steps in the last execution of an epoch.
+
+        If Keras does not know the number of batches, it is taken as complete.
+        """
+        count = self.model.steps_per_execution
+        known = (self.params or {}).get("steps")
+        return count if known is None else min(count, known - self._batch)
 
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Count the last step; log the worst figures of the last sample."""
+        """Count the last steps; log the worst figures of the last sample."""
         if self.watch is not None:
-            self.watch.step(self._data)
+            self.watch.step(self._data, self._last_steps())
             if logs is not None:
                 logs.update(self.watch.logs())
 
@@ -152,14 +169,19 @@ class Float8Autopilot(Float8Monitor):
     ) -> None:
         """Take a sample if it is time for one, and act on it."""
         if self.autopilot is not None:
-            self.autopilot.step(self._data)
+            self.autopilot.step(self._data, max(batch - self._batch, 1))
+        self._batch = batch
 
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Log the worst figures of the last sample, and the layers out."""
-        if self.autopilot is not None and logs is not None:
-            logs.update(self.autopilot.watch.logs())
+        if self.autopilot is None:
+            return
+        watch = self.autopilot.watch
+        watch.steps += self._last_steps() - 1  # The first one is counted.
+        if logs is not None:
+            logs.update(watch.logs())
             logs.update(self.autopilot.logs())
 
 

@@ -5,6 +5,8 @@ The models are trained on a target with noise, so that losses end at a floor.
 """
 
 import dataclasses
+import itertools
+import math
 import pathlib
 import tempfile
 import warnings
@@ -19,8 +21,8 @@ START = 30
 HIDDEN, FEATURES, TARGETS = 32, 16, 8
 
 
-def batch_of(step, size=128):
-    rng = np.random.default_rng(step)
+def batch_of(step, seed=0, size=128):
+    rng = np.random.default_rng((seed, step))
     x = rng.normal(size=(size, FEATURES)).astype("float32")
     noise = rng.normal(size=(size, TARGETS)).astype("float32")
     mixed = np.random.default_rng(7).normal(size=(FEATURES, TARGETS))
@@ -116,6 +118,7 @@ class Fault:
         recipe: The recipe of the run.
         model: Makes the model.
         source: The policy that the model is made under.
+        seed: Of weights and batches.
     """
 
     name: str
@@ -127,9 +130,10 @@ class Fault:
     recipe: object = "delayed"
     model: object = gated
     source: str = "mixed_bfloat16"
+    seed: int = 0
 
     def batch(self, step):
-        return batch_of(step)
+        return batch_of(step, self.seed)
 
     def rate(self, step):
         """It falls to zero, so that runs end near the same floor."""
@@ -156,7 +160,7 @@ class Channel(Fault):
 
 class Weighted(Fault):
     def batch(self, step):
-        x, y = batch_of(step)
+        x, y = batch_of(step, self.seed)
         weight = 1000.0 if step >= self.start and step % 2 else 1.0
         return x, y, np.full(len(x), weight, "float32")
 
@@ -165,7 +169,7 @@ class Unequal(Fault):
     """One target is a million times as large as the others."""
 
     def batch(self, step):
-        x, y = batch_of(step)
+        x, y = batch_of(step, self.seed)
         return x, y * self.factors
 
     factors = np.array([1e6, *[1.0] * (TARGETS - 1)], "float32")
@@ -185,7 +189,7 @@ def weighted_by_target(y, outputs):
 
 class NotANumber(Fault):
     def batch(self, step):
-        x, y = batch_of(step)
+        x, y = batch_of(step, self.seed)
         if step == self.start:
             x[3, 2] = np.nan
         return x, y
@@ -228,7 +232,7 @@ class Logit(Fault):
 
 class Constant(Fault):
     def batch(self, step):
-        x, y = batch_of(step)
+        x, y = batch_of(step, self.seed)
         return (np.full_like(x, 0.5) if step >= self.start else x), y
 
 
@@ -306,7 +310,9 @@ class Run:
     decisions: list
 
 
-def run(fault, way, planted=True, every=1, **options):
+def run(
+    fault, way, planted=True, every=1, seed=0, until_named=False, **options
+):
     """Train.
 
     Args:
@@ -314,8 +320,12 @@ def run(fault, way, planted=True, every=1, **options):
         way: `"16 bits"`, `"plain"`, `"watched"` or `"autopilot"`.
         planted: Whether the fault is planted.
         every: As for `kpe.autopilot`.
+        seed: Of weights and batches.
+        until_named: Whether to end as soon as the fault is named.
+        **options: As for `kpe.autopilot`.
     """
-    keras.utils.set_random_seed(0)
+    fault = dataclasses.replace(fault, seed=seed)
+    keras.utils.set_random_seed(seed)
     with kpe.policy_scope(fault.source):
         model = fault.model()
     if way != "16 bits":
@@ -329,16 +339,20 @@ def run(fault, way, planted=True, every=1, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(1, fault.steps + 1):
-            model.optimizer.learning_rate = fault.rate(step)
+            sound = Fault.rate(fault, step)
+            rate = fault.rate(step) if planted else sound
+            model.optimizer.learning_rate = rate
             if planted:
                 fault.plant(step, model)
-            batch = fault.batch(step) if planted else batch_of(step)
+            batch = fault.batch(step) if planted else batch_of(step, seed)
             if judge is not None:
                 judge.step(batch)
+            if until_named and named(fault, judge.warnings):
+                return Run(losses, math.nan, judge.warnings, [])
             losses.append(float(model.train_on_batch(*batch)))
     if planted:
         fault.plant(fault.steps + 1, model)
-    x, y = batch_of(10**6, 2048)
+    x, y = batch_of(10**6, size=2048)
     final = float(
         np.mean((model.predict(x, verbose=0, batch_size=2048) - y) ** 2)
     )
@@ -356,3 +370,85 @@ def named(fault, found):
         if is_it and each.operand == fault.operand:
             return each
     return None
+
+
+def _perceptron():
+    inputs = keras.Input((FEATURES,))
+    x = layers.Dense(HIDDEN, activation="relu")(inputs)
+    x = layers.Dense(HIDDEN, activation="gelu")(x)
+    return inputs, layers.Dense(TARGETS)(x)
+
+
+def _convolutional():
+    inputs = keras.Input((FEATURES,))
+    x = layers.Reshape((4, 4, 1))(inputs)
+    x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    x = layers.BatchNormalization()(x)
+    x = layers.Conv2D(HIDDEN, 3, 2, padding="same", activation="relu")(x)
+    return inputs, layers.Dense(TARGETS)(layers.Flatten()(x))
+
+
+def _transformer():
+    inputs = keras.Input((FEATURES,))
+    x = layers.Dense(HIDDEN)(layers.Reshape((4, FEATURES // 4))(inputs))
+    y = layers.LayerNormalization()(x)
+    x = x + layers.MultiHeadAttention(2, HIDDEN // 2)(y, y)
+    y = layers.Dense(64, activation="gelu")(layers.LayerNormalization()(x))
+    x = x + layers.Dense(HIDDEN)(y)
+    x = layers.Flatten()(layers.LayerNormalization()(x))
+    return inputs, layers.Dense(TARGETS)(x)
+
+
+def _recurrent():
+    inputs = keras.Input((FEATURES,))
+    x = layers.LSTM(HIDDEN)(layers.Reshape((4, FEATURES // 4))(inputs))
+    return inputs, layers.Dense(TARGETS)(x)
+
+
+def _rate(highest, kind, steps):
+    """A learning rate: constant, or it rises from 0, or from a tenth."""
+    if kind == "constant":
+        return highest
+    return keras.optimizers.schedules.CosineDecay(
+        0.0 if kind == "warmed up" else highest / 10,
+        steps - steps // 5,
+        warmup_target=highest,
+        warmup_steps=steps // 5,
+    )
+
+
+_MODELS = {
+    "perceptron": _perceptron,
+    "convolutional": _convolutional,
+    "transformer": _transformer,
+    "recurrent": _recurrent,
+}
+_OPTIMIZERS = {
+    "adam": lambda rate, steps: keras.optimizers.Adam(_rate(0.01, rate, steps)),
+    "sgd": lambda rate, steps: keras.optimizers.SGD(
+        _rate(0.1, rate, steps), momentum=0.9
+    ),
+}
+_RATES = ("constant", "warmed up", "from a tenth")
+_EVERY = (1, 10)
+SOUND = list(itertools.product(_MODELS, _OPTIMIZERS, _RATES, _EVERY))
+"""Sound training: model, optimizer, learning rate, steps between samples."""
+
+
+def sound_warnings(case, seed=0):
+    """Train without a fault; return the warnings, of which none is right."""
+    model, optimizer, rate, every = case
+    steps = 60 if every == 1 else 200
+    keras.utils.set_random_seed(seed)
+    with kpe.policy_scope("mixed_bfloat16"):
+        model = keras.Model(*_MODELS[model]())
+    model.compile(_OPTIMIZERS[optimizer](rate, steps), "mse")
+    kpe.convert(model, filter="all")
+    watch = kpe.watch(model, every=every)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(1, steps + 1):
+            batch = batch_of(step, seed)
+            watch.step(batch)
+            model.train_on_batch(*batch)
+    return watch.warnings

@@ -23,6 +23,7 @@ from keras_policy_ext.diagnostics.rules import (
     Thresholds,
     WatchWarning,
 )
+from keras_policy_ext.diagnostics.samples import check_count
 from keras_policy_ext.layers.state import has_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -103,20 +104,25 @@ class Autopilot(BaseReport):
         self._finer, self._calm = finer, calm
         self._steered: dict[int, _Steered] = {}
 
-    def step(self, data: Any) -> bool:
-        """Count a step; take a sample if it is time, and act on it.
+    def step(self, data: Any, steps: int = 1) -> bool:
+        """Count steps; take a sample if it is time, and act on it.
 
         Call it before the step of training on that batch: then it sees what
         that step would see, and acts in time.
 
         Args:
             data: A batch, as for `what_if`.
+            steps: The number of training steps since the call before, an
+                integer >= 1, such as those of one execution.
 
         Returns:
             Whether the recipe of a layer changed. Keras's compiled steps are
             traced anew then; compile your own ones again.
+
+        Raises:
+            ValueError: If `steps` is no such number.
         """
-        if not self.watch.step(data):
+        if not self.watch.step(data, steps):
             return False
         before = len(self.decisions)
         known = {k: dataclasses.replace(x) for k, x in self._steered.items()}
@@ -367,12 +373,7 @@ def autopilot(
             "integer >= 1: decisions must not depend on time. Leave it out "
             "for 10."
         )
-    is_count = isinstance(calm, (int, np.integer))
-    if not is_count or calm < 1:
-        raise ValueError(
-            f"`calm` is not a number of samples. Received: {calm!r}. Allowed: "
-            "an integer >= 1. Leave it out for 5."
-        )
+    check_count("calm", calm, "samples", 5)
     watched = watch(
         model,
         every=every,

@@ -42,6 +42,7 @@ from keras_policy_ext.diagnostics.samples import (
     Key,
     Measured,
     Samples,
+    check_count,
     check_sampling,
     named,
 )
@@ -97,19 +98,27 @@ class Watch:
             self._files.append(EventFile(log_dir))
         self._samples = Samples()
         self._next = 0.0
+        self._due = -1  # the number of the sample that was due last, from 0
 
-    def step(self, data: Any) -> bool:
-        """Count a step; take a sample if it is time for one.
+    def step(self, data: Any, steps: int = 1) -> bool:
+        """Count steps; take a sample if it is time for one.
 
         Args:
             data: A batch, as for `what_if`.
+            steps: The number of training steps since the call before, an
+                integer >= 1, such as those of one execution.
 
         Returns:
             Whether a sample was taken.
+
+        Raises:
+            ValueError: If `steps` is no such number.
         """
-        self.steps += 1
+        check_count("steps", steps, "steps", 1)
+        self.steps += steps
         if self._every is not None:
-            is_due = (self.steps - 1) % self._every == 0
+            due = (self.steps - 1) // self._every
+            is_due, self._due = due != self._due, due
         else:
             is_due = time.perf_counter() >= self._next
         if is_due:
@@ -317,7 +326,8 @@ def _figures(
         if quantization is not None:
             state = use.state
             known = plan.source.history_scales(*state) if state else None
-            amax = Amax(ops.cast(x, "float32"), wanted=False)
+            wanted = plan.source.observes_amaxes
+            amax = Amax(ops.cast(x, "float32"), wanted)
             scale = plan.source.scale(operand, quantization, amax, known)
         how = plan.contraction, operand, matmul, quantization
         numbers = measured(*how, x, scale)

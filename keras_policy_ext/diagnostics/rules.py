@@ -21,6 +21,9 @@ SAMPLES = 16
 RECENT = 500
 """The number of steps after which an earlier sample no longer counts."""
 
+SLOW = 1.02
+"""The factor per step by which kernels may grow while they learn."""
+
 WORDS = {
     "inputs": "inputs",
     "kernel": "kernel",
@@ -346,24 +349,22 @@ class Rules:
         if not past or not rms:
             return
         lowest = min(past, key=lambda then: then.rms)
-        rates = [then.learning_rate for then in past]
-        raised = around.learning_rate / min(rates) if min(rates) > 0 else 1.0
         growth, last = rms / lowest.rms, past[-1]
         change = max(rms / last.rms, last.rms / rms)
-        if raised >= 4 and growth > 1.3:
-            since = max(
-                t.step for t in past if t.learning_rate <= 2 * min(rates)
-            )
+        limit = self._limits.kernel_growth
+        before, since, rate = _rise(around, past)
+        if before is not None and rms / before.rms > math.sqrt(limit):
+            times = rate / before.learning_rate
             yield _Sign(
                 "growth",
-                growth,
+                rms / before.rms,
                 since,
-                f"it grew {growth:.3g}-fold since step {since}, when the "
-                f"learning rate rose {raised:.3g}-fold to "
-                f"{around.learning_rate:.3g}. The learning rate is too high.",
+                f"it grew {rms / before.rms:.3g}-fold since step "
+                f"{before.step}. At step {since} the learning rate rose "
+                f"{times:.3g}-fold to {rate:.3g}: it is too high.",
             )
         jump = self._limits.kernel_jump
-        if change > jump * 1.02 ** (around.step - last.step):
+        if change > jump * SLOW ** (around.step - last.step):
             cause = (
                 "It was assigned from outside of training."
                 if grown <= 0.5
@@ -376,7 +377,6 @@ class Rules:
                 f"its root mean square went from {last.rms:.3g} to {rms:.3g} "
                 f"since step {last.step}. {cause}",
             )
-        limit = self._limits.kernel_growth
         if (*key, "growth") in self._before:
             limit = math.sqrt(limit)
         if growth > limit:
@@ -385,11 +385,16 @@ class Rules:
                 if grown <= 0.5
                 else "So did other kernels: the learning rate may be too high."
             )
+            since = _start(around.step, rms, past, lowest)
+            faster = ""
+            if since != lowest.step:
+                faster = f", and from step {since} on faster than 2 % a step"
             yield _Sign(
                 "growth",
                 growth,
-                lowest.step,
-                f"it grew {growth:.3g}-fold since step {lowest.step}. {cause}",
+                since,
+                f"it grew {growth:.3g}-fold since step {lowest.step}{faster}. "
+                f"{cause}",
             )
 
     def _idling(
@@ -548,6 +553,42 @@ def _first_nonfinite(
         words = f"there are {values}. {cause}"
         return seen, _Sign("nonfinite", count, around.step, words)
     return None
+
+
+def _start(step: int, rms: float, past: Sequence[_Then], lowest: _Then) -> int:
+    """Return the step since which a kernel grew faster than 2 % a step.
+
+    That of its lowest sample if it never did.
+    """
+    since = lowest.step
+    for at, value in [*((then.step, then.rms) for then in past), (step, rms)]:
+        is_slow = value <= lowest.rms * SLOW ** (at - lowest.step)
+        if at < lowest.step or is_slow:
+            since = lowest.step
+        elif since == lowest.step:
+            since = at
+    return since
+
+
+def _rise(
+    around: Around, past: Sequence[_Then]
+) -> tuple[_Then | None, int, float]:
+    """Return where the learning rate rose fourfold from a sample to the next.
+
+    A rise in proportion to the number of steps is that of a warm-up, and counts
+    for nothing.
+
+    Returns:
+        The sample before, None if it did not rise so; the step of the one
+        after, and its rate.
+    """
+    rates = [(then.step, then.learning_rate) for then in past]
+    rates.append((around.step, around.learning_rate))
+    for before, (since, rate) in zip(past, rates[1:], strict=True):
+        most = 4 * before.learning_rate * since / before.step
+        if 0 < most <= rate:
+            return before, since, rate
+    return None, around.step, around.learning_rate
 
 
 def _rms(figures: Figures) -> float:

@@ -193,3 +193,16 @@ def check_sampling(every: Any, share: Any) -> None:
             f"`share` is not a share of the time. Received: {share!r}. "
             "Allowed: a number between 0 and 1, such as 0.02."
         )
+
+
+def check_count(name: str, value: Any, of_what: str, default: int) -> None:
+    """Check a number of things.
+
+    Raises:
+        ValueError: If it is no integer of at least 1.
+    """
+    if not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(
+            f"`{name}` is not a number of {of_what}. Received: {value!r}. "
+            f"Allowed: an integer >= 1. Leave it out for {default}."
+        )

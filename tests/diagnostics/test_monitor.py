@@ -338,3 +338,33 @@ def test_a_file_that_cannot_be_written_does_not_end_training(tmp_path):
         watch.step((X, Y))
     watch.step((X, Y))
     assert {row["step"] for row in watch.history} == {1, 2, 3}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    keras.backend.backend() == "torch",
+    reason="Keras refuses steps_per_execution on PyTorch",
+)
+def test_steps_of_executions_are_counted():
+    """Of five batches, by two; a sample is before or after an execution."""
+    model = mlp()
+    model.compile("sgd", "mse", steps_per_execution=2)
+    watching = kpe.callbacks.Float8Monitor((X, Y), every=1)
+    steering = kpe.callbacks.Float8Autopilot((X, Y), every=3)
+    callbacks = [watching, steering]
+    for _ in range(2):
+        model.fit(*(X[:5], Y[:5]), batch_size=1, verbose=0, callbacks=callbacks)
+    assert watching.watch.steps == steering.watch.steps == 10
+    taken = [row["step"] for row in rows(watching.watch, "up", "kernel")]
+    assert taken == [2, 4, 5, 7, 9, 10]
+    # Steps 1, 4, 7 and 10 are due; executions begin at 1, 3, 5, 6, 8 and 10.
+    taken = [row["step"] for row in rows(steering.watch, "up", "kernel")]
+    assert taken == [1, 5, 8, 10]
+
+
+def test_steps_between_two_calls_are_counted():
+    watch = kpe.watch(mlp(), every=3)
+    taken = [watch.step((X, Y), steps=2) for _ in range(5)]
+    assert taken == [True, True, False, True, True] and watch.steps == 10
+    with refused(ValueError, "`steps` is not a number of steps", "0", ">= 1"):
+        watch.step((X, Y), steps=0)

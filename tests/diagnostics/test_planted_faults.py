@@ -1,6 +1,6 @@
 """Planted faults are named: layer, operand and first step.
 
-`integration/recipes/planted_faults.py` has them all, at full length.
+`integration/recipes/train_with_faults.py` has them all, at full length.
 """
 
 import dataclasses

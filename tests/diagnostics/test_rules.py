@@ -147,10 +147,28 @@ def test_kernels_that_jump_and_kernels_that_learn_too_fast():
     ]
     _, (first, _) = judged(both, all_of_them)
     assert "learning rate may be too high" in first.message
-    faster = [seen("kernel", layer=name, amax=6.0) for name in ("up", "down")]
-    assert not any(judged(both, faster))
-    _, (first, _) = judged(both, faster, learning_rate=[1e-3, 3e-2])
-    assert "rose 30-fold to 0.03" in first.message and first.since == 1
+
+
+def learning(*rates):
+    """The warnings while a kernel grows 1.2-fold from sample to sample."""
+    samples = [seen("kernel", amax=1.2**n) for n in range(len(rates))]
+    return judged(*samples, learning_rate=rates)
+
+
+def test_a_kernel_that_grows_after_the_learning_rate_rose():
+    assert not any(learning(*[1e-3] * 7))
+    # 1.2 ** 4 is the first power above 2.
+    warning = only(learning(1e-3, 1e-3, *[3e-2] * 4))
+    assert (warning.sign, warning.since) == ("growth", 3)
+    assert "At step 3 the learning rate rose 30-fold to 0.03" in warning.message
+
+
+def test_a_learning_rate_that_is_warmed_up_is_no_fault():
+    assert not any(learning(*[1e-3 * n for n in range(7)]))
+    rules = Rules(Thresholds())
+    for step in (1, 11, 21, 31):  # 11-fold, from one sample to the next
+        sample = [seen("kernel", amax=1.4 ** (step / 10))]
+        assert not rules.look(Around(step, learning_rate=1e-4 * step), sample)
 
 
 def test_uses_that_share_a_scale():
