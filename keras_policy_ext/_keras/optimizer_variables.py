@@ -267,6 +267,19 @@ def follow_weight_decay_exclusions(
             excluded.add(key(stand_in))
 
 
+def excludes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return True if an optimizer excludes weights from weight decay.
+
+    On PyTorch Keras fails if all weights of a step are excluded (keras 3.15).
+    There is no public way to ask (`_exclude_from_weight_decay` and
+    `_exclude_from_weight_decay_pattern`, keras 3.0 to 3.16).
+    """
+    return bool(
+        getattr(optimizer, "_exclude_from_weight_decay", None)
+        or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    )
+
+
 def untracked() -> Any:
     """Return a scope in which attributes of an optimizer are not tracked.
 

@@ -33,6 +33,41 @@ def public_class(optimizer: object) -> type | None:
     return named if private and named in bases else None
 
 
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+)
+"""Optimizers of Keras that update each number of a weight by itself."""
+
+
+def updates_elementwise(optimizer: Any) -> bool:
+    """Return True if each number of a weight is updated by itself.
+
+    Known of classes of Keras, and of those with moments in one byte a number,
+    whose `stock_class` is one.
+    """
+    cls = getattr(optimizer, "stock_class", None)
+    cls = cls or public_class(optimizer) or type(optimizer)
+    return any(cls is getattr(keras.optimizers, x) for x in ELEMENTWISE)
+
+
+def updates_apart(optimizer: Any) -> bool:
+    """Return True if, besides, no update changes that of another weight.
+
+    That of Nadam changes a variable of the optimizer.
+    """
+    return updates_elementwise(optimizer) and not isinstance(
+        optimizer, keras.optimizers.Nadam
+    )
+
+
 def for_private_names(config: object) -> AbstractContextManager[None]:
     """Return a scope in which files may name private optimizer classes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
@@ -10,6 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import backends
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.mixed_precision import _arguments
@@ -21,6 +23,9 @@ from keras_policy_ext.mixed_precision.float32_views import (
 
 SEED_KEY = "seed_generator_state"
 """The name of the seed state in a file."""
+
+NUMBERS_OF_A_GROUP = 1 << 16
+"""The most numbers of several weights that are updated together."""
 
 
 @keras.saving.register_keras_serializable("keras_policy_ext")
@@ -131,10 +136,54 @@ class StochasticRounding(keras.optimizers.Optimizer):
         )
         if not self.built:
             self.build(variables)
-        views = self._views.of(variables)
+        for number, group in enumerate(self._groups(grads, variables)):
+            if number:  # All are one step.
+                self.inner_optimizer.iterations.assign_sub(1)
+            self._apply(*map(list, zip(*group, strict=True)))
+
+    def _apply(self, grads: list[Any], views: list[Any]) -> None:
         grads = [_for(v, g) for v, g in zip(views, grads, strict=True)]
         with self._views.held():
             self.inner_optimizer.apply(grads, views)
+
+    def _groups(
+        self, grads: list[Any], variables: list[Any]
+    ) -> list[list[tuple[Any, Any]]]:
+        """Return groups of gradients and views that are updated together.
+
+        Each weight of a group has copies in float32. A step that is compiled
+        makes them when it needs them, so all weights are one group there.
+        """
+        pairs = list(zip(grads, self._views.of(variables), strict=True))
+        if not self.updates_in_groups or any(g is None for g in grads):
+            return [pairs] if pairs else []
+        numbers = 0
+        groups: list[list[tuple[Any, Any]]] = []
+        for pair in pairs:
+            size = math.prod(pair[1].shape)
+            numbers += size
+            if not groups or numbers > NUMBERS_OF_A_GROUP:
+                groups.append([])
+                numbers = size
+            groups[-1].append(pair)
+        return groups
+
+    @property
+    def updates_in_groups(self) -> bool:
+        """Whether weights are updated some at a time.
+
+        Only an eager step, whose update of a weight reads no other one.
+        """
+        inner = self.inner_optimizer
+        return (
+            keras.backend.backend() == "torch"
+            and not backends.current.is_compiling()
+            and _arguments.updates_apart(inner)
+            and not inner.use_ema
+            and not inner.global_clipnorm
+            and not inner.gradient_accumulation_steps
+            and not optimizer_variables.excludes_weights(inner)
+        )
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """Overwrite variables by moving averages, if the optimizer has any.

@@ -83,7 +83,7 @@ class Primitives:
             function: It treats each row alike. It gets the number of elements
                 of the first tensor that are before its part, and parts of the
                 tensors. It returns tensors with as many rows.
-            *tensors: The first is a matrix; all have as many rows.
+            *tensors: All have as many rows, along their first axis.
         """
         return function(0, *tensors)
 

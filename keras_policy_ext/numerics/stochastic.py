@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import (
     EXPONENT_BITS,
     MAGNITUDE_BITS,
@@ -148,7 +149,10 @@ def stochastic_round(
     bits = keras.random.randint(
         ops.shape(x), 0, 2**RANDOM_BITS, dtype="int32", seed=seed
     )
-    return round_with_bits(x, bits, dtype)
+    (found,) = primitives.current.by_rows(
+        lambda _, x, bits: (round_with_bits(x, bits, dtype),), x, bits
+    )
+    return found
 
 
 def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:

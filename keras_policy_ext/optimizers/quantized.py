@@ -14,7 +14,11 @@ from keras import ops
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.mixed_precision._arguments import public_class
+from keras_policy_ext.mixed_precision._arguments import (
+    public_class,
+    updates_apart,
+    updates_elementwise,
+)
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.optimizers.settings import Settings
 from keras_policy_ext.optimizers.slots import (
@@ -30,25 +34,6 @@ STORED = "quantized_state"
 
 SCALE = ".scale"
 """What follows the key of the codes of a slot in a file."""
-
-
-ELEMENTWISE = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Lion",
-    "Nadam",
-    "RMSprop",
-    "SGD",
-)
-"""Optimizers of Keras that update each number of a weight by itself."""
-
-
-@functools.cache
-def _elementwise() -> tuple[type, ...]:
-    return tuple(getattr(keras.optimizers, name) for name in ELEMENTWISE)
 
 
 @keras.saving.register_keras_serializable("keras_policy_ext")
@@ -140,9 +125,7 @@ class QuantizedState(
         cls: Any = self.stock_class
         # A computed variable has to be assigned to.
         computed = isinstance(variable, variable_values.ComputedVariable)
-        # That of Nadam also changes a variable of the optimizer.
-        known = set(_elementwise()) - {keras.optimizers.Nadam}
-        if cls in known and not computed:
+        if updates_apart(self) and not computed:
             fused = optimizer_variables.fused_update(cls)
         if fused is None:
             return super().update_step(gradient, variable, learning_rate)
@@ -157,7 +140,7 @@ class QuantizedState(
         A part stays in the cache of a CPU, and there is no float32 copy of a
         whole slot.
         """
-        if self.stock_class not in _elementwise():
+        if not updates_elementwise(self):
             return False
         slots = optimizer_variables.slots_of_variable(self, variable)
         if not slots or not all(isinstance(s, QuantizedSlot) for s in slots):

@@ -11,6 +11,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext.mixed_precision import (
     StochasticRounding,
+    stochastic_rounding,
 )
 from steps import no_grad, numpy, state_of, step
 
@@ -414,3 +415,75 @@ def test_gradients_without_variables_are_refused():
     with pytest.raises(ValueError, match="2 gradients and 1 variables"):
         optimizer.apply([ops.ones(2)] * 2, [variable])
     assert np.all(values(variable) == 1)
+
+
+# Groups
+
+
+in_groups = pytest.mark.skipif(
+    BACKEND != "torch", reason="a compiled step has no copies of all weights"
+)
+GROUPED = {
+    "adam": lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1),
+    "one byte": lambda: kpe.optimizers.quantize_state(
+        keras.optimizers.Adam(1e-3), minimum_size=0
+    ),
+}
+
+
+def after_steps(optimizer):
+    """The numbers of weights and optimizer after two steps."""
+    shapes = [(8, 8), (8,), (16, 8), ()]
+    variables = [keras.Variable(np.ones(s), dtype="bfloat16") for s in shapes]
+    variables.insert(2, keras.Variable(np.ones(8), dtype="float32"))
+    with no_grad():
+        for step in (1.0, 2.0):
+            grads = [ops.full(v.shape, step, v.dtype) for v in variables]
+            optimizer.apply(grads, variables)
+    found = [*variables, *optimizer.variables]
+    return [numpy(ops.cast(v.value, "float32")) for v in found]
+
+
+@in_groups
+@pytest.mark.parametrize("inner", GROUPED)
+def test_weights_get_the_same_bits_in_groups_as_together(inner, monkeypatch):
+    calls = []
+
+    def run(numbers):
+        monkeypatch.setattr(stochastic_rounding, "NUMBERS_OF_A_GROUP", numbers)
+        optimizer = StochasticRounding(GROUPED[inner](), seed=1)
+        apply = optimizer.inner_optimizer.apply
+        calls.append(0)
+
+        def counted(*args):
+            calls[-1] += 1
+            return apply(*args)
+
+        monkeypatch.setattr(optimizer.inner_optimizer, "apply", counted)
+        return after_steps(optimizer)
+
+    for one, other in zip(run(1 << 20), run(72), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert calls == [2, 8]
+
+
+@in_groups
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_ema": True},
+        {"global_clipnorm": 1.0},
+        {"gradient_accumulation_steps": 2},
+        {"weight_decay": 0.5},
+    ],
+)
+def test_what_reads_all_weights_gets_them_together(options, monkeypatch):
+    monkeypatch.setattr(stochastic_rounding, "NUMBERS_OF_A_GROUP", 1)
+    optimizer = StochasticRounding(keras.optimizers.SGD(0.5, **options))
+    variables = [keras.Variable(np.ones(4), dtype="bfloat16") for _ in "ab"]
+    # A group of which no weight decays is an error of Keras.
+    optimizer.exclude_from_weight_decay(variables[:1])
+    with no_grad():
+        optimizer.apply([ops.ones(4, "bfloat16")] * 2, variables)
+    assert numpy(optimizer.inner_optimizer._iterations) == 1
+    assert not optimizer.updates_in_groups

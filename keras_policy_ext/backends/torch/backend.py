@@ -458,10 +458,13 @@ class TorchBackend(Backend):
         self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         # On a CPU in parts, whose intermediate results stay in its cache.
-        rows, columns = tensors[0].shape
-        step = max(self.numbers_of_a_part // columns, 1)
-        if rows <= step or not self.on_cpu(tensors[0]):
+        count = tensors[0].numel()
+        few = count <= self.numbers_of_a_part
+        if few or torch.compiler.is_compiling() or not self.on_cpu(tensors[0]):
             return function(0, *tensors)
+        rows = len(tensors[0])
+        columns = count // rows
+        step = max(self.numbers_of_a_part // columns, 1)
         parts = [
             function(
                 start * columns, *(x[start : start + step] for x in tensors)
