@@ -3,14 +3,16 @@
     KERAS_BACKEND=torch python integration/benchmarks/peak_memory.py
 
 Each variant of a transformer of twelve blocks trains in a process of its own,
-on a CPU under Linux. The process first trains a tiny model, so that what the
-framework loads is not counted. Then it notes its resident memory, makes the
+on a CPU under Linux. The process first trains one of one block, so that what
+the framework loads is not counted. Then it notes its resident memory, makes the
 model, takes two steps of `train_on_batch`, and resets the peak (`VmHWM`). What
 is told is the peak of the next two steps above what was noted. The C library
 is told to give freed memory back.
 """
 
 import argparse
+import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -27,7 +29,6 @@ import keras_policy_ext as kpe
 
 SIZES = ("batch", "length", "width", "wide", "heads", "groups", "blocks")
 ON_A_CPU = (4, 128, 512, 1408, 8, 2, 12)
-TINY = Llama(2, 16, 32, 64, 2, 1)
 GIVES_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -82,12 +83,13 @@ def status(name):
 
 def measured(name, llama):
     """What `kpe.memory` says and what Linux does, in this process."""
-    trained(VARIANTS[name](TINY), TINY)
-    gc.collect()
+    small = dataclasses.replace(llama, blocks=1)
+    trained(VARIANTS[name](small), small)
+    give_back()
     before = status("VmRSS")
     model = VARIANTS[name](llama)
     step = trained(model, llama)
-    gc.collect()
+    give_back()
     between = status("VmRSS") - before
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     step()
@@ -104,6 +106,12 @@ def measured(name, llama):
         "kept": form.kept,
         "together": form.together,
     }
+
+
+def give_back():
+    """Have the C library give back the memory that it holds unused."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def trained(model, llama):

@@ -13,7 +13,12 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
+from keras_policy_ext.backends.tracing import (
+    Measured,
+    MeasuredStep,
+    Traced,
+    Update,
+)
 from keras_policy_ext.numerics.primitives import Primitives
 
 Shape = tuple[Any, ...]
@@ -508,6 +513,19 @@ class Memory:
         """
         raise NotImplementedError
 
+    def most_held(
+        self, function: Callable[[], Any], given: Sequence[Tensor]
+    ) -> int | None:
+        """Return the most bytes that the tensors made in a call take at once.
+
+        None where steps are compiled, so that a call says nothing of them.
+
+        Args:
+            function: Computes without gradients.
+            given: The tensors that there are before, which it may change.
+        """
+        return None
+
     def planned_bytes(self, step: MeasuredStep) -> int:
         """Return the bytes that the compiler plans for a whole training step.
 
@@ -519,6 +537,15 @@ class Memory:
             "Received: compile=True. Allowed: False, or another backend: set "
             "KERAS_BACKEND=jax."
         )
+
+    def planned_step(
+        self, step: MeasuredStep, update: Update | None
+    ) -> int | None:
+        """Return all bytes that the compiler plans for a step and its update.
+
+        None if no compiler plans them.
+        """
+        return None
 
 
 class States(Replicas):

@@ -102,10 +102,18 @@ class Kept(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The tensors that a step saves, and how they were found."""
+    """The tensors that a step saves, and how they were found.
+
+    Attributes:
+        kept: Those that the backward pass reads.
+        by: How they were found.
+        forward: The most bytes that tensors of the forward pass take at one
+            time, saved or not; None if unknown.
+    """
 
     kept: list[Kept]
     by: str
+    forward: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +140,20 @@ class MeasuredStep:
     batch: Any
     for_xla: bool = False
     held: Sequence[Tensor] = ()
+
+
+class Update(NamedTuple):
+    """The update of weights by an optimizer, as a function.
+
+    Attributes:
+        call: `call(slots, gradients, values)`; returns new values and slots.
+        weights: The variables that it updates.
+        slots: The variables of the optimizer.
+    """
+
+    call: Callable[..., tuple[list[Tensor], list[Tensor]]]
+    weights: Sequence[Any]
+    slots: Sequence[Any]
 
 
 def scope_name(number: int) -> str:

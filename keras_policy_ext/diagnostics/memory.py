@@ -99,6 +99,8 @@ class ModelMemory:
             outputs and gradients; None if it was not requested.
         optimizer: Bytes of the optimizer; None if unknown. float8 states have
             no slots.
+        peak: The most bytes that a step of `fit` takes at one time; None if
+            unknown.
     """
 
     name: str
@@ -106,6 +108,7 @@ class ModelMemory:
     counted_by: str
     planned: int | None = None
     optimizer: int | None = None
+    peak: int | None = None
 
     @property
     def weights(self) -> int:
@@ -220,6 +223,7 @@ class MemoryReport(BaseReport):
             ("kept for the backward pass", [form.kept for form in forms]),
             ("of which copies of weights", [f.weight_copies for f in forms]),
             ("together", [form.together for form in forms]),
+            ("peak of a step", [form.peak for form in forms]),
             ("both passes, by XLA", [form.planned for form in forms]),
         ]
         shown = [row for row in rows if any(row[1])]
@@ -289,7 +293,7 @@ def memory(
 
     This is the weights, their gradients, the optimizer, the float8 state, and
     what the forward pass saves for the backward pass, for the model as it is
-    and under other policies. Nothing is trained, and the model is unchanged.
+    and under other policies. On PyTorch it is also the peak of a step. Nothing is trained, and the model is unchanged.
 
     ```python
     print(kpe.memory(model, 256))
@@ -310,8 +314,9 @@ def memory(
             Of a model in float8, or whose optimizer has moments in one byte
             or rounds weights at random, None also measures the form without:
             layers with their source policies, moments and weights in float32.
-        compile: Whether XLA also reports what it plans for both passes. That
-            takes as long as compiling a training step, and needs JAX.
+        compile: Whether XLA also reports what it plans, for both passes and,
+            as the peak, for a whole step with its update. That takes twice as
+            long as compiling a training step, and needs JAX.
         include: As for `convert`.
         exclude: As for `convert`.
         filter: As for `convert`.
@@ -356,9 +361,7 @@ def memory(
     tensors = forward_pass.read(model, batch)
 
     def count(name: str, optimizers: list[Owned]) -> ModelMemory:
-        form = _counted(model, name, tensors, compile)
-        held = optimizer_memory.bytes_of(optimizers)
-        return dataclasses.replace(form, optimizer=held)
+        return _counted(model, name, tensors, compile, optimizers)
 
     forms = [count(AS_IT_IS, own)]
     if policy is None and _is_changed(model, own):
@@ -387,6 +390,27 @@ def _check(model: keras.Layer) -> None:
             "consists of parts only. Allowed: models and layers that can be "
             "called. Call `kpe.memory` for each part."
         )
+
+
+def _peak(
+    form: ModelMemory, forward: int | None, optimizers: list[Owned]
+) -> int | None:
+    """Return the most bytes of an eager step of `fit`; None if unknown.
+
+    The gradients of a step are there until the next forward pass has ended.
+    What is saved for the backward pass is gone when the optimizer updates.
+
+    Args:
+        form: The form that takes the step.
+        forward: The most bytes of new tensors in the forward pass.
+        optimizers: Those that take the step.
+    """
+    if forward is None or form.optimizer is None:
+        return None
+    update = optimizer_memory.update_bytes(optimizers)
+    if update is None:
+        return None
+    return form.together - form.kept + max(forward, update)
 
 
 def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
@@ -522,7 +546,11 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
 
 
 def _counted(
-    model: keras.Layer, name: str, batch: Any, compile: bool
+    model: keras.Layer,
+    name: str,
+    batch: Any,
+    compile: bool,
+    optimizers: list[Owned],
 ) -> ModelMemory:
     """Return the measured memory of a model under its present policies."""
     layers = [
@@ -535,10 +563,18 @@ def _counted(
     with undone(layers), unchanged_counters(layers):
         step = step_of(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None
+        peak = None
+        if compile:
+            update = optimizer_memory.update_of(optimizers, model)
+            peak = framework.planned_step(step, update)
         measured = framework.kept(step)
     trained = {id(v) for v in model.trainable_variables}
     rows = tuple(_rows(layers, measured, trained))
-    return ModelMemory(name, rows, measured.by, planned)
+    held = optimizer_memory.bytes_of(optimizers)
+    form = ModelMemory(name, rows, measured.by, planned, held, peak)
+    if peak is None:
+        peak = _peak(form, measured.forward, optimizers)
+    return dataclasses.replace(form, peak=peak)
 
 
 def _rows(

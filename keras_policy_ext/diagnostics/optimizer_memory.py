@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
+from keras import ops
 
+from keras_policy_ext import backends
 from keras_policy_ext._keras import (
     optimizer_variables,
     variable_values,
     walking,
 )
+from keras_policy_ext.backends.tracing import Update
 from keras_policy_ext.conversion import training
 from keras_policy_ext.diagnostics.forward_pass import size_of
 from keras_policy_ext.layers.stored_weights import is_state
@@ -146,3 +151,80 @@ def _built_copy(optimizer: Any, model: keras.Layer) -> Any:
     except ValueError:
         return None
     return copy
+
+
+def update_of(found: Sequence[Owned], model: keras.Layer) -> Update | None:
+    """Return the update of a model by its optimizer as a function, or None.
+
+    Returns:
+        None without an optimizer, or if its variables need values.
+    """
+    for optimizer, owner in found:
+        if owner is not model:
+            continue
+        if not optimizer.built:
+            optimizer = _built_copy(optimizer, model)
+        weights = optimizer_variables.known_to_optimizer(optimizer)
+        if weights is None:
+            return None
+        return Update(optimizer.stateless_apply, weights, optimizer.variables)
+    return None
+
+
+_SAMPLE = 1 << 17
+"""The numbers of a sample weight: those of a part that is updated at once."""
+
+
+def update_bytes(found: Sequence[Owned]) -> int | None:
+    """Return the most bytes that an eager update holds, besides variables.
+
+    Some updates hold copies of all weights or gradients, some of one weight at
+    a time, some of a part of one. So the update of one sample weight, of two,
+    and of one that is twice as large are taken.
+
+    Returns:
+        The bytes, beside weights, gradients and the optimizer; 0 without an
+        optimizer; None if that is not known, as where steps are compiled.
+    """
+    most = 0
+    for optimizer, model in found:
+        weights = [v for v in model.trainable_variables if not is_state(v)]
+        sizes = [math.prod(v.shape) for v in weights]
+        if not sizes:
+            continue
+        largest = weights[sizes.index(max(sizes))]
+        try:
+            one, two, large = (
+                _bytes_of_update(optimizer, largest.dtype, lengths)
+                for lengths in ([1], [1, 1], [2])
+            )
+        # A custom optimizer may want other weights, and fail in any way.
+        except Exception:
+            return None
+        if one is None or two is None or large is None:
+            return None
+        for_all, for_largest = two - one, large - two
+        # A part of a weight is no larger than the largest weight.
+        for_part = (one - for_all - for_largest) * min(max(sizes), _SAMPLE)
+        numbers = for_all * sum(sizes) + for_largest * max(sizes) + for_part
+        most = max(most, round(numbers / _SAMPLE))
+    return most
+
+
+def _bytes_of_update(
+    optimizer: Any, dtype: str, lengths: Sequence[int]
+) -> int | None:
+    """Return the most bytes of the updates of weights of some samples' size."""
+    copy = copy_of(optimizer)
+    shapes = [(length, _SAMPLE) for length in lengths]
+    weights = [keras.Variable(np.zeros(s), dtype=dtype) for s in shapes]
+    gradients = [ops.zeros(shape, dtype) for shape in shapes]
+    with variable_values.not_noted():
+        copy.build(weights)
+
+    def update() -> None:
+        for _ in range(optimizer.gradient_accumulation_steps or 1):
+            copy.apply(gradients, weights)
+
+    variables = [v.value for v in (*weights, *copy.variables)]
+    return backends.current.most_held(update, [*variables, *gradients])

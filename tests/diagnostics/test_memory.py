@@ -452,3 +452,103 @@ def test_what_xla_plans():
 def test_no_plan_where_no_compiler_makes_one():
     with pytest.raises(ValueError, match="compile=True"):
         kpe.memory(mlp(), BATCH, compile=True)
+
+
+eager = pytest.mark.skipif(BACKEND != "torch", reason="others compile steps")
+
+
+@eager
+def test_an_update_of_all_weights_at_once_is_a_peak():
+    model = mlp()
+    model.compile("adam", "mse")
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    floats = FIRST + WIDE + SECOND + OUT
+    # Adam of Keras has three tensors of the size of each weight.
+    held = form.weights + form.gradients + form.optimizer + 12 * floats
+    assert 0 <= form.peak - held <= 64
+    assert "peak of a step" in str(kpe.memory(model, BATCH, ()))
+
+
+@eager
+def test_an_update_in_parts_is_no_peak():
+    model = mlp(dtype="bfloat16")
+    model.compile(small_optimizer(), "mse")
+    (form,) = kpe.memory(model, 64 * BATCH, ()).forms
+    outputs = 2 * 64 * (H + BATCH * OUT)
+    # Keras holds the outputs of both layers until the forward pass ends.
+    assert 0 <= form.peak - form.together <= 2 * outputs
+
+
+class Late(keras.optimizers.SGD):
+    """Asks for the numbers of a gradient, and fails without."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        raise RuntimeError("not here")
+
+
+@eager
+def test_there_is_no_peak_if_the_optimizer_takes_no_step_of_samples():
+    model = mlp()
+    model.compile(Late(), "mse")
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert form.peak is None
+    assert "peak" not in str(kpe.memory(model, BATCH, ()))
+
+
+def attention():
+    inputs = keras.Input((32, 64))
+    x = keras.layers.MultiHeadAttention(2, 32)(inputs, inputs)
+    x = keras.layers.LayerNormalization()(x)
+    x = keras.layers.Dense(256, "gelu")(x)
+    return keras.Model(inputs, keras.layers.Dense(64)(x))
+
+
+@eager
+@pytest.mark.full_except("adam-2")
+@pytest.mark.parametrize("optimizer, size", [("adam", 2), ("sgd", 16)])
+def test_the_peak_is_what_tensors_of_two_real_steps_take(optimizer, size):
+    from keras_policy_ext.backends.torch.tracing import _Sources
+
+    model = attention()
+    model.compile(optimizer, "mse")
+    kpe.convert(model, "current")  # Without state.
+    x = np.zeros((size, 32, 64), "float32")
+    model.optimizer.build(model.trainable_variables)
+    with _Sources() as sources:
+        model.train_on_batch(x, x)
+        model.train_on_batch(x, x)
+    (form,) = kpe.memory(model, size, ()).forms
+    held = form.weights + form.optimizer + form.state + sources.most
+    assert form.peak == pytest.approx(held, rel=0.1)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="XLA plans a whole step there")
+@pytest.mark.full_except("adam")
+@pytest.mark.parametrize("optimizer", ["adam", "small"])
+def test_the_peak_is_what_xla_plans_for_a_step_of_fit(optimizer):
+    import jax
+
+    small = optimizer == "small"
+    with kpe.policy_scope("bfloat16" if small else "float32"):
+        model = attention()
+    kpe.convert(model, "delayed")
+    model.compile(small_optimizer() if small else optimizer, "mse")
+    (form,) = kpe.memory(model, 16, (), compile=True).forms
+    x = np.zeros((16, 32, 64), "float32")
+    model.train_on_batch(x, x)
+    parts = ("trainable", "non_trainable", "optimizer", "metrics")
+    state = model._get_jax_state(**{f"{x}_variables": True for x in parts})
+    step = jax.jit(model.train_step, donate_argnums=0)
+    plan = step.lower(state, (x, x, None)).compile().memory_analysis()
+    taken = plan.argument_size_in_bytes + plan.temp_size_in_bytes
+    taken += plan.output_size_in_bytes - plan.alias_size_in_bytes
+    assert form.peak == pytest.approx(taken, rel=0.1)
+    assert form.peak > form.weights + form.optimizer
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="a step is not compiled there")
+def test_the_peak_of_a_compiled_step_is_not_guessed():
+    model = mlp()
+    model.compile("adam", "mse")
+    (form,) = kpe.memory(model, BATCH, ()).forms
+    assert form.peak is None

@@ -23,7 +23,12 @@ from keras_policy_ext.backends.interface import (
     Shape,
 )
 from keras_policy_ext.backends.jax import gradients, tracing
-from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
+from keras_policy_ext.backends.tracing import (
+    Measured,
+    MeasuredStep,
+    Traced,
+    Update,
+)
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 
@@ -291,6 +296,12 @@ class JaxBackend(Backend):
     def planned_bytes(self, step: MeasuredStep) -> int:
         # XLA compiles whatever JAX traces.
         return tracing.planned(step)
+
+    @override
+    def planned_step(
+        self, step: MeasuredStep, update: Update | None
+    ) -> int | None:
+        return tracing.planned_step(step, update)
 
     @override
     def gathering_of(self, variable: keras.Variable) -> Any:

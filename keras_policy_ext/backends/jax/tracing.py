@@ -18,6 +18,7 @@ from keras_policy_ext.backends.tracing import (
     Origin,
     Product,
     Traced,
+    Update,
     convolution,
     kept_of,
     layer_of,
@@ -235,6 +236,45 @@ def planned(step: MeasuredStep) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
+def planned_step(step: MeasuredStep, update: Update | None) -> int:
+    """Return the bytes that XLA plans for a step and its update, all in all.
+
+    These are weights, optimizer, batch and temporary tensors. Gradients are
+    such tensors. The new weights take the place of the old ones.
+    """
+    trained = [
+        v for v, one in zip(step.variables, step.trained, strict=True) if one
+    ]
+    places = {id(v): place for place, v in enumerate(trained)}
+    of_update = [places[id(v)] for v in update.weights] if update else []
+
+    def whole(values: Any, slots: Any, batch: Any) -> Any:
+        outputs, backward = _vjp(step, values, batch)
+        (new,) = backward([jax.numpy.ones_like(x) for x in outputs])
+        if update is not None:
+            pairs = zip(values, step.trained, strict=True)
+            old = [value for value, one in pairs if one]
+            updated, slots = update.call(
+                slots, [new[n] for n in of_update], [old[n] for n in of_update]
+            )
+            for place, value in zip(of_update, updated, strict=True):
+                new[place] = value
+        found = iter(new)
+        pairs = zip(values, step.trained, strict=True)
+        return [next(found) if one else value for value, one in pairs], slots
+
+    values, batch = _shapes(step)
+    slots = list(map(_shape, update.slots)) if update else []
+    program = jax.jit(whole, donate_argnums=(0, 1)).lower(values, slots, batch)
+    plan = program.compile().memory_analysis()
+    return int(
+        plan.argument_size_in_bytes
+        + plan.output_size_in_bytes
+        - plan.alias_size_in_bytes
+        + plan.temp_size_in_bytes
+    )
+
+
 def _programs(step: MeasuredStep) -> tuple[Jaxpr, Jaxpr, int]:
     """Return the forward program, the backward one, and the output count."""
     structures = []
@@ -271,12 +311,13 @@ def _inside(number: int) -> Any:
 
 
 def _shapes(step: MeasuredStep) -> tuple[Any, Any]:
-    def shape(x: Tensor) -> Any:
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        return jax.ShapeDtypeStruct(tuple(x.shape), dtype)
+    values = list(map(_shape, step.variables))
+    return values, keras.tree.map_structure(_shape, step.batch)
 
-    values = [shape(variable) for variable in step.variables]
-    return values, keras.tree.map_structure(shape, step.batch)
+
+def _shape(x: Any) -> Any:
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype)
 
 
 def _inputs(step: MeasuredStep, jaxpr: Jaxpr) -> list[Origin]:

@@ -370,6 +370,13 @@ class TorchBackend(Backend):
         return tracing.kept(step)
 
     @override
+    def most_held(
+        self, function: Callable[[], Any], given: Sequence[Tensor]
+    ) -> int | None:
+        with torch.no_grad():
+            return tracing.most_held(function, given)
+
+    @override
     def relu(self, x: Tensor) -> Tensor:
         # torch.compile chooses itself what is saved for the backward pass.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

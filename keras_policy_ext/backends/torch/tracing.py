@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -276,11 +277,12 @@ def _kept(step: MeasuredStep) -> Measured:
         with contextlib.suppress(Exception):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with mode:
-                found = _saved(step, mode.from_tensor)
-            return Measured(found, "saved tensors of PyTorch, without numbers")
+                found, most = _saved(step, mode.from_tensor)
+            by = "saved tensors of PyTorch, without numbers"
+            return Measured(found, by, most)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
-        found = _saved(step, torch.detach)
-    return Measured(found, "saved tensors of PyTorch, of a forward pass")
+        found, most = _saved(step, torch.detach)
+    return Measured(found, "saved tensors of PyTorch, of a forward pass", most)
 
 
 @contextlib.contextmanager
@@ -297,8 +299,13 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
-    """Run a forward pass on zeros; list the tensors that autograd saves."""
+def _saved(step: MeasuredStep, taken: Any) -> tuple[list[Kept], int]:
+    """Run a forward pass on zeros.
+
+    Returns:
+        The tensors that autograd saves, and the most bytes of new tensors at
+        one time.
+    """
     for tensor in step.held:
         _given(tensor, "weights")
     values = [
@@ -314,14 +321,27 @@ def _saved(step: MeasuredStep, taken: Any) -> list[Kept]:
     for value, trained in zip(values, step.trained, strict=True):
         value.requires_grad_(trained)
     batch = keras.tree.map_structure(_zeros, step.batch)
-    saved = _SavedByAutograd()
+    saved, sources = _SavedByAutograd(), _Sources()
     try:
-        with _Sources(), saved.hooks(), torch.enable_grad():
+        with sources, saved.hooks(), torch.enable_grad():
             step.call(values, batch, saved.inside)
     finally:
         for value in (*values, *step.held):
             vars(value.untyped_storage()).pop(_ORIGIN, None)
-    return list(saved.kept.values())
+    return list(saved.kept.values()), sources.most
+
+
+def most_held(function: Callable[[], Any], given: Sequence[Tensor]) -> int:
+    """Return the most bytes of new tensors in a call; see `Memory`."""
+    for tensor in given:
+        _given(tensor, "others")
+    try:
+        with _Sources() as sources:
+            function()
+    finally:
+        for tensor in given:
+            vars(tensor.untyped_storage()).pop(_ORIGIN, None)
+    return sources.most
 
 
 class _SavedByAutograd:
@@ -358,7 +378,19 @@ class _SavedByAutograd:
 
 
 class _Sources(TorchDispatchMode):
-    """A context that records what each computed tensor is computed from."""
+    """A context that records what each computed tensor is computed from.
+
+    Attributes:
+        most: The most bytes of computed tensors at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._bytes = 0
+
+    def _add(self, bytes: int) -> None:
+        self._bytes += bytes
+        self.most = max(self.most, self._bytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -372,6 +404,8 @@ class _Sources(TorchDispatchMode):
             if origin is None:
                 origin = Origin(memory.nbytes(), sources or {"others"})
                 setattr(memory, _ORIGIN, origin)
+                self._add(origin.bytes)
+                weakref.finalize(memory, self._add, -origin.bytes)
             origin.sources |= sources
         return results
 
