@@ -272,4 +272,4 @@ class FlightRecorder(keras.callbacks.Callback):
         # Keras logs the mean of the epoch so far.
         total = (logs or {}).get("loss", math.nan) * (batch + 1)
         loss, self._sum = total - self._sum, total
-        self.recorder.step(self._ahead.popleft(), loss)
+        self.recorder.step_of_copy(self._ahead.popleft(), loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import math
 import pathlib
@@ -12,7 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -109,7 +110,7 @@ class Recorder:
         random = RandomState.of(self.model)
         nbytes = file.stat().st_size + random.nbytes + SPARE
         earlier = tuple(self._losses)
-        self._starts.append(_Start(file, random, earlier, nbytes, []))
+        self._starts.append(_Start(file, random, earlier, nbytes))
         end = time.perf_counter()
         self._next = end + (end - start) / self._share
 
@@ -140,6 +141,11 @@ class Recorder:
             ValueError: If the loss is no scalar; in the first step, if the
                 model and a batch are larger than `max_bytes`.
         """
+        arrays = recordings.copied(batch) if self._end.alive else None
+        return self.step_of_copy(arrays, loss)
+
+    def step_of_copy(self, arrays: Any, loss: Any) -> bool:
+        """Do the same with a batch of NumPy arrays that nobody else has."""
         value = np.asarray(ops.convert_to_numpy(loss))
         if value.size != 1:
             raise ValueError(
@@ -147,14 +153,12 @@ class Recorder:
                 f"{loss!r}. Allowed: one number. Of train_on_batch take "
                 '["loss"], with return_dict=True.'
             )
-        is_recording = self._end.alive
-        arrays = recordings.copied(batch) if is_recording else None
         self.steps += 1
-        if not is_recording:
+        if not self._end.alive:
             return False
         step = Step(self.steps, float(value.reshape(())), arrays)
         for start in self._starts:
-            start.kept.append(step)
+            start.keep(step)
         reason = self._judge(step.loss)
         is_new = reason == "nonfinite" or bool(reason and not self.reason)
         try:
@@ -220,7 +224,8 @@ class Recorder:
         )
 
 
-class _Start(NamedTuple):
+@dataclasses.dataclass
+class _Start:
     """A saved model, with which a recording can begin.
 
     Attributes:
@@ -229,18 +234,20 @@ class _Start(NamedTuple):
         earlier: The last losses before.
         nbytes: The bytes in the file of a recording but for the steps.
         kept: The steps since.
+        kept_bytes: The bytes of them.
     """
 
     file: pathlib.Path
     random: RandomState
     earlier: tuple[float, ...]
     nbytes: int
-    kept: list[Step]
+    kept: list[Step] = dataclasses.field(default_factory=list)
+    kept_bytes: int = 0
 
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes of the steps since."""
-        return sum(step.nbytes for step in self.kept)
+    def keep(self, step: Step) -> None:
+        """Append a step."""
+        self.kept.append(step)
+        self.kept_bytes += step.nbytes
 
 
 def is_spike(

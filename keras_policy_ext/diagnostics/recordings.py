@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -39,7 +40,7 @@ class Step:
     loss: float
     batch: Any
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """The bytes that it takes in the file, at most."""
         leaves = keras.tree.flatten(self.batch)

@@ -52,6 +52,22 @@ def trained(model, data, recorder=None):
     return losses
 
 
+def test_a_step_does_not_look_at_the_steps_before(tmp_path, monkeypatch):
+    model = mlp(None)
+    (batch,) = batches(1)
+    recorder = kpe.record(model, tmp_path / "crash.zip", every=1000)
+    flattened, stock = [], keras.tree.flatten
+
+    def counted(structure):
+        flattened.append(structure)
+        return stock(structure)
+
+    monkeypatch.setattr(keras.tree, "flatten", counted)
+    for _ in range(20):
+        assert not recorder.step(batch, 1.0)
+    assert len(flattened) == 20
+
+
 @pytest.mark.full
 def test_a_nan_is_replayed_bit_for_bit_and_its_origin_named(tmp_path):
     """A NaN in the fifth batch, and a model that was saved after step 2."""
