@@ -293,8 +293,8 @@ def memory(
 
     This is the weights, their gradients, the optimizer, the float8 state, and
     what the forward pass saves for the backward pass, for the model as it is
-    and under other policies. On PyTorch it is also the peak of a
-    step. Nothing is trained, and the model is unchanged.
+    and under other policies. On PyTorch, and on JAX with `compile=True`, there
+    is also the peak of a step. Nothing is trained, and the model is unchanged.
 
     ```python
     print(kpe.memory(model, 256))

@@ -57,6 +57,7 @@ DISPENSABLE = {
         "_accumulated_gradients",
         "_model_variables_moving_average",
         "_exclude_from_weight_decay",
+        "_exclude_from_weight_decay_pattern",
     ],
     VARIABLE: ["_value", "_autocast", "_layout", "_initialize"],
     keras.layers.Dense: ["_kernel"],
