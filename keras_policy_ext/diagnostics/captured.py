@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -62,6 +63,7 @@ class Batch:
                 data = data[0]  # a keras.utils.PyDataset
             else:
                 data = _first(data)
+            data = as_parts(data)
         parts = data if isinstance(data, tuple) else (data,)
         if not 1 <= len(parts) <= 3:
             raise TypeError(
@@ -69,6 +71,15 @@ class Batch:
                 f"{_ALLOWED}"
             )
         return cls(*keras.tree.map_structure(_tensor, parts))
+
+
+def as_parts(batch: Any) -> Any:
+    """Return a batch of a data loader, which may be a list, as a tuple.
+
+    Keras's `fit` reads such a list so. In other places a list is several
+    inputs.
+    """
+    return tuple(batch) if isinstance(batch, list) else batch
 
 
 _ALLOWED = (
@@ -211,15 +222,16 @@ def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
             loss that the model was compiled with, or if there is none for the
             sum of squares of the outputs.
     """
-    kind = _kind(model, batch, loss)
+    kind = ""
     with _unchanged(model):
         for step_by_step in (False, True):
             listing = _Listing()
 
             def run(mark: Any, listing: Any = listing) -> tuple[Any, Any]:
+                nonlocal kind
                 listing.begin(mark)
-                with keras.StatelessScope(collect_losses=True):
-                    value = _loss(model, batch, loss, kind)
+                with _losses_collected(model):
+                    value, kind = _loss(model, batch, loss)
                 listing.end()
                 return value, (value, [_tensors(use) for use in listing.uses])
 
@@ -245,9 +257,8 @@ def loss_of(model: keras.Layer, batch: Batch, loss: Loss | None) -> float:
     The seeds are the same too: dropout drops the same values. The model and
     its states stay unchanged.
     """
-    kind = _kind(model, batch, loss)
-    with _unchanged(model), keras.StatelessScope(collect_losses=True):
-        return _number(_loss(model, batch, loss, kind))
+    with _unchanged(model), _losses_collected(model):
+        return _number(_loss(model, batch, loss)[0])
 
 
 def synchronize(model: Any) -> None:
@@ -423,43 +434,101 @@ SQUARES = "the sum of squares of the outputs"
 COMPILED = "the loss that the model was compiled with"
 
 
-def _kind(model: keras.Layer, batch: Batch, loss: Loss | None) -> str:
-    if loss is not None:
-        return "the loss passed as `loss`"
-    is_compiled = getattr(model, "compiled", False)
-    has_loss = is_compiled and getattr(model, "loss", None) is not None
-    if has_loss and batch.y is None:
-        raise ValueError(
-            f"{model.name!r} is compiled with a loss, and `data` has no "
-            "targets. Received: inputs alone. Allowed: (x, y), or `loss=` "
-            "with a function of the targets and the outputs that does not "
-            "need the targets. Pass a batch as to `train_on_batch`."
+OWN = "the `compute_loss` of the model"
+
+GIVEN = "the loss passed as `loss`"
+
+
+def check_loss(loss: Any) -> None:
+    """Raise if an argument `loss` is no function.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"`loss` is no function. Received: {loss!r} (of type "
+            f"{type(loss).__name__}). Allowed: f(y, outputs) with a scalar, "
+            "such as keras.losses.MeanSquaredError(); or None, for the loss "
+            "that the model was compiled with."
         )
-    return COMPILED if has_loss else SQUARES
 
 
-def _loss(model: Any, batch: Batch, loss: Loss | None, kind: str) -> Tensor:
-    """Call a model; return the loss, times the loss scale of its optimizer."""
+def _losses_collected(model: keras.Layer) -> keras.StatelessScope:
+    """Return a scope in which a model is called and its losses are read.
+
+    In such a scope Keras gives regularizers the values of the scope alone.
+    """
+    regularized = [
+        (v, v.value)
+        for v in model.trainable_variables
+        if getattr(v, "regularizer", None) is not None
+    ]
+    return keras.StatelessScope(regularized, collect_losses=True)
+
+
+def _loss(model: Any, batch: Batch, loss: Loss | None) -> tuple[Tensor, str]:
+    """Call a model; return its loss, and the words for it.
+
+    The loss is multiplied by the loss scale of the optimizer.
+    """
+    check_loss(loss)
+    kind = _kind(model, batch, loss)
     outputs = model(batch.x, training=True)
+    # Losses of `add_loss` are known after the call.
+    if kind == SQUARES and getattr(model, "compiled", False) and model.losses:
+        kind = COMPILED
     if loss is not None:
         value = loss(batch.y, outputs)
-    elif kind == COMPILED:
-        value = model.compute_loss(
-            x=batch.x,
-            y=batch.y,
-            y_pred=outputs,
-            sample_weight=batch.sample_weight,
-            training=True,
-        )
-    else:
+        if tuple(value.shape) != ():
+            raise ValueError(
+                "`loss` returns no scalar. Received: a tensor of shape "
+                f"{tuple(value.shape)}. Allowed: f(y, outputs) with a scalar, "
+                "such as keras.losses.MeanSquaredError()."
+            )
+    elif kind == SQUARES:
         floats = [
             ops.cast(x, "float32")
             for x in keras.tree.flatten(outputs)
             if keras.backend.is_float_dtype(x.dtype)
         ]
         value = sum(ops.sum(ops.square(x)) for x in floats)
+    else:
+        # A `compute_loss` for an older Keras has no `training`.
+        known = inspect.signature(model.compute_loss).parameters
+        value = model.compute_loss(
+            x=batch.x,
+            y=batch.y,
+            y_pred=outputs,
+            sample_weight=batch.sample_weight,
+            **({"training": True} if "training" in known else {}),
+        )
     optimizer = getattr(model, "optimizer", None)
-    return value if optimizer is None else optimizer.scale_loss(value)
+    return value if optimizer is None else optimizer.scale_loss(value), kind
+
+
+def _kind(model: Any, batch: Batch, loss: Loss | None) -> str:
+    """Return the words for the loss of a model, as far as it is known."""
+    if loss is not None:
+        return GIVEN
+    if not getattr(model, "compiled", False):
+        return SQUARES
+    if type(model).compute_loss is not keras.Model.compute_loss:
+        return OWN
+    if getattr(model, "loss", None) is None:
+        return SQUARES
+    if batch.y is None:
+        several = (
+            " A list is several inputs." if isinstance(batch.x, list) else ""
+        )
+        raise ValueError(
+            f"{model.name!r} is compiled with a loss, and `data` has no "
+            f"targets. Received: inputs alone.{several} Allowed: a tuple "
+            "(x, y), or `loss=` with a function of the targets and the "
+            "outputs that does not need the targets. Pass a batch as to "
+            "`train_on_batch`."
+        )
+    return COMPILED
 
 
 def _unexamined(model: keras.Layer, listing: _Listing) -> dict[str, str]:

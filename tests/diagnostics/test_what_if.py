@@ -206,6 +206,46 @@ def test_losses():
     assert lacks.amax == 0.0 and lacks.note == "no gradient"
 
 
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return 1000.0 * mean_square(y_pred)
+
+
+class AddedLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(1000.0 * mean_square(x))
+        return x
+
+
+@pytest.mark.full
+def test_the_loss_is_that_of_the_model_though_it_is_compiled_without_one():
+    own = OwnLoss([keras.Input((6,)), dense(3)])
+    added = keras.Sequential([keras.Input((6,)), dense(3), AddedLoss()])
+    for model, words in ((own, "`compute_loss`"), (added, "was compiled")):
+        model.compile("sgd")
+        found = kpe.what_if(model, X, "current")
+        expected = 1000.0 * np.mean(numpy(model(X)) ** 2)
+        np.testing.assert_allclose(found.value, expected, rtol=1e-5)
+        assert words in found.loss
+
+
+@pytest.mark.full_except("captured")
+@pytest.mark.parametrize("way", ["captured", "tuned"])
+def test_weights_with_a_regularizer_are_in_the_loss(way):
+    model = keras.Sequential(
+        [keras.Input((6,)), dense(3, kernel_regularizer="l2")]
+    )
+    model.compile("sgd", "mse")
+    if way == "captured":
+        value = kpe.what_if(model, (X, Y), "current").value
+    else:
+        value = kpe.tune(model, (X, Y), 1.0, "current").loss
+    kernel = numpy(model.layers[0].kernel)
+    plain = np.mean((X @ kernel - Y) ** 2)
+    expected = plain + 0.01 * np.sum(kernel**2)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
 @pytest.mark.full
 def test_gradients_are_of_the_scaled_loss():
     model = mlp()
@@ -352,8 +392,18 @@ def test_the_heat_map_is_one_page_with_a_colour_for_each_cell():
         ((iter([]),), ValueError, "no batch left"),
         (((X, Y), []), ValueError, "not recipes for training"),
         (((X, Y), "rowise"), ValueError, "rowwise"),
+        (([X, Y],), ValueError, "A list is several inputs"),
+        (((X, Y), "current", "mse"), TypeError, "`loss` is no function"),
+        (
+            ((X, Y), "current", keras.losses.mean_squared_error),
+            ValueError,
+            "no scalar",
+        ),
     ],
-    ids=["targets", "four", "object", "empty", "none", "typo"],
+    ids=[
+        *("targets", "four", "object", "empty", "none", "typo", "list"),
+        *("loss", "vector"),
+    ],
 )
 def test_bad_arguments(arguments, error, words):
     model = mlp()
@@ -367,8 +417,10 @@ def test_the_first_batch_of_many_is_taken():
     def value(data):
         return kpe.what_if(mlp_, data, "current").entries[0].amax
 
-    mlp_ = mlp(None)
+    mlp_ = mlp()
     assert value(iter([(X, Y), (2 * X, Y)])) == value((X, Y))
+    # As a data loader of PyTorch returns it.
+    assert value(iter([[X, Y], [2 * X, Y]])) == value((X, Y))
 
 
 def test_what_is_not_a_model_is_refused():
