@@ -65,7 +65,13 @@ class Settings:
                 f"{moments!r}. Allowed: {', '.join(map(repr, BLOCKS))}. Pass "
                 "one of them."
             )
-        pairs = dict(slots or {})
+        try:
+            pairs = dict(slots or {})
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"`slots` is no dict. Received: {slots!r}. Allowed: a dict. "
+                "Write for instance slots={'momentum': 'first'}."
+            ) from None
         allowed = (*KINDS, KEPT)
         for name, kind in pairs.items():
             if not isinstance(name, str) or kind not in allowed:
@@ -75,10 +81,9 @@ class Settings:
                     f"one of {', '.join(map(repr, allowed))}. Write for "
                     "instance slots={'momentum': 'first'}."
                 )
-        if isinstance(exclude, str):
-            exclude = (exclude,)
-        exclude = tuple(exclude)
-        if not all(isinstance(each, str) for each in exclude):
+        parts: Any = (exclude,) if isinstance(exclude, str) else exclude
+        parts = tuple(parts) if isinstance(parts, Iterable) else (parts,)
+        if not all(isinstance(each, str) for each in parts):
             raise TypeError(
                 f"`exclude` has no parts of paths. Received: {exclude!r}. "
                 "Allowed: strings. Write for instance exclude='embedding'."
@@ -92,7 +97,7 @@ class Settings:
                 f"{minimum_size!r}. Allowed: an integer >= 0. Leave it out "
                 "for 4096."
             )
-        return cls(str(moments), tuple(pairs.items()), exclude, minimum_size)  # type: ignore[arg-type]
+        return cls(str(moments), tuple(pairs.items()), parts, minimum_size)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
         """Return the settings as JSON types."""

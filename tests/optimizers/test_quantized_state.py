@@ -350,6 +350,10 @@ def test_arguments_that_are_not_allowed_are_refused():
         quantize_state("adam")
     with refused(ValueError, "no such form", "'int4'", "'mx'"):
         quantize_state(adam, "int4")
+    with refused(TypeError, "`slots`", "'speed'", "a dict"):
+        quantize_state(adam, slots="speed")
+    with refused(TypeError, "`exclude`", "3", "strings"):
+        quantize_state(adam, exclude=3)
     with refused(ValueError, "`slots`", "'third'", "'first'"):
         quantize_state(adam, slots={"momentum": "third"})
     assert not isinstance(adam, kpe.optimizers.QuantizedState)
