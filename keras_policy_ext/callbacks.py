@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext.diagnostics.autopilot import Autopilot, autopilot
-from keras_policy_ext.diagnostics.captured import Loss
+from keras_policy_ext.diagnostics.captured import Loss, as_parts
 from keras_policy_ext.diagnostics.monitor import Watch, watch
 from keras_policy_ext.diagnostics.recorder import Recorder, record
 from keras_policy_ext.diagnostics.recordings import copied
@@ -225,27 +224,29 @@ class FlightRecorder(keras.callbacks.Callback):
         Pass `steps_per_epoch` to `fit`, since this has no end.
 
         Args:
-            batches: Batches, as tuples: a `tf.data.Dataset`, a data loader of
-                PyTorch, a list. It is iterated anew after its end; an iterator
-                or a generator cannot be, and ends.
+            batches: Batches, `(x, y)` or `(x, y, sample_weight)`: a
+                `tf.data.Dataset`, a data loader of PyTorch, a list. It is
+                iterated anew after its end; an iterator or a generator cannot
+                be, and ends.
         """
         self._ahead.clear()
         is_first = True
         while is_first or iter(batches) is not batches:
-            is_first = False
+            is_empty = True
             for batch in batches:
-                self._ahead.append(copied(batch))
-                yield batch
+                is_first = is_empty = False
+                parts = as_parts(batch)  # Keras takes tuples alone.
+                self._ahead.append(copied(parts))
+                yield parts
+            if is_empty:
+                raise ValueError(
+                    f"`watching` got no batch. Received: {batches!r}, which "
+                    "is empty. Allowed: batches, as tuples. Pass a dataset."
+                )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check the model, and save it."""
-        if not self._ahead:
-            raise ValueError(
-                "The flight recorder does not get the batches. Received: `fit` "
-                "with other data. Allowed: what `watching` of this callback "
-                "returns. Call fit(recorder.watching(dataset), "
-                "steps_per_epoch=..., callbacks=[recorder])."
-            )
+        self._check_batches()
         if (steps := self.model.steps_per_execution) > 1:
             raise ValueError(
                 "The flight recorder needs the loss of each step. Received: "
@@ -256,6 +257,15 @@ class FlightRecorder(keras.callbacks.Callback):
             self.recorder = record(self.model, self._path, **self._options)
         else:
             self.recorder.save()
+
+    def _check_batches(self) -> None:
+        if not self._ahead:
+            raise ValueError(
+                "The flight recorder does not get the batches. Received: `fit` "
+                "with other data. Allowed: what `watching` of this callback "
+                "returns. Call fit(recorder.watching(dataset), "
+                "steps_per_epoch=..., callbacks=[recorder])."
+            )
 
     def on_epoch_begin(
         self, epoch: int, logs: dict[str, Any] | None = None
@@ -269,7 +279,16 @@ class FlightRecorder(keras.callbacks.Callback):
         """Tell the recorder of the batch and its loss."""
         if self.recorder is None:
             return
+        self._check_batches()
+        logs = logs or {}
+        if "loss" not in logs:
+            raise ValueError(
+                "The flight recorder needs the loss of each step. Received: "
+                f"logs with {sorted(logs)}. Allowed: logs with 'loss'. "
+                "Return it in `train_step` of the model, or call "
+                "keras_policy_ext.record in a loop of your own."
+            )
         # Keras logs the mean of the epoch so far.
-        total = (logs or {}).get("loss", math.nan) * (batch + 1)
+        total = logs["loss"] * (batch + 1)
         loss, self._sum = total - self._sum, total
         self.recorder.step_of_copy(self._ahead.popleft(), loss)

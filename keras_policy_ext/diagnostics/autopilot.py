@@ -153,7 +153,7 @@ class Autopilot(BaseReport):
     def out(self) -> dict[str, str]:
         """The recipes of layers without their own, by their paths."""
         found = (each for each in self._steered.values() if each.is_out)
-        return {path_of(x.layer): self._recipe(x).spec for x in found}
+        return {self._label(x.layer): self._recipe(x).spec for x in found}
 
     def _decide(self) -> list[tuple[_Steered, Recipe]]:
         """Decide by the last sample; return layers to change, and recipes."""
@@ -162,7 +162,7 @@ class Autopilot(BaseReport):
             return changes  # The figures leave such values out.
         layers = {id(uses[0].layer): uses[0].layer for uses in self.watch.uses}
         for key, layer in layers.items():
-            policy, path = float8_policy_of(layer), path_of(layer)
+            policy, path = float8_policy_of(layer), self._label(layer)
             found = [
                 each
                 for each in self.watch.rules.present
@@ -227,6 +227,9 @@ class Autopilot(BaseReport):
         wait = self._calm * 2 ** max(steered.times - 1, 0)
         return steered.is_out and steered.calm >= wait
 
+    def _label(self, layer: keras.Layer) -> str:
+        return self.watch.labels.get(id(layer), path_of(layer))
+
     def _recipe(self, steered: _Steered) -> Recipe:
         recipe: Any = steered.own
         if steered.finer:
@@ -239,7 +242,7 @@ class Autopilot(BaseReport):
         self.decisions.append(
             Decision(
                 self.watch.steps,
-                path_of(steered.layer),
+                self._label(steered.layer),
                 what,
                 self._recipe(steered).spec,
                 _sorted(steered.out),
@@ -352,9 +355,10 @@ def autopilot(
 
     Examples:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        >>> model.compile("sgd", "mse")
         >>> report = kpe.convert(model)
         >>> autopilot = kpe.autopilot(model, every=1)
-        >>> autopilot.step(np.ones((4, 8)))
+        >>> autopilot.step((np.ones((4, 8)), np.ones((4, 4))))
         False
         >>> autopilot.decisions
         []

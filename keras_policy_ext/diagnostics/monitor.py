@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -17,12 +18,14 @@ from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics.captured import (
+    SQUARES,
     Batch,
     Loss,
     Product,
     Use,
     by_kernel,
     captured,
+    check_loss,
     differing,
     note_of,
     synchronize,
@@ -71,6 +74,9 @@ class Watch:
         judged_as: Recipes by the `id` of a layer, by which the rules judge it
             in place of its own one.
         uses: The uses of the kernels in the last sample.
+        labels: The names of layers in figures, by the `id` of a layer: its
+            path; of several layers with one path all but the first have a
+            number too.
     """
 
     def __init__(
@@ -88,9 +94,10 @@ class Watch:
         self.rules = Rules(thresholds or Thresholds())
         self.judged_as: dict[int, Recipe] = {}
         self.uses: list[list[Use]] = []
+        self.labels: dict[int, str] = {}
         self._seen: list[Seen] = []
         self.model, self._every, self._share = model, every, share
-        self._loss = loss
+        self._loss, self._kind = loss, ""
         self._files: list[RowFile | EventFile] = []
         if path is not None:
             self._files.append(RowFile(path))
@@ -131,7 +138,15 @@ class Watch:
         if self._every is None and not self._samples:
             self._measure(batch)  # Compiles, which later samples do not.
             start = time.perf_counter()
-        self._samples.add(self.steps, *self._measure(batch))
+        sample = self._measure(batch)
+        if self._kind == SQUARES and not self._samples:
+            _user_code.warn(
+                f"The loss of {self.model.name!r} is not known. Gradients in "
+                f"samples, and what is said of them, are of {SQUARES}. "
+                "Compile the model with its loss, or pass `loss=`, a function "
+                "f(y, outputs)."
+            )
+        self._samples.add(self.steps, *sample)
         for found in self.rules.look(self._around(batch), self._seen):
             self.warnings = [*self.warnings[-MOST_WARNINGS + 1 :], found]
             _user_code.warn(found.message)
@@ -153,12 +168,14 @@ class Watch:
         """Return figures by layer, kernel, operand; and unexamined layers."""
         synchronize(self.model)
         found = captured(self.model, batch, self._loss)
+        self._kind, self.labels = found.loss, _labels(self.model)
         steps = self.steps - (self._samples.last_step or 0)
         rows: dict[Key, Measured] = {}
         self.uses, self._seen = by_kernel(found.uses), []
         for uses in self.uses:
             first = uses[0]
-            layer, name = path_of(first.layer), first.kernel.name
+            layer = self.labels.get(id(first.layer), path_of(first.layer))
+            name = first.kernel.name
             peaks = _peaks(first, steps)
             own = self.judged_as.get(id(first.layer))
             for operand in OPERANDS:
@@ -227,12 +244,12 @@ class Watch:
             at most one for each step that was counted.
         """
         synchronize(self.model)
-        found = []
+        found, labels = [], _labels(self.model)
         for layer in layers_in_float8(self.model):
             for kernel in layer.float8_contracted:
                 known = _observed(layer.float8_state.of(kernel), self.steps)
                 for operand, (scale, amaxes) in known.items():
-                    names = named(path_of(layer), kernel.name, operand)
+                    names = named(labels[id(layer)], kernel.name, operand)
                     observed = np.trim_zeros(amaxes, "b")[::-1].tolist()
                     numbers = {"scale": float(scale), "amaxes": observed}
                     found.append({**names, **numbers})
@@ -263,6 +280,18 @@ class Watch:
     def page(self) -> str:
         """Return one HTML page with figures and plots, without a network."""
         return self.report().page()
+
+
+def _labels(model: keras.Layer) -> dict[int, str]:
+    """Return names of float8 layers by their `id`; see `Watch`."""
+    found: dict[int, str] = {}
+    numbers: collections.Counter[str] = collections.Counter()
+    for layer in layers_in_float8(model):
+        path = path_of(layer)
+        numbers[path] += 1
+        more = f" ({numbers[path]})" if numbers[path] > 1 else ""
+        found[id(layer)] = path + more
+    return found
 
 
 def _peaks(use: Use, steps: int) -> dict[str, float]:
@@ -377,16 +406,18 @@ def watch(
         A `Watch`: call `step` with each batch.
 
     Raises:
-        TypeError: If `model` is not a Keras model or layer.
+        TypeError: If `model` is not a Keras model or layer, or `loss` or
+            `thresholds` has the wrong type.
         ValueError: If the model is not built or has no layer in float8, or
             `every` or `share` is out of range, or `path` has another suffix.
         ImportError: If `log_dir` is given and TensorBoard is not installed.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        >>> model.compile("sgd", "mse")
         >>> report = kpe.convert(model, "current")
         >>> watch = kpe.watch(model, every=10)
-        >>> watch.step(np.ones((4, 8)))
+        >>> watch.step((np.ones((4, 8)), np.ones((4, 4))))
         True
         >>> [row["operand"] for row in watch.history]
         ['inputs', 'kernel', 'outputs_grad']
@@ -399,4 +430,11 @@ def watch(
             "keras_policy_ext.convert first, or keras_policy_ext.what_if."
         )
     check_sampling(every, share)
+    check_loss(loss)
+    if thresholds is not None and not isinstance(thresholds, Thresholds):
+        raise TypeError(
+            f"`thresholds` are no thresholds. Received: {thresholds!r} (of "
+            f"type {type(thresholds).__name__}). Allowed: "
+            "keras_policy_ext.callbacks.Thresholds(...), or None."
+        )
     return Watch(model, every, share, loss, path, log_dir, thresholds)

@@ -22,7 +22,7 @@ from keras import ops
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.diagnostics import machine, recordings
-from keras_policy_ext.diagnostics.captured import synchronize
+from keras_policy_ext.diagnostics.captured import as_parts, synchronize
 from keras_policy_ext.diagnostics.recordings import (
     RandomState,
     Recording,
@@ -130,7 +130,8 @@ class Recorder:
         """Tell of a step of training, after it.
 
         Args:
-            batch: The batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+            batch: The batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`; a
+                list is read as a tuple, since data loaders return lists.
             loss: The loss of the batch, a scalar.
 
         Returns:
@@ -141,7 +142,8 @@ class Recorder:
             ValueError: If the loss is no scalar; in the first step, if the
                 model and a batch are larger than `max_bytes`.
         """
-        arrays = recordings.copied(batch) if self._end.alive else None
+        is_recording = self._end.alive
+        arrays = recordings.copied(as_parts(batch)) if is_recording else None
         return self.step_of_copy(arrays, loss)
 
     def step_of_copy(self, arrays: Any, loss: Any) -> bool:

@@ -1,6 +1,7 @@
 """`watch` and `Float8Monitor`: figures of operands over steps."""
 
 import json
+import math
 import sys
 
 import keras
@@ -368,3 +369,54 @@ def test_steps_between_two_calls_are_counted():
     assert taken == [True, True, False, True, True] and watch.steps == 10
     with refused(ValueError, "`steps` is not a number of steps", "0", ">= 1"):
         watch.step((X, Y), steps=0)
+
+
+class Two(keras.layers.Layer):
+    """Two layers of one name, and so of one path."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [layers.Dense(6, name="same") for _ in "ab"]
+
+    def call(self, x):
+        first, second = self.parts
+        return second(100.0 * first(x))
+
+
+@pytest.mark.full
+def test_layers_with_one_path_are_told_apart():
+    model = keras.Sequential([keras.Input((6,)), Two()])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    kpe.convert(model, "delayed")
+    limits = {"gradient_growth": math.inf, "sqnr_db": 1e-9}
+    thresholds = kpe.callbacks.Thresholds(
+        **limits, saturated=math.inf, underflow=math.inf, scale=math.inf
+    )
+    autopilot = kpe.autopilot(model, every=1, thresholds=thresholds)
+    autopilot.step((X, X))
+    found = {r["layer"]: r["amax"] for r in rows(autopilot.watch, "", "inputs")}
+    (first, low), (second, high) = found.items()
+    assert second == f"{first} (2)" and high > 10 * low
+    model.train_on_batch(X, X)
+    amaxes = autopilot.watch.amaxes()
+    assert [r["layer"] for r in amaxes] == [first] * 3 + [second] * 3
+    bias = model.layers[0].parts[0].bias
+    bias.assign(bias + 100.0)  # It makes the inputs of the second one grow.
+    with pytest.warns(UserWarning, match=r"\(2\)', inputs: the largest grew"):
+        autopilot.step((X, X))
+    assert list(autopilot.out) == [second]
+
+
+@pytest.mark.full
+def test_gradients_of_an_unknown_loss_are_told():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+    kpe.convert(model, "current")
+    with pytest.warns(UserWarning, match="is not known"):
+        kpe.watch(model, every=1).step(X)
+
+
+def test_thresholds_and_losses_of_another_type_are_refused():
+    with refused(TypeError, "thresholds", "noise", "Thresholds"):
+        kpe.watch(mlp(), thresholds={"noise": 3})
+    with refused(TypeError, "`loss`", "mse", "outputs"):
+        kpe.watch(mlp(), loss="mse")
