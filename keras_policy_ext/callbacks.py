@@ -94,8 +94,8 @@ class Float8Monitor(keras.callbacks.Callback):
 
         If Keras does not know the number of batches, it is taken as complete.
         """
-        count = self.model.steps_per_execution
-        known = (self.params or {}).get("steps")
+        count: int = self.model.steps_per_execution
+        known: int | None = (self.params or {}).get("steps")
         return count if known is None else min(count, known - self._batch)
 
     def on_epoch_end(

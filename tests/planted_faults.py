@@ -321,7 +321,8 @@ def run(
         planted: Whether the fault is planted.
         every: As for `kpe.autopilot`.
         seed: Of weights and batches.
-        until_named: Whether to end as soon as the fault is named.
+        until_named: Whether to look from ten steps before the fault on, and to
+            end as soon as it is named.
         **options: As for `kpe.autopilot`.
     """
     fault = dataclasses.replace(fault, seed=seed)
@@ -335,6 +336,8 @@ def run(
         judge = kpe.watch(model, every=every)
     elif way == "autopilot":
         judge = kpe.autopilot(model, every=every, **options)
+    watch = getattr(judge, "watch", judge)
+    first = fault.start - 10 if until_named else 1
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -345,8 +348,8 @@ def run(
             if planted:
                 fault.plant(step, model)
             batch = fault.batch(step) if planted else batch_of(step, seed)
-            if judge is not None:
-                judge.step(batch)
+            if judge is not None and step >= first:
+                judge.step(batch, step - watch.steps)
             if until_named and named(fault, judge.warnings):
                 return Run(losses, math.nan, judge.warnings, [])
             losses.append(float(model.train_on_batch(*batch)))
@@ -356,7 +359,6 @@ def run(
     final = float(
         np.mean((model.predict(x, verbose=0, batch_size=2048) - y) ** 2)
     )
-    watch = getattr(judge, "watch", judge)
     found = [] if watch is None else watch.warnings
     return Run(losses, final, found, getattr(judge, "decisions", []))
 

@@ -9,8 +9,8 @@ the loss of the float8 run is 3 % above the one of 16 bits without the fault,
 both over ten steps on the same batches; and the first warning that names the
 layer and the operand. A loss that is not finite is kept as null.
 
-Under `--watch-alone` only the last of these is found, in a run that ends when
-the fault is named.
+Under `--watch-alone` only the last of these is found, in a run that is watched
+from ten steps before the fault on, and ends when it is named.
 
 Every result is appended to `results/planted_faults.json` when it is there, and
 one that is there already is not repeated. Then the tables of the file are
