@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ import keras
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.calls import in_place_of
 
 try:
     from keras.src.utils import summary_utils as _summary_utils
@@ -205,6 +206,29 @@ def load_assets(model: keras.Model, folder: Any) -> None:
         raise ValueError(
             f"The assets of {layer.name!r} did not load. Cause: {error}"
         ) from error
+
+
+@contextlib.contextmanager
+def compiled_as_saved() -> Iterator[None]:
+    """In the block, compile loaded models whose class has its own `compile`.
+
+    Keras leaves them (3.12 to 3.15) with a warning: a task of KerasHub then
+    has the optimizer that its class begins with. Their `compile` passes what
+    it makes of its arguments to that of `keras.Model`, which the file has; it
+    is called with that here.
+    """
+
+    def compiled(stock: Any, model: Any, config: dict[str, Any]) -> None:
+        if type(model).compile is keras.Model.compile:
+            stock(model, config)
+            return
+        found = keras.saving.deserialize_keras_object(config)
+        keras.Model.compile(model, **found)
+        if model.built:
+            model.optimizer.build(model.trainable_variables)
+
+    with in_place_of("compile_from_config", compiled, keras.Model):
+        yield
 
 
 def before_export(check: Callable[[keras.Model, str], None]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import backends
+from keras_policy_ext._keras import saving_hooks
 from keras_policy_ext.conversion import convert, revert
 from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.diagnostics import machine, recordings
@@ -269,6 +270,7 @@ def replay(
     with (
         tempfile.TemporaryDirectory() as name,
         backends.current.unchanged_random_state(),
+        saving_hooks.compiled_as_saved(),
     ):
         folder = pathlib.Path(name)
         recording = recordings.read(pathlib.Path(path), folder)

@@ -325,3 +325,74 @@ def test_the_command_prints_where_it_began(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "It began at step 1, layer 'sequential" in printed
     assert "Would have survived: none of them." in printed
+
+
+@pytest.mark.full
+def test_batches_that_are_lists_are_replayed(tmp_path):
+    """As a data loader of PyTorch returns them."""
+    data = [list(batch) for batch in batches(3)]
+    data[2][0][0, 0] = np.nan
+    recorder = kpe.callbacks.FlightRecorder(tmp_path / "crash.zip")
+    mlp().fit(
+        recorder.watching(data),
+        steps_per_epoch=3,
+        shuffle=False,
+        verbose=0,
+        callbacks=[recorder],
+    )
+    report = kpe.replay(tmp_path / "crash.zip", recipes=[])
+    assert report.origin.operand == "inputs"
+    model = mlp()
+    recorder = kpe.record(model, tmp_path / "own.zip")
+    assert recorder.step(data[2], math.nan)
+    kpe.replay(tmp_path / "own.zip", recipes=[])
+
+
+class NoLoss(keras.Sequential):
+    def train_step(self, *args):
+        found = super().train_step(*args)
+        if isinstance(found, tuple):
+            return {"other": found[0]["loss"]}, found[1]
+        return {"other": found["loss"]}
+
+
+@pytest.mark.full
+def test_a_step_without_a_loss_and_no_batches_are_refused(tmp_path):
+    path = tmp_path / "crash.zip"
+    recorder = kpe.callbacks.FlightRecorder(path)
+    with refused(ValueError, "no batch", "[]", "as tuples"):
+        next(recorder.watching([]))
+    model = NoLoss([keras.Input((6,)), layers.Dense(3)])
+    model.compile("sgd", "mse")
+    data = recorder.watching(batches(1))
+    how = {"steps_per_epoch": 2, "shuffle": False, "verbose": 0}
+    with refused(ValueError, "loss of each step", "other", "'loss'"):
+        model.fit(data, callbacks=[recorder], **how)
+    assert not path.exists()
+
+
+class OwnCompile(keras.Sequential):
+    """A model with a `compile` of its own, as tasks of KerasHub have one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.compile()
+
+    def compile(self, optimizer="sgd", loss="mae", **kwargs):
+        super().compile(optimizer=optimizer, loss=loss, **kwargs)
+
+
+@pytest.mark.full
+def test_the_optimizer_of_a_model_with_its_own_compile_is_replayed(tmp_path):
+    model = OwnCompile([keras.Input((6,)), layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.train_on_batch(*batches(1)[0])
+    recorder, data = kpe.record(model, tmp_path / "crash.zip"), batches(3)
+    data[2][0][0, 0] = np.nan
+    losses = trained(model, data, recorder)
+    report = kpe.replay(
+        tmp_path / "crash.zip",
+        recipes=[],
+        custom_objects={"OwnCompile": OwnCompile},
+    )
+    np.testing.assert_array_equal(report.losses, losses)
