@@ -190,6 +190,7 @@ class OwnCompile(keras.Sequential):
 def test_keras_does_not_compile_a_model_with_its_own_compile(tmp_path):
     model = OwnCompile([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(optimizer="adam", loss="mse")
+    model.optimizer.build(model.trainable_variables)
     model.save(tmp_path / "model.keras")
     custom = {"OwnCompile": OwnCompile}
 
@@ -197,7 +198,7 @@ def test_keras_does_not_compile_a_model_with_its_own_compile(tmp_path):
         return keras.saving.load_model(tmp_path / "model.keras", custom)
 
     with pytest.warns(UserWarning, match="compile.* is custom"):
-        assert not loaded().compiled
+        assert not hasattr(loaded(), "optimizer")
     with saving_hooks.compiled_as_saved():
         found = loaded()
     assert isinstance(found.optimizer, keras.optimizers.Adam) and found.compiled
