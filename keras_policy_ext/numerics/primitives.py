@@ -65,15 +65,6 @@ class Primitives:
         """Stack tensors along a new axis as `ops.stack` does."""
         return ops.stack(tensors, axis)
 
-    def choose(
-        self,
-        flag: Tensor,
-        if_true: Callable[[], Tensor],
-        if_false: Callable[[], Tensor],
-    ) -> Tensor:
-        """Return the result of one of two functions, as `ops.cond` does."""
-        return ops.cond(flag, if_true, if_false)
-
     def by_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import primitives, scaling
+from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     Counting,
     StateLayout,
@@ -333,7 +333,7 @@ class DelayedSource:
             amax_of_now = ops.where(unseen, amax.known, 0.0)
             known_scale = ops.where(unseen, 1.0, scale)
             return self._scale(amax_of_now, limit, known_scale)
-        return primitives.current.choose(
+        return ops.cond(
             unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
 

@@ -88,13 +88,15 @@ def test_settling_is_written_once_for_all_states_of_a_shape():
 
 @pytest.mark.full
 def test_a_second_sample_of_a_watch_compiles_nothing(caplog):
-    """A new state has unseen operands: one of two functions is called."""
+    """A new state has unseen operands, whose scales are of their amaxes."""
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
     kpe.convert(model, "delayed", min_size=0)
-    watch, x = kpe.watch(model, every=1), np.ones((4, 8), "float32")
-    watch.step(x)
+    watch, x = kpe.watch(model, every=1), np.ones((4, 8))
+    batch = x, x[:, :4]
+    watch.step(batch)
     with jax.log_compiles():
-        watch.step(x)
+        watch.step(batch)
         assert "Compiling" not in caplog.text
         jax.jit(lambda x: x + 3.0)(x)
         assert "Compiling" in caplog.text

@@ -180,18 +180,6 @@ class JaxBackend(Backend):
         return None if isinstance(value, jax.core.Tracer) else value
 
     @override
-    def choose(
-        self,
-        flag: Tensor,
-        if_true: Callable[[], Tensor],
-        if_false: Callable[[], Tensor],
-    ) -> Tensor:
-        # Eagerly `lax.cond` would compile both functions at each call.
-        if isinstance(flag, jax.core.Tracer):
-            return lax.cond(flag, if_true, if_false)
-        return if_true() if flag else if_false()
-
-    @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
         # XLA on a CPU drops NaN from a maximum of 4096 numbers and more (JAX
         # 0.10). On a GPU the comparison would be a pass over memory.
