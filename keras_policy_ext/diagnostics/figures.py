@@ -69,6 +69,11 @@ class Figures:
         return self.counts[1]
 
     @property
+    def saturated(self) -> float:
+        """The number of values that would round beyond the largest number."""
+        return self.counts[4]
+
+    @property
     def sqnr_db(self) -> float | None:
         """The signal-to-quantization-noise ratio, dB; None if nothing changes.
 

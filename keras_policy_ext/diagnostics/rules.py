@@ -21,6 +21,9 @@ SAMPLES = 16
 RECENT = 500
 """The number of steps after which an earlier sample no longer counts."""
 
+FEW = 8
+"""Fewer values than so many are no share of a small tensor."""
+
 SLOW = 1.02
 """The factor per step by which kernels may grow while they learn."""
 
@@ -62,7 +65,8 @@ class Thresholds:
         kernel_jump: The factor by which it changes, either way, from one
             sample to the next, beside 2 % a step.
         patience: The number of samples in a row in which all values are 0 or
-            the same, or saturate although none is twice what the scale covers.
+            the same, or saturate although none is twice what the scale covers;
+            then it takes 8 values.
 
     Raises:
         ValueError: If one is not a number > 0.
@@ -440,7 +444,9 @@ class Rules:
         largest = formats.get(asked.format).max
         covered = figures.scale * largest
         share = figures.saturated_fraction
-        if share > self._limits.saturated:
+        is_mild = figures.amax <= 2 * covered
+        is_rare = is_mild and figures.saturated < FEW
+        if share > self._limits.saturated and not is_rare:
             cause = "A few values are beyond what their scale covers."
             if past and figures.amax > 2 * past[-1].amax:
                 cause = (
@@ -459,7 +465,7 @@ class Rules:
                 share,
                 around.step,
                 f"{share:.0%} of the values saturate. {cause}",
-                has_to_last=figures.amax <= 2 * covered,
+                has_to_last=is_mild,
             )
         if not asked.has_one_scale:
             return

@@ -106,6 +106,17 @@ def constant():
     )
 
 
+@pytest.mark.parametrize(("amax", "count"), [(4.0, 7), (4.0, 8), (9.0, 1)])
+def test_a_few_values_of_a_small_tensor_saturate(amax, count):
+    """A kernel that grows may have some beyond a scale of the step before."""
+    counts = 72.0, 0.0, 0.0, 72.0, float(count), 0.0
+    powers = 0.0, 72.0, 0.0, 216.0
+    few = seen("kernel", Figures(counts, amax, 4 / 448, powers, 0.07))
+    found = judged(few, few, few, few)
+    signs = [w.sign for each in found for w in each]
+    assert signs == ([] if count == 7 else ["saturated"])
+
+
 def test_what_never_had_a_gradient_is_no_fault():
     nothing = seen("outputs_grad", amax=0.0)
     assert not any(judged(*[nothing] * 5))
