@@ -212,10 +212,10 @@ def load_assets(model: keras.Model, folder: Any) -> None:
 def compiled_as_saved() -> Iterator[None]:
     """In the block, compile loaded models whose class has its own `compile`.
 
-    Keras leaves them (3.12 to 3.15) with a warning: a task of KerasHub then
-    has the optimizer that its class begins with. Their `compile` passes what
-    it makes of its arguments to that of `keras.Model`, which the file has; it
-    is called with that here.
+    Keras does not compile such a model (3.12 to 3.15), and warns. A task of
+    KerasHub then has the default optimizer of its class. The file has the
+    arguments with which `keras.Model.compile` was called. It is called with
+    them again.
     """
 
     def compiled(stock: Any, model: Any, config: dict[str, Any]) -> None:

@@ -518,7 +518,8 @@ class Memory:
     ) -> int | None:
         """Return the most bytes that the tensors made in a call take at once.
 
-        None where steps are compiled, so that a call says nothing of them.
+        None for frameworks that compile steps: an eager call does not show
+        what a compiled one holds.
 
         Args:
             function: Computes without gradients.

@@ -54,7 +54,7 @@ class DTypePolicyLike(Protocol):
 
 
 class HasPolicy(Protocol):
-    """What has a float8 policy: what `tune` returns."""
+    """An object with a float8 policy, such as the result of `tune`."""
 
     @property
     def policy(self) -> Float8DTypePolicy:

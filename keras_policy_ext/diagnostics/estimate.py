@@ -63,7 +63,7 @@ CARDS = {
         4500e12,
         14000e12,
         8e12,
-        f"{_ROOFLINE}; others have 12.6 to 15 in four bits",
+        f"{_ROOFLINE}; other sources say 12.6 to 15 in four bits",
     ),
     "GB300": Card(2500e12, 5000e12, 15000e12, 8e12, _QUOTED),
     "A100": Card(312e12, 0, 0, 2.04e12, f"{_QUOTED}; with 80 GB, SXM"),

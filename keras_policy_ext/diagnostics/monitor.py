@@ -141,10 +141,10 @@ class Watch:
         sample = self._measure(batch)
         if self._kind == SQUARES and not self._samples:
             _user_code.warn(
-                f"The loss of {self.model.name!r} is not known. Gradients in "
-                f"samples, and what is said of them, are of {SQUARES}. "
-                "Compile the model with its loss, or pass `loss=`, a function "
-                "f(y, outputs)."
+                f"The loss of {self.model.name!r} is not known. The gradients "
+                f"in samples are those of {SQUARES}, and warnings about "
+                "gradients may be wrong. Compile the model with its loss, or "
+                "pass `loss=`, a function f(y, outputs)."
             )
         self._samples.add(self.steps, *sample)
         for found in self.rules.look(self._around(batch), self._seen):
@@ -433,7 +433,7 @@ def watch(
     check_loss(loss)
     if thresholds is not None and not isinstance(thresholds, Thresholds):
         raise TypeError(
-            f"`thresholds` are no thresholds. Received: {thresholds!r} (of "
+            f"`thresholds` has the wrong type. Received: {thresholds!r} (of "
             f"type {type(thresholds).__name__}). Allowed: "
             "keras_policy_ext.callbacks.Thresholds(...), or None."
         )

@@ -147,7 +147,10 @@ class Recorder:
         return self.step_of_copy(arrays, loss)
 
     def step_of_copy(self, arrays: Any, loss: Any) -> bool:
-        """Do the same with a batch of NumPy arrays that nobody else has."""
+        """Tell of a step, as `step`, with a copy of the batch in NumPy arrays.
+
+        The arrays are kept, and must not be changed.
+        """
         value = np.asarray(ops.convert_to_numpy(loss))
         if value.size != 1:
             raise ValueError(

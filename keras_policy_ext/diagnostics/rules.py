@@ -22,7 +22,10 @@ RECENT = 500
 """The number of steps after which an earlier sample no longer counts."""
 
 FEW = 8
-"""Fewer values than so many are no share of a small tensor."""
+"""The number of values from which a slight saturation counts.
+
+In a small tensor a single value is a large share.
+"""
 
 SLOW = 1.02
 """The factor per step by which kernels may grow while they learn."""
@@ -65,8 +68,8 @@ class Thresholds:
         kernel_jump: The factor by which it changes, either way, from one
             sample to the next, beside 2 % a step.
         patience: The number of samples in a row in which all values are 0 or
-            the same, or saturate although none is twice what the scale covers;
-            then it takes 8 values.
+            the same, or at least 8 values saturate and none is twice what the
+            scale covers.
 
     Raises:
         ValueError: If one is not a number > 0.

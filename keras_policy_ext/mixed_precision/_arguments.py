@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -55,13 +56,20 @@ def updates_elementwise(optimizer: Any) -> bool:
     """
     cls = getattr(optimizer, "stock_class", None)
     cls = cls or public_class(optimizer) or type(optimizer)
-    return any(cls is getattr(keras.optimizers, x) for x in ELEMENTWISE)
+    return cls in _elementwise()
+
+
+@functools.cache
+def _elementwise() -> tuple[type, ...]:
+    return tuple(getattr(keras.optimizers, name) for name in ELEMENTWISE)
 
 
 def updates_apart(optimizer: Any) -> bool:
-    """Return True if, besides, no update changes that of another weight.
+    """Return True if weights can be updated in groups, one after the other.
 
-    That of Nadam changes a variable of the optimizer.
+    The optimizer updates each number by itself, and an update changes nothing
+    that the update of another weight reads. Nadam's changes a variable of the
+    optimizer.
     """
     return updates_elementwise(optimizer) and not isinstance(
         optimizer, keras.optimizers.Nadam

@@ -170,9 +170,10 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @property
     def updates_in_groups(self) -> bool:
-        """Whether weights are updated some at a time.
+        """True if a step updates weights group by group.
 
-        Only an eager step, whose update of a weight reads no other one.
+        This takes an eager step, and an optimizer whose update of a weight
+        reads no other weight.
         """
         inner = self.inner_optimizer
         return (

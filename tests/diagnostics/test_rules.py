@@ -174,6 +174,15 @@ def test_a_kernel_that_grows_after_the_learning_rate_rose():
     assert "At step 3 the learning rate rose 30-fold to 0.03" in warning.message
 
 
+def test_growth_of_a_kernel_is_told_from_where_it_is_fast():
+    """It learns by 1 % a step, and grows by 15 % from the sixth step on."""
+    amaxes = [1.01 ** min(n, 4) * 1.15 ** max(n - 4, 0) for n in range(16)]
+    found = judged(*[seen("kernel", amax=amax) for amax in amaxes])
+    (warning,) = [w for each in found for w in each]
+    assert (warning.sign, warning.since) == ("growth", 6)
+    assert "from step 6 on faster than 2 % a step" in warning.message
+
+
 def test_a_learning_rate_that_is_warmed_up_is_no_fault():
     assert not any(learning(*[1e-3 * n for n in range(7)]))
     rules = Rules(Thresholds())
