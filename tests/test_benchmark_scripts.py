@@ -113,6 +113,7 @@ def test_all_variants_have_the_same_weights_and_compute_what_they_say():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_every_way_of_a_layer_has_its_time_and_its_quality():
     rows = [*layer.matmul_rows(32, 2), *layer.layer_rows(32, 2, False)]
     found = {row["case"]: [] for row in rows}

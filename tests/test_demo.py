@@ -61,6 +61,7 @@ def read_csv(path):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_table_has_a_row_for_each_precision(small):
     outcome, printed = small
 

@@ -27,6 +27,7 @@ OTHERS = ["other_layers", "memory_of_a_step"]
 @pytest.mark.parametrize("name", mostly([*CHEAP, *OTHERS], *CHEAP))
 @pytest.mark.filterwarnings("ignore:None of the multiplications")
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`")
+@pytest.mark.slow_except("fused_casts", "auto_filter", "casts")
 def test_a_promise_holds_on_this_device(name):
     found = gpu_suite.outcome(getattr(device_checks, name))
     assert found["verdict"] in ("holds", "nothing to see"), found["seen"]
@@ -42,6 +43,7 @@ def test_a_promise_holds_on_this_device(name):
     reason="XLA of TensorFlow 2.21 rounds a single row by way of float16 on a "
     "CPU, so that one code in 200 is off",
 )
+@pytest.mark.slow_except("biases")
 def test_a_promise_holds_where_native_matmuls_are_asked_for(name):
     """As near to a GPU as a CPU comes: the same operations on float8."""
     with kernels.prefer("native"):

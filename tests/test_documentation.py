@@ -56,12 +56,14 @@ PROGRAMS = ["index.md", "train.md", "serve.md"]
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", PROGRAMS)
+@pytest.mark.slow_except("index.md")
 def test_the_program_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page_programs.run(DOCS / page, keras.backend.backend())
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_what_finds_and_skips_a_nan_runs_as_the_page_says(capsys):
     """The blocks of its sections, on data with an infinite number."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
@@ -155,6 +157,7 @@ def test_the_first_lines_of_the_readme_run_and_choose_the_backend(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_the_recipe_of_one_s_own_trains_and_loads_in_another_process(tmp_path):
     text = (DOCS / "recipes" / "index.md").read_text(encoding="utf-8")
     _, section = text.split("## Your own recipe\n")

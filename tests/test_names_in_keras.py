@@ -103,6 +103,7 @@ def test_a_stock_layer_under_a_name_is_as_with_the_policy_object():
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [KERAS_S, *OURS[:3]])
+@pytest.mark.slow_except("mixed_float8")
 def test_forwarded_layers_take_every_name_and_train(name):
     layers = kpe.layers
     with kpe.policy_scope("mixed_bfloat16"):

@@ -313,6 +313,7 @@ def same(first, second):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_models_converted_and_trained_at_once_get_what_each_gets_alone():
     kinds = ["emulated", "auto" if BACKEND == "tensorflow" else "native"]
 

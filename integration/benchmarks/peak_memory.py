@@ -3,11 +3,13 @@
     KERAS_BACKEND=torch python integration/benchmarks/peak_memory.py
 
 Each variant of a transformer of twelve blocks trains in a process of its own,
-on a CPU under Linux. The process first trains one of one block, so that what
-the framework loads is not counted. Then it notes its resident memory, makes the
-model, takes two steps of `train_on_batch`, and resets the peak (`VmHWM`). What
-is told is the peak of the next two steps above what was noted. The C library
-is told to give freed memory back.
+on a CPU under Linux or on a GPU. The process first trains one of one block, so
+that what the framework loads is not counted. Then it notes its resident memory,
+makes the model, takes two steps of `train_on_batch`, and resets the peak
+(`VmHWM`). What is told is the peak of the next two steps above what was noted.
+The C library is told to give freed memory back. On a GPU the framework's
+allocator is asked instead; JAX's does not forget a peak, so that it is the
+process's.
 """
 
 import argparse
@@ -29,6 +31,7 @@ import keras_policy_ext as kpe
 
 SIZES = ("batch", "length", "width", "wide", "heads", "groups", "blocks")
 ON_A_CPU = (4, 128, 512, 1408, 8, 2, 12)
+ON_A_GPU = (4, 1024, 2048, 5632, 16, 4, 12)
 GIVES_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -81,20 +84,45 @@ def status(name):
     return 1024 * int(found.split()[1])
 
 
+def held(peak=False):
+    """The bytes held now, or at most since `forget_peak`."""
+    if not measuring.on_gpu():
+        return status("VmHWM" if peak else "VmRSS")
+    if measuring.BACKEND == "torch":
+        import torch
+
+        most, now = torch.cuda.max_memory_allocated, torch.cuda.memory_allocated
+        return most() if peak else now()
+    import jax
+
+    stats = jax.devices()[0].memory_stats()
+    return stats["peak_bytes_in_use" if peak else "bytes_in_use"]
+
+
+def forget_peak():
+    """Have `held` tell the peak from now on."""
+    if not measuring.on_gpu():
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    elif measuring.BACKEND == "torch":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
 def measured(name, llama):
     """What `kpe.memory` says and what Linux does, in this process."""
     small = dataclasses.replace(llama, blocks=1)
     trained(VARIANTS[name](small), small)
     give_back()
-    before = status("VmRSS")
+    before = held()
     model = VARIANTS[name](llama)
     step = trained(model, llama)
     give_back()
-    between = status("VmRSS") - before
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    between = held() - before
+    forget_peak()
     step()
     step()
-    peak = status("VmHWM") - before
+    peak = held(peak=True) - before
     compiled = keras.backend.backend() == "jax"
     (form,) = kpe.memory(model, llama.shape, (), compile=compiled).forms
     return {
@@ -162,7 +190,7 @@ def main():
         return
     asked = measuring.arguments(
         __doc__,
-        **{name: (n, n) for name, n in zip(SIZES, ON_A_CPU, strict=True)},
+        **dict(zip(SIZES, zip(ON_A_CPU, ON_A_GPU, strict=True), strict=True)),
     )
     sizes = [getattr(asked, name) for name in SIZES]
     found = list(rows(Llama(*sizes), list(map(str, sizes))))

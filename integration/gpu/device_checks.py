@@ -8,9 +8,11 @@ import json
 import pathlib
 import tempfile
 
+import hostile
 import keras
 import measuring
 import memory
+import ml_dtypes
 import numpy as np
 from arithmetic_checks import (
     TOLERANCES,
@@ -23,13 +25,22 @@ from arithmetic_checks import (
 )
 from keras import ops
 from promises import BACKEND, NotHere, capability, dense, require
-from steps_of_layers import COMPILED, forward_backward, numpy, sqnr_db
+from steps_of_layers import (
+    COMPILED,
+    compiled_function,
+    forward_backward,
+    numpy,
+    sqnr_db,
+)
 from variants import made
 from workloads import Llama, normal
 
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions
 from keras_policy_ext.conversion import filters
+from keras_policy_ext.numerics import moments
+from keras_policy_ext.numerics.stochastic import key_of_use
+from keras_policy_ext.reference import moments as moments_reference
 
 CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
 
@@ -101,7 +112,7 @@ def other_layers():
     return found
 
 
-def mlp():
+def mlp(width=64):
     """A small model and its data, the same on every backend and device."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(512, 32)).astype("float32")
@@ -110,7 +121,7 @@ def mlp():
         model = keras.Sequential(
             [
                 keras.Input((32,)),
-                keras.layers.Dense(64, "gelu"),
+                keras.layers.Dense(width, "gelu"),
                 keras.layers.Dense(16, dtype="mixed_bfloat16"),
             ]
         )
@@ -367,6 +378,94 @@ def _wide(size):
     return keras.Sequential([keras.Input((size,)), layer])
 
 
+def one_byte_moments():
+    """Moments in one byte have the codes of the reference, and train as well.
+
+    `fit` runs with Adam in float32 and in one byte.
+    """
+    found = {}
+    for kind in moments_reference.KINDS:
+        for form in moments_reference.BLOCKS:
+            for key in (None, 7):
+                found[f"{kind} {form}, {key=}"] = _codes_apart(kind, form, key)
+    losses = {}
+    for form in (None, *moments_reference.BLOCKS):
+        model, x, y = mlp(width=256)
+        optimizer = keras.optimizers.Adam(2e-3)
+        if form:
+            optimizer = kpe.optimizers.quantize_state(optimizer, form)
+        model.compile(optimizer, "mse", jit_compile=COMPILED)
+        history = model.fit(x, y, 64, epochs=10, verbose=0, shuffle=False)
+        losses[form] = history.history["loss"][-1]
+        apart = abs(losses[form] / losses[None] - 1)
+        require(apart < 0.02, f"The losses are {losses}.")
+    return {**found, "losses": losses}
+
+
+def _codes_apart(kind, form, key):
+    """How many codes of hostile moments are not those of the reference."""
+    values = np.resize(hostile.float32_values(hostile.FORMATS[0]), 2**16)
+    rng = np.random.default_rng(0)
+    usual = rng.normal(size=2**20).astype("float32") ** 3
+    x = np.concatenate([values, usual])
+    x = np.abs(x) if kind == "second" else x
+
+    def quantize(x):
+        chosen = None
+        if key is not None:
+            chosen = key_of_use(ops.cast(key, "int32"), 0, 3)
+        pair = moments.quantize_moments(x, kind, form, chosen)
+        return *pair, moments.dequantize_moments(*pair, kind, form)
+
+    codes, scale, numbers = compiled_function(quantize)(
+        ops.convert_to_tensor(x)
+    )
+    if key is not None:
+        key = moments_reference.moment_key(key, 3)
+    expected = moments_reference.quantize_moments(x, kind, form, key)
+    pairs = zip((codes, scale), expected, strict=True)
+    apart = [int((ops.convert_to_numpy(a) != b).sum()) for a, b in pairs]
+    exact = moments_reference.dequantize_moments(*expected, kind, form)
+    apart.append(int((numpy(numbers) != exact).sum()))
+    # XLA divides on a GPU with an error; see `arithmetic_checks`.
+    inexact = BACKEND != "torch" and measuring.on_gpu()
+    allowed = 1e-5 * x.size if inexact else 0
+    require(
+        max(apart) <= allowed, f"{kind}, {form}: {apart} of {x.size} differ."
+    )
+    return apart
+
+
+def watched_training():
+    """A monitor sees in `fit` what the device computed."""
+    model, x, y = mlp()
+    kpe.convert(model, "current")
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=COMPILED)
+    monitor = kpe.callbacks.Float8Monitor((x[:64], y[:64]), every=4)
+    model.fit(x, y, 64, epochs=2, verbose=0, callbacks=[monitor])
+    entries = [e for e in monitor.watch.history if e["sqnr_db"] is not None]
+    require(len(entries) >= 24, f"Only {len(entries)} entries: {entries}.")
+    largest = float(np.abs(x[:64].astype(ml_dtypes.bfloat16)).max())
+    seen = next(e["amax"] for e in entries if e["operand"] == "inputs")
+    require(seen == largest, f"The amax is {seen}, and not {largest}.")
+    worst = min(each["sqnr_db"] for each in entries)
+    require(worst > 15, f"An operand has {worst} dB.")
+    return {"entries": len(entries), "lowest SQNR": measuring.rounded(worst)}
+
+
+def frozen_model():
+    """A frozen model predicts nearly what the model in float8 did."""
+    model, x, _ = mlp()
+    kpe.convert(model, "current")
+    before = model.predict(x, verbose=0)
+    kpe.freeze(model)
+    after = model.predict(x, verbose=0)
+    quality = sqnr_db(before, after)
+    require(quality is None or quality > 18, f"Only {quality} dB.")
+    layers = kpe.inspect(model).layers
+    return {"sqnr_db": quality, "kernels": str({e.kernel for e in layers})}
+
+
 CHEAP = (
     native_kernel,
     fused_casts,
@@ -381,6 +480,9 @@ CHEAP = (
     steps_keep_memory,
     mapped_layers,
     auto_filter,
+    one_byte_moments,
+    watched_training,
+    frozen_model,
 )
 """Those that take seconds on a CPU."""
 ALL = (*CHEAP, other_layers, memory_of_a_step, eager_equals_compiled)

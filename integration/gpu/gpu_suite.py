@@ -121,13 +121,25 @@ def main():
     parser.add_argument("--on-cpu", action="store_true")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[each.__name__ for each in device_checks.ALL],
+        metavar="CHECK",
+        help="run these checks alone, and no benchmark: %(choices)s",
+    )
+    parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path("gpu-report")
     )
     asked = parser.parse_args()
     if not measuring.on_gpu() and not asked.on_cpu:
         print(no_gpu(), file=sys.stderr)
         return 2
-    found = run(minutes=asked.minutes)
+    checks = [
+        each
+        for each in device_checks.ALL
+        if not asked.only or each.__name__ in asked.only
+    ]
+    found = run(checks, asked.minutes, with_benchmarks=not asked.only)
     asked.out.mkdir(parents=True, exist_ok=True)
     stem = asked.out / f"gpu_{keras.backend.backend()}"
     json_path, page_path = stem.with_suffix(".json"), stem.with_suffix(".md")

@@ -147,6 +147,7 @@ def refused_by_keras(program):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", cases())
+@pytest.mark.slow_except("distillation", "actor_critic")
 def test_a_program_trains_as_it_is_and_in_float8_and_comes_back(name, tmp_path):
     program = program_of(name)
     if BACKEND in getattr(program, "KERAS_FAILS", {}):

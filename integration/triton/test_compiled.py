@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from keras_policy_ext import recipes
-from keras_policy_ext.backends.torch import triton_kernels
+from keras_policy_ext.backends.torch import triton_kernels, triton_moments
 from keras_policy_ext.backends.both_layouts import ScaleHint
 from keras_policy_ext.numerics.scale_sources import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -78,6 +78,27 @@ kernels = {
         settle,
     ),
 }
+moment = "first", "float8", 256
+kernels |= {
+    "quantize moments": (
+        triton_moments.quantize_kernel,
+        "x:fp32 key:i32 codes:u8 scales:fp32",
+        {"blocks": "i32"},
+        triton_moments.quantize_constants(*moment, True),
+    ),
+    "dequantize moments": (
+        triton_moments.dequantize_kernel,
+        "codes:u8 scales:fp32 found:fp32",
+        {"blocks": "i32"},
+        triton_moments.dequantize_constants(*moment),
+    ),
+    "key of a moment": (
+        triton_moments.key_kernel,
+        "step:i32 found:i32",
+        {"number": "i32"},
+        {},
+    ),
+}
 function, pointers, sizes, constants = kernels[name]
 pointers = dict(pair.split(":") for pair in pointers.split())
 known_types = {name: "*" + kind for name, kind in pointers.items()} | sizes
@@ -113,7 +134,13 @@ def compiled(capability, name, format_name="float8_e4m3fn"):
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("name", ["amax", "history", "observation", "settle"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("amax", "history", "observation", "settle"),
+        *("quantize moments", "dequantize moments", "key of a moment"),
+    ],
+)
 def test_kernels_compile(capability, name):
     assert f".target sm_{capability}" in compiled(capability, name)
 

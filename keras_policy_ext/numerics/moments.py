@@ -72,8 +72,12 @@ def quantize_moments(
         here = key
         if here is not None:
             # The place of a number counts in the whole moment.
-            place = ops.cast(first + before, "int32")
-            here = here + place * _wrapped(GOLDEN)
+            place = first + before
+            if isinstance(place, int):
+                turn = _wrapped(place * GOLDEN & 0xFFFFFFFF)
+                here = here + turn if turn else here
+            else:
+                here = here + ops.cast(place, "int32") * _wrapped(GOLDEN)
         found = primitives.current.quantize_blocks(rows, kind, form, here)
         return found or _quantized(rows, kind, form, here)
 

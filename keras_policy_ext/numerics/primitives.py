@@ -181,6 +181,15 @@ class Primitives:
         """Return the float32 numbers of `quantize_blocks`, or None."""
         return None
 
+    def moment_key(self, step: Tensor, number: int) -> Tensor | None:
+        """Return the key of a slot in a step, an int32 scalar, or None.
+
+        Args:
+            step: Int32 scalar.
+            number: The place of the slot among the optimizer's variables.
+        """
+        return None
+
     def known_number(self, x: Tensor) -> float | None:
         """Return a float32 scalar as a float; None if reading it is slow."""
         return None

@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.moments import (
     blocks_of,
     dequantize_moments,
@@ -202,7 +203,8 @@ class QuantizedSlot(
 
     def key(self, step: Tensor) -> Tensor:
         """Return the key of the random bits of a step."""
-        return key_of_use(step, 0, self.number)
+        key = primitives.current.moment_key(step, self.number)
+        return key_of_use(step, 0, self.number) if key is None else key
 
     def quantized(
         self, value: Any, key: Tensor | None, first: Tensor | int = 0

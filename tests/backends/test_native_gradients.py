@@ -67,6 +67,7 @@ SHAPES = (64, 128), (128, 96), (64, 96)
 
 
 @pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8"])
+@pytest.mark.slow_except("current")
 def test_a_native_backward_pass_reads_float32_scales(name, stand_in):
     recipe = recipes.get(name)
     found = gradients(recipe, "ab,bc->ac")

@@ -6,12 +6,13 @@ The layouts that CUDA demands of the float8 matmul are checked without a GPU.
 import functools
 
 import keras
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras.backend import standardize_dtype
 
-from keras_policy_ext import backends, kernels
+from keras_policy_ext import backends, kernels, recipes
 from keras_policy_ext.numerics.observations import VALID_MARK
 
 if keras.backend.backend() != "torch":
@@ -27,6 +28,7 @@ from fake_gpus import fake_cuda
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.torch.scaled_mm import ScaledMM, _padded
 from keras_policy_ext.contractions.bound_plan import settled
+from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import DelayedScaling
 from products import forward_product, shapes_of, three_products, whole
@@ -202,3 +204,22 @@ def test_scales_are_chosen_only_while_an_operand_was_not_seen():
     assert unseen() is None
     known = source.history_scales(state)
     assert settled(known).scales is known.scales
+
+
+def test_scales_that_are_parts_of_a_tensor_are_aligned(monkeypatch):
+    """CuBLASLt refuses a scale at an address that 16 does not divide."""
+    addresses = []
+
+    def multiplied(a, scale_a, kind, b, scale_b, *rest, **options):
+        addresses.extend((scale_a.data_ptr(), scale_b.data_ptr()))
+        return right(a, scale_a, kind, b, scale_b, *rest, **options)
+
+    right = F.scaled_mm
+    monkeypatch.setattr(F, "scaled_mm", multiplied)
+    scales = torch.tensor([2.0, 0.5, 4.0])
+    values = torch.ones(1, 16, 16).to(torch.float8_e4m3fn)
+    whole = recipes.Quantization(format="float8_e4m3fn")
+    a, b = (Quantized(values, s.reshape(1, 1, 1), whole) for s in scales[1:])
+    product = ScaledMM().multiply(a, b, "float32", True)
+    assert [address % 16 for address in addresses] == [0, 0]
+    np.testing.assert_array_equal(product, np.full((1, 16, 16), 32.0))

@@ -92,6 +92,7 @@ def matrices(form, **operands):
 @pytest.mark.full
 @settings(max_examples=60)
 @given(equations())
+@pytest.mark.slow_except()
 def test_three_products_of_matrices_are_the_einsum_and_its_gradients(case):
     equation, (x, w, g) = case[0], operands(*case)
     form = form_of(equation)

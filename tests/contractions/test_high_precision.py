@@ -83,6 +83,7 @@ def exact():
     mostly(RECIPES, RECIPES[2], RECIPES[5]),
     ids=lambda recipe: recipe.name,
 )
+@pytest.mark.slow_except("rowwise")
 def test_only_the_named_matmul_changes(recipe):
     before = products(recipe)
     for named in MATMULS:

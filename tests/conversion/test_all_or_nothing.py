@@ -190,6 +190,7 @@ def weights(tmp_path_factory):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_what_is_interrupted_leaves_a_stock_model_as_it_was():
     victim, twin = trained(), trained()
     changes = {
@@ -204,6 +205,7 @@ def test_what_is_interrupted_leaves_a_stock_model_as_it_was():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_loading_that_is_interrupted_leaves_a_stock_model_as_it_was(weights):
     victim = trained()
     kpe.convert(victim, POLICY)

@@ -134,7 +134,7 @@ def products(monkeypatch):
     return found
 
 
-@pytest.mark.slow_except("block-fused", "mxfp8-matmuls")
+@pytest.mark.slow_except("mxfp8-matmuls")
 @pytest.mark.full_except("rowwise-einsums")
 @pytest.mark.parametrize("how", RECOGNISED)
 @pytest.mark.parametrize("recipe", ["rowwise", "block", "mxfp8"])
@@ -205,6 +205,7 @@ def test_dropout_of_weights_is_followed_in_training(how, products):
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["matmuls", "fused"])
+@pytest.mark.slow_except("fused")
 def test_it_is_saved_trained_on_and_reverted(how, tmp_path, products):
     model = model_of(how)
     kpe.convert(model, attention="float8")

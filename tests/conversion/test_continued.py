@@ -65,6 +65,7 @@ def values(optimizer):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow_except("averaging", "scaling")
 def test_conversion_and_back_leave_no_trace_in_training(name):
     plain, converted = trained(OPTIMIZERS[name]), trained(OPTIMIZERS[name])
     optimizer = converted.optimizer
@@ -85,6 +86,7 @@ def test_conversion_and_back_leave_no_trace_in_training(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow_except("averaging", "scaling")
 def test_a_converted_model_goes_on_with_its_slots(name):
     """As with an optimizer that was made for it and got the same numbers."""
     model, other = trained(OPTIMIZERS[name]), trained(OPTIMIZERS[name])

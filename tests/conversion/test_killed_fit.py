@@ -128,6 +128,7 @@ def assert_same_run(model, losses, reference):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_fit_goes_on_from_its_last_checkpoint(killed, reference):
     folder, epoch = killed
     model, seen = last_whole(folder)

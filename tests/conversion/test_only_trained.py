@@ -252,6 +252,7 @@ def test_a_model_without_a_call_says_how_it_is_calibrated():
     [pytest.param({}, marks=SLOW), {"gradient_accumulation_steps": 2}],
     ids=str,
 )
+@pytest.mark.slow_except()
 def test_load_model_brings_back_all_parts_and_all_optimizers(tmp_path, options):
     model = gan(**options)
     model.one_step()

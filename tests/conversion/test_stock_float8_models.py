@@ -120,6 +120,7 @@ def assert_taken_over(stock_model, model):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["model.keras", "model", "packed.keras"])
+@pytest.mark.slow_except("model")
 def test_a_stock_model_comes_back_in_this_float8(name, stock, tmp_path):
     theirs, folder = stock
     model = kpe.load_model(folder / name)

@@ -114,6 +114,13 @@ _NOT_ON_TORCH = {
         for name in FEATURES
     ],
 )
+@pytest.mark.slow_except(
+    "eager-delayed",
+    "several steps in one-delayed",
+    "global_clipnorm-delayed",
+    "clipnorm-delayed",
+    "clipvalue-delayed",
+)
 def test_a_converted_model_learns_with(feature, recipe):
     options = dict(FEATURES[feature])
     optimizer = adam(**options.pop("optimizer", {}))

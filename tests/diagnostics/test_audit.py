@@ -63,7 +63,7 @@ def test_each_operand_with_a_scale_of_the_tensor_is_named(recipe):
         assert 1e-3 < leak.effect < 0.5
 
 
-@pytest.mark.slow_except("block-gqa")
+@pytest.mark.slow_except()
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["mha", "gqa"])
 @pytest.mark.parametrize("recipe", APART)
@@ -86,6 +86,7 @@ def test_nothing_is_named_in_bfloat16(recipe):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_models_of_tokens_are_examined_by_other_tokens():
     tokens = keras.Input((6,), dtype="int32")
     x = layers.Embedding(11, 8)(tokens)

@@ -126,6 +126,7 @@ def test_the_same_seed_brings_the_same_decisions(recipe):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_a_finer_recipe_comes_first_and_states_begin_anew_after_it():
     model = mlp()
     pilot = kpe.autopilot(

@@ -41,6 +41,7 @@ def rows(watch, layer, operand):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_saturation_under_the_scale_of_earlier_steps_is_seen():
     """In the step in which the inputs grow, and not in the one after it."""
     model = mlp(kpe.recipes.DelayedScaling(amax_history_length=1))
@@ -67,6 +68,7 @@ def test_saturation_under_the_scale_of_earlier_steps_is_seen():
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.slow_except("delayed")
 def test_training_goes_on_as_without_it(recipe):
     twins = [mlp(recipe), mlp(recipe)]
     twins[1].set_weights(twins[0].get_weights())

@@ -69,6 +69,7 @@ def test_a_step_does_not_look_at_the_steps_before(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_a_nan_is_replayed_bit_for_bit_and_its_origin_named(tmp_path):
     """A NaN in the fifth batch, and a model that was saved after step 2."""
     path, data = tmp_path / "crash.zip", batches()

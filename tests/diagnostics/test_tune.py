@@ -119,6 +119,7 @@ def test_a_layer_that_loses_more_has_a_higher_score():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_the_loss_is_measured_with_the_same_dropout():
     model = one(layers.Dropout(0.5))
     tuned = kpe.tune(model, (X, Y), {"loss": 0.0}, "mxfp8")

@@ -170,6 +170,7 @@ def test_operands_are_those_of_the_step(is_converted):
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_converted", [False, True], ids=["plain", "float8"])
+@pytest.mark.slow_except("float8")
 def test_nothing_of_the_model_changes(is_converted):
     twins = [mlp(), mlp()]
     twins[1].set_weights(twins[0].get_weights())
@@ -329,6 +330,7 @@ def recurrent():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_each_step_of_a_recurrent_layer_counts():
     report = kpe.what_if(recurrent(), normal(2, 5, 6), "current")
     assert report.unexamined == {}
@@ -361,6 +363,7 @@ def test_rematerialized_layers_count_once():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_the_table_fits_and_the_dict_is_json():
     deep = keras.Sequential(
         [keras.Input((6,)), *(dense(6, name=f"dense_{n}") for n in range(9))]

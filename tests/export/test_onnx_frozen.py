@@ -104,6 +104,14 @@ def sums_of_magnitudes(model, x):
 @pytest.mark.parametrize(
     "name", mostly(CASES, "dense", "einsum that turns", "conv 2d")
 )
+@pytest.mark.slow_except(
+    "dense-block-None",
+    "conv 2d-block-None",
+    "dense-channel-dynamic",
+    "einsum that turns-block-dynamic",
+    "conv 2d-channel-dynamic",
+    "conv 2d-block-static",
+)
 def test_file_predicts_what_the_frozen_model_does(
     name, granularity, activations, tmp_path
 ):
@@ -151,6 +159,7 @@ def test_frozen_embeddings_are_looked_up_exactly(granularity, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("activations", [None, "dynamic"])
+@pytest.mark.slow_except()
 def test_deep_models_differ_by_flipped_roundings_only(activations, tmp_path):
     x = keras.Input((8, 8, 3))
     y = layers.Conv2D(8, 3, activation="relu", padding="same")(x)

@@ -210,6 +210,23 @@ OF_CHANNELS_LAST = ("max 2d first", "transposed 2d first")
 
 @pytest.mark.full_except("all average 2d", "all average 3d", "all max 2d")
 @pytest.mark.parametrize("name", mostly(ONE_INPUT, *OF_FRAMEWORKS))
+@pytest.mark.slow_except(
+    "max 2d first",
+    "transposed 2d longer",
+    "max 3d",
+    "layer plain",
+    "max 2d",
+    "average 2d",
+    "up 1d",
+    "unit",
+    "transposed 1d apart",
+    "average 1d",
+    "average 2d uneven",
+    "transposed 2d same",
+    "transposed 2d first",
+    "transposed 1d",
+    "average 2d same",
+)
 def test_layer_of_one_input(name, tmp_path):
     make, shape = ONE_INPUT[name]
     if BACKEND == "torch" and "uneven" in name:

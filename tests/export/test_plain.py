@@ -149,6 +149,7 @@ def test_what_was_not_frozen_stays_in_floats(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_no_state_optimizer_or_adapter_is_in_the_file(tmp_path):
     live = model()
     kpe.convert(live)

@@ -90,6 +90,7 @@ def test_a_layer_that_makes_layers_is_copied(tmp_path, way):
 @pytest.mark.full
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("way", [*WAYS, "kpe.load_model"])
+@pytest.mark.slow_except("deepcopy")
 def test_frozen_in_part_and_converted_in_part(tmp_path, way):
     model = subclassed()
     kpe.freeze(model, include="block")

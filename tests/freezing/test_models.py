@@ -42,6 +42,7 @@ def test_models_in_models_are_frozen_too():
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.slow_except("mixed")
 def test_models_of_every_sort_are_frozen_and_thawed(kind):
     model, _ = BUILDERS[kind]()
     model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=JIT)
@@ -65,7 +66,7 @@ def test_models_of_every_sort_are_frozen_and_thawed(kind):
     model.train_on_batch(x, y)
 
 
-@pytest.mark.slow_except("blocks")
+@pytest.mark.slow_except()
 @pytest.mark.full
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_converted_models_are_frozen(kind):

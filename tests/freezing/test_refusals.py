@@ -216,6 +216,7 @@ def test_revert_leaves_frozen_layers_and_says_so():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_revert_leaves_the_layers_around_frozen_cells_and_projections():
     inputs = keras.Input((3, 4))
     x = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)

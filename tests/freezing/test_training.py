@@ -74,6 +74,7 @@ def test_gradients_are_those_of_the_thawed_model():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_only_the_rest_trains():
     model = compiled(tower())
     kpe.freeze(model)
@@ -130,6 +131,7 @@ def test_no_float_form_of_a_kernel_is_left():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_trainable_stays_off_for_codes():
     model = compiled(tower())
     kpe.freeze(model)
@@ -146,6 +148,7 @@ def test_trainable_stays_off_for_codes():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_the_optimizer_of_a_trained_model_lets_its_slots_go():
     model = compiled(tower())
     x, y = normal(16, 6, 4), normal(16, 3)
@@ -261,6 +264,7 @@ def test_averages_of_weights_start_at_thawed_kernels():
 
 
 @pytest.mark.full
+@pytest.mark.slow_except()
 def test_an_optimizer_with_loss_scaling_goes_on_over_a_frozen_base():
     keras.config.set_dtype_policy("mixed_float16")
     model = tower()

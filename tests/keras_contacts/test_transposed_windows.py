@@ -24,6 +24,7 @@ CASES = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.slow_except("valid")
 def test_float8_keeps_the_outputs_that_keras_keeps(padding):
     """Of numbers that float8 holds exactly."""
     rng = np.random.default_rng(0)

@@ -162,6 +162,7 @@ def test_on_a_cpu_a_gelu_in_16_bits_keeps_its_inputs(on_a_cpu, dtype, name):
     reason="what is rounded for a CPU needs one, and no other device",
 )
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.slow_except("mixed_bfloat16")
 def test_on_a_cpu_no_bit_of_a_compiled_step_changes(monkeypatch, policy):
     dtypes = set()
 

@@ -249,6 +249,7 @@ def projections(layer):
         ("gqa", "mixed_bfloat16", "4", None),
     ],
 )
+@pytest.mark.slow_except("mha-mixed_float16-current-float8")
 def test_a_layer_that_is_used_twice_learns(kind, source, recipe, attention):
     layer = LAYERS[kind](policy(source, recipe), attention=attention)
     inputs = keras.Input((5, 8), dtype="float32")

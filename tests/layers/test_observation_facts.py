@@ -77,6 +77,7 @@ class Cell(keras.layers.Layer):
 
 @pytest.mark.full
 @pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.slow_except("False")
 def test_a_recurrent_cell_is_stable_for_many_steps(unroll):
     cell = Cell(8, dtype=policy())
     model = keras.Sequential(

@@ -127,6 +127,7 @@ LOOPS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.slow_except("backwards")
 def test_a_layer_computes_what_its_cell_does_step_by_step(kind):
     name, options = LOOPS[kind]
     layer = made(name, float8(), **options)

@@ -152,6 +152,24 @@ WRITTEN = ["keras", "weights", "get_weights", "json"]
         for k in ("rules", "subclassed")
     ],
 )
+@pytest.mark.slow_except(
+    "a_config-rules",
+    "json-user_layer",
+    "get_weights-rules",
+    "weights_of_a_keras_file-rules",
+    "shards-rules",
+    "a_config-subclassed",
+    "json-rules",
+    "get_weights-user_layer",
+    "json-subclassed",
+    "weights_of_a_keras_file-subclassed",
+    "a_folder-rules",
+    "json-convolutional",
+    "get_weights-sequential",
+    "get_weights-convolutional",
+    "get_weights-subclassed",
+    "pickle-subclassed",
+)
 def test_a_model_comes_back_as_it_was(route, kind, tmp_path):
     model = observed(kind)
     assert_same(model, ROUTES[route](model, tmp_path))

@@ -156,6 +156,7 @@ def apply(optimizer, gradients, model):
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", mostly(["delayed", "current"], "delayed"))
+@pytest.mark.slow_except()
 def test_a_critic_with_a_penalty_trains_as_in_float32(recipe):
     policy = kpe.Float8DTypePolicy("float32", recipe=recipe)
     found, _ = gan(policy)

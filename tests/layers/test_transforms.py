@@ -77,11 +77,7 @@ def same(found, expected):
 
 
 @pytest.mark.slow_except(
-    "dense-high precision",
-    "einsum-current",
-    "convolution-block",
-    "recurrent-delayed",
-    "recurrent-block",
+    "dense-high precision", "convolution-block", "einsum-current"
 )
 @pytest.mark.full_except("relu-delayed")
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -385,6 +381,14 @@ def test_tensorflow_still_loses_custom_gradients_in_vectorized_loops():
 @pytest.mark.skipif(BACKEND != "jax", reason=f"jax.vmap; not {BACKEND}")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["relu", "einsum", "convolution"])
+@pytest.mark.slow_except(
+    "einsum-high precision",
+    "einsum-current",
+    "convolution-block",
+    "convolution-current",
+    "convolution-high precision",
+    "convolution-delayed",
+)
 def test_gradients_that_jax_maps_are_those_of_calls(kind, recipe):
     layer, xs = made(kind, recipe)
     weights = [v.value for v in layer.trainable_variables]

@@ -34,6 +34,12 @@ SLOTS = {
 
 @pytest.mark.full_except("recurrent.keras", "tensorflow_2_3.h5")
 @pytest.mark.parametrize("name", WITHOUT_CODE)
+@pytest.mark.slow_except(
+    "sequential_bfloat16.keras",
+    "nested.keras",
+    "functional_float16.h5",
+    "sequential_float16.keras",
+)
 def test_predictions_are_those_of_tf_keras(name):
     model = loaded(name)
     if any(stops_masks(layer) for layer in model.layers):
@@ -130,6 +136,7 @@ def test_iterations_and_slots_are_restored_to_the_bit(name):
         "tensorflow_2_3.h5",
     ],
 )
+@pytest.mark.slow_except("tensorflow_2_3.h5")
 def test_next_update_is_that_of_tf_keras(name):
     model = load(name)
     variables = model.trainable_variables

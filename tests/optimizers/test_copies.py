@@ -80,6 +80,7 @@ def test_a_copy_of_an_optimizer_is_not_built_as_in_keras(copied):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
 )
+@pytest.mark.slow_except("<lambda>")
 def test_a_copy_of_a_model_has_state_of_its_own(copied):
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(30)])
     model.compile(adam(), "mse")

@@ -77,6 +77,7 @@ def floats_in(path):
 @pytest.mark.full_except("channel-None")
 @pytest.mark.parametrize("activations", [None, "dynamic", "static"])
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+@pytest.mark.slow_except("tensor-None", "tensor-dynamic", "tensor-static")
 def test_a_model_comes_back_whole(tmp_path, granularity, activations):
     model = trained(granularity=granularity, activations=activations)
     path = tmp_path / "model.keras"
@@ -98,6 +99,7 @@ def test_a_model_comes_back_whole(tmp_path, granularity, activations):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.slow_except("subclassed")
 def test_models_of_every_sort_come_back(tmp_path, kind):
     model, _ = BUILDERS[kind]()
     kpe.freeze(model, granularity="tensor")

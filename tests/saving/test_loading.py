@@ -320,6 +320,7 @@ def live():
 
 @pytest.mark.full_except("another architecture")
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.slow_except("a newer format", "an unknown mode of attention")
 def test_a_wrong_file_is_refused_and_the_live_model_unchanged(
     wrong, saved, live, tmp_path
 ):

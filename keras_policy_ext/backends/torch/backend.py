@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from keras_policy_ext import _user_code
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
@@ -519,23 +522,39 @@ class TorchBackend(Backend):
     def quantize_blocks(
         self, rows: Tensor, kind: str, form: str, key: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        if not self._is_plain(rows):
-            return None
-        return moments.quantized(rows, kind, form, key)
+        kernels = self._kernels_of_moments(rows)
+        return kernels and kernels.quantized(rows, kind, form, key)
 
     @override
     def dequantize_blocks(
         self, codes: Tensor, scale: Tensor, kind: str, form: str
     ) -> Tensor | None:
-        if not self._is_plain(codes):
+        kernels = self._kernels_of_moments(codes)
+        return kernels and kernels.numbers(codes, scale, kind, form)
+
+    @override
+    def moment_key(self, step: Tensor, number: int) -> Tensor | None:
+        kernels = self._kernels_of_moments(step)
+        if kernels is None or kernels is moments:
             return None
-        return moments.numbers(codes, scale, kind, form)
+        return kernels.moment_key(step, number)
+
+    def _kernels_of_moments(self, x: Tensor) -> Any:
+        """Return the module that quantizes the moments of a tensor, or None."""
+        if self._is_plain(x):
+            return moments
+        if x.device.type != "cuda" or not self._is_eager(x):
+            return None
+        return _triton_moments()
 
     def _is_plain(self, x: Tensor) -> bool:
         """Return True if a tensor is in memory and nothing is recorded."""
+        return self.on_cpu(x) and self._is_eager(x)
+
+    def _is_eager(self, x: Tensor) -> bool:
         if torch.compiler.is_compiling() or are_transforms_active():
             return False
-        return is_real(x) and self.on_cpu(x) and x.is_contiguous()
+        return is_real(x) and x.is_contiguous()
 
     @override
     def sqrt(self, x: Tensor) -> Tensor:
@@ -572,6 +591,32 @@ BACKEND = TorchBackend()
 
 # This module may be loaded while a step is being compiled.
 @torch.compiler.disable
+@functools.cache
+def _triton_moments() -> Any:
+    """Return the module of Triton's kernels for moments, or None.
+
+    It is tried once per process. Without it, moments are quantized by some
+    sixty small kernels, with the same bits.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from keras_policy_ext.backends.torch import triton_moments
+
+        triton_moments.check("cuda")
+    # A compiler may raise anything on a device that nobody has tried.
+    except Exception as error:
+        warnings.warn(
+            "Triton's kernels for one-byte moments do not work here, so that "
+            "a step of the optimizer takes longer. Its numbers are the same. "
+            f"Received: {type(error).__name__}: {error}",
+            UserWarning,
+            stacklevel=_user_code.stacklevel(),
+        )
+        return None
+    return triton_moments
+
+
 def _tables() -> dict[str, Tensor]:
     """Return, by format name, a table of the values of all 256 codes."""
     return {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}

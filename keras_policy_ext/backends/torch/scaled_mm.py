@@ -385,15 +385,25 @@ def _scaled_mm(
     product = F.scaled_mm(
         _contiguous(a),
         _contiguous(b.t()).t(),
-        scale_a,
+        _aligned(scale_a),
         kind,
-        scale_b,
+        _aligned(scale_b),
         kind,
         bias=bias,
         output_dtype=dtype,
         use_fast_accum=fast and a.device.type == "cuda",
     )
     return product.narrow(0, 0, rows).narrow(1, 0, columns)
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Return a scale at an address that 16 divides.
+
+    cuBLASLt refuses others in some sizes: a scale that is a part of a tensor
+    (torch 2.11 on an H200).
+    """
+    offset = scale.storage_offset() * scale.element_size()
+    return scale.clone() if offset % 16 else scale
 
 
 def _contiguous(x: Tensor) -> Tensor:
