@@ -219,6 +219,20 @@ def test_steps_that_the_host_bounds_gain_where_bfloat16_takes_longer(
     assert told == (size is not None)
 
 
+@pytest.mark.parametrize(
+    ("step", "size"), [(7.0, 8192), (9.0, 16384), (8.0, 12288)]
+)
+def test_steps_with_longer_casts_gain_where_matmuls_are_larger(step, size):
+    """Matmuls of 8192 take 4 ms, or 2 in float8; all else 3, or `step - 2`."""
+    times = {(8192, "bfloat16"): 7.0, (8192, "float8 delayed"): step}
+    found = result("NVIDIA H200", times)
+    found["rows"].append(matmul("bfloat16", 4 / 3, 1.0))
+    found["rows"].append(matmul("float8", 2 / 3, 2.0))
+    row = break_even.measured(found)
+    assert row["size"] == size
+    assert "grows with its cube" in row["origin"]
+
+
 def test_what_is_measured_comes_before_what_is_estimated(tmp_path):
     path = tmp_path / "counts.json"
     path.write_text(json.dumps([PLAIN, FLOAT8]))

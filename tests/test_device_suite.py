@@ -281,8 +281,10 @@ def test_the_program_writes_both_files_and_its_status(
     checks = two_checks()[:count]
     run = gpu_suite.run
 
-    def of_these(**kwargs):
-        return run(checks, with_benchmarks=False, **kwargs)
+    def of_these(asked, minutes, with_benchmarks):
+        assert tuple(asked) == device_checks.ALL
+        assert with_benchmarks
+        return run(checks, minutes, with_benchmarks=False)
 
     monkeypatch.setattr(gpu_suite, "run", of_these)
     arguments = ["gpu_suite.py", "--on-cpu", "--out", str(tmp_path / "new")]
@@ -291,3 +293,16 @@ def test_the_program_writes_both_files_and_its_status(
     written = sorted(path.name for path in (tmp_path / "new").iterdir())
     stem = f"gpu_{measuring.BACKEND}"
     assert written == [f"{stem}.json", f"{stem}.md"]
+
+
+@pytest.mark.any_backend
+def test_single_checks_run_alone_and_without_benchmarks(monkeypatch, tmp_path):
+    arguments = ["gpu_suite.py", "--on-cpu", "--out", str(tmp_path)]
+    arguments += ["--only", "native_kernel", "auto_filter"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert gpu_suite.main() == 0
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text("utf-8"))
+    names = [each["check"] for each in found["checks"]]
+    assert names == ["native_kernel", "auto_filter"]
+    assert found["benchmarks"] == []

@@ -74,15 +74,18 @@ second quantization takes little time compared with the matmuls.
 
 The [tables](#nvidia-h200) have what was measured on one H200. With PyTorch, a
 float8 matmul of 8192³ has 1.91 times the speed of one in bfloat16, and one of
-4096³ has 1.30 times. But an eager step of one Dense layer in float8 has 0.3 to
-0.4 times the speed of one in bfloat16, at 1024³ and at 4096³ alike: the host
-takes 4 to 6 ms to start the kernels of a float8 step, and 2 ms for bfloat16.
-Keras's own float8 takes as long. torchao's float8 has 0.6 times the speed, and
-1.3 times if it is compiled. With JAX, a forward and backward pass of a Dense
-layer under `rowwise` has 0.72 times the speed of bfloat16 at 4096³ and 1.25
-times at 8192³. The other recipes were not timed with JAX. Keras's own float8
-has 0.91 times the speed at 4096³, and 1.10 times if XLA may not use Triton for
-matmuls.
+4096³ has 1.30 times. An eager step of one Dense layer in float8 has 0.3 to 0.4
+times the speed of one in bfloat16, at 1024³ and at 4096³ alike: the host takes
+5 to 7 ms to start the kernels of a float8 step, and 2 ms for bfloat16. At 8192³
+the GPU takes longer than the host: 0.90 times the speed under `delayed`, 0.97
+under `current`, 0.57 with Keras's own float8, 0.66 with torchao's, all eager.
+At 4096³ torchao's float8 has 0.6 times the speed, and 1.5 times if it is
+compiled. This package's is slower compiled than eager with PyTorch 2.11, whose
+compiler breaks its layers into pieces. With JAX, a forward and backward pass of
+a Dense layer under `rowwise` has 0.72 times the speed of bfloat16 at 4096³ and
+1.25 times at 8192³. The other recipes were not timed with JAX. Keras's own
+float8 has 0.91 times the speed at 4096³, and 1.10 times if XLA may not use
+Triton for matmuls.
 
 ## Estimated time on a GPU
 

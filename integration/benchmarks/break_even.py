@@ -85,9 +85,11 @@ def _recipes(rows):
 def _beyond(rows):
     """The size from which on steps would gain that gained in no size; or None.
 
-    Where matmuls alone gain, and steps do not, the host bounds the steps.
-    Its time is the same for any size. From this size on the three matmuls of
-    a step in bfloat16 take longer than it.
+    Where matmuls alone gain, and steps do not, something else takes longer. If
+    the matmuls are larger than any layer that was measured, the host bounds
+    the steps. Its time is the same for any size. From this size on the three
+    matmuls of a step in bfloat16 take longer than it. Otherwise it is casts,
+    whose time grows with the square of the size, that of matmuls with its cube.
 
     Returns:
         The size, and the words that say so.
@@ -97,13 +99,22 @@ def _beyond(rows):
     by_name = {r["variant"]: r for r in matmuls if r["size"] == largest}
     steps = _steps(rows)
     tried = max(steps)
-    if by_name.get("float8", {}).get("kernel") != "native" or largest <= tried:
+    if by_name.get("float8", {}).get("kernel") != "native" or largest < tried:
         return None, ""
     speedup = by_name["float8"]["speedup_over_bfloat16"]
     host = max(ms for name, ms in steps[tried].items() if name in OURS)
     plain = 3 * by_name["bfloat16"]["median_ms"]
     if speedup <= 1:
         return None, ""
+    if largest == tried:
+        narrow = 3 * by_name["float8"]["median_ms"]
+        rest = host - narrow - (steps[tried]["bfloat16"] - plain)
+        size = 64 * math.ceil(largest * rest / (plain - narrow) / 64)
+        return max(size, largest), (
+            f"; matmuls of {largest}³ alone at {speedup:.2f}. The size is "
+            "computed: the time of matmuls grows with its cube, that of all "
+            "else with its square"
+        )
     size = 64 * math.ceil(largest * (host / plain) ** (1 / 3) / 64)
     return max(size, largest), (
         f", since the host takes {host:.1f} ms for a float8 step; matmuls of "
