@@ -27,7 +27,7 @@ OTHERS = ["other_layers", "memory_of_a_step"]
 @pytest.mark.parametrize("name", mostly([*CHEAP, *OTHERS], *CHEAP))
 @pytest.mark.filterwarnings("ignore:None of the multiplications")
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`")
-@pytest.mark.slow_except("fused_casts", "auto_filter", "casts")
+@pytest.mark.slow_except("native_kernel", "casts", "save_and_load")
 def test_a_promise_holds_on_this_device(name):
     found = gpu_suite.outcome(getattr(device_checks, name))
     assert found["verdict"] in ("holds", "nothing to see"), found["seen"]

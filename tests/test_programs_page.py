@@ -53,7 +53,7 @@ SECTIONS = sections()
 
 @pytest.mark.full
 @pytest.mark.parametrize("title", SECTIONS)
-@pytest.mark.slow_except("A torch loop")
+@pytest.mark.slow_except("A VAE")
 def test_the_program_of_a_section_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keras.utils.set_random_seed(0)
