@@ -5,6 +5,7 @@ in its wheel, with it.
 """
 
 import keras
+import numpy as np
 from keras.src import testing
 
 import keras_policy_ext as kpe
@@ -52,6 +53,11 @@ def assert_closer(case, found, wanted, atol=0.0, rtol=0.0, **options):
 
 keras.optimizers.Optimizer.build = build_quantized
 testing.TestCase.assertAllClose = assert_closer
+
+
+def pytest_runtest_setup(item):
+    """Give a test the same random numbers in each run."""
+    np.random.seed(0)
 
 
 def pytest_collection_modifyitems(config, items):

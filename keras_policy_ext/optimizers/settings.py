@@ -12,9 +12,8 @@ import keras
 from keras_policy_ext.reference.moments import BLOCKS, KINDS
 
 #: What the slots of Keras's optimizers hold. A second moment is an average of
-#: squares or magnitudes. All other slots stay as they are: sums that weights
-#: are made of (`linear` of Ftrl), running maxima, averages of weights, and
-#: accumulated gradients.
+#: squares or magnitudes. All other slots stay as they are: running maxima,
+#: averages of weights, and accumulated gradients.
 SLOTS = {
     "momentum": "first",
     "velocity": "second",
@@ -29,6 +28,9 @@ OTHERS = ("gradient_accumulator", "average")
 
 #: The slots of classes for which they are something else.
 OF_CLASS: dict[str, dict[str, str]] = {
+    # Its weights are a quotient of `linear` and the root of `accumulator`, so
+    # that an error of a rounding is in the weights, and not in a step.
+    "Ftrl": {"accumulator": "float32"},
     # The point that is trained.
     "ScheduleFreeAdamW": {"momentum": "float32"},
 }

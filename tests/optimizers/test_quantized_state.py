@@ -185,6 +185,17 @@ MAKE = {
 }
 
 
+#: All of Keras's optimizers whose state is quantized.
+MAKE_BY_RATE = {
+    name: cls
+    for name, cls in vars(OPTIMIZERS).items()
+    if isinstance(cls, type)
+    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    and name not in ("OptimizerMap", "Ftrl", "SGD")
+}
+MAKE_BY_RATE["SGD"] = lambda rate: OPTIMIZERS.SGD(rate, momentum=0.9)
+
+
 @pytest.mark.full_except("Adam")
 @pytest.mark.parametrize("name", mostly(MAKE, "Adam", "accumulation", "scaler"))
 def test_optimizers_learn_as_in_float32(name):
@@ -206,6 +217,25 @@ def test_what_is_no_moment_stays_as_it_is():
     assert all(n.endswith(("_momentum", "_velocity")) for n in names)
     centered = OPTIMIZERS.RMSprop(momentum=0.9, centered=True)
     assert len(slots_of(built(quantize_state(centered))[0])) == 1
+
+
+@pytest.mark.parametrize("name", MAKE_BY_RATE)
+def test_a_rounding_of_moments_changes_steps_and_not_weights(name):
+    """At a rate of almost 0 weights stay where they are."""
+    optimizer = quantize_state(MAKE_BY_RATE[name](1e-6))
+    optimizer, variable = built(optimizer)
+    before = numpy(variable)
+    for _ in range(3):
+        apply(optimizer, variable, normal(*SHAPE))
+    assert slots_of(optimizer)
+    np.testing.assert_allclose(numpy(variable), before, atol=1e-4)
+
+
+def test_ftrl_is_refused_as_its_weights_are_made_of_its_slots():
+    optimizer = OPTIMIZERS.Ftrl()
+    with refused(ValueError, "'ftrl'", "Ftrl with", "Keep it as it is."):
+        quantize_state(optimizer)
+    assert type(optimizer) is OPTIMIZERS.Ftrl
 
 
 def test_small_and_excluded_weights_keep_float32():
