@@ -176,7 +176,7 @@ def random_numbers_are_seeded():
 
 
 def resident_bytes():
-    """The memory that this process holds now; infinite where Linux is not."""
+    """Resident memory of this process in bytes; infinity without /proc."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -286,16 +286,18 @@ def _check(optimizer: Any, settings: Settings) -> None:
     ]
     if not slots:
         names = [v.name for v in optimizer_variables.own_variables(stock)]
-        other = (
-            ""
-            if settings.for_optimizer(optimizer).slots
-            else ", or say by `slots` what its slots hold, such as "
-            "slots={'momentum': 'first'}"
-        )
+        # Of some of Keras's classes it is known that no slot may be rounded.
+        kept = dataclasses.replace(settings, slots=()).for_optimizer(optimizer)
+        advice = "Keep it as it is"
+        if not kept.slots:
+            advice += (
+                ", or say by `slots` what its slots hold, such as "
+                "slots={'momentum': 'first'}"
+            )
         raise ValueError(
             f"{optimizer.name!r} has no moments that are known. Received: "
             f"{cls.__name__} with {', '.join(names)}. Allowed: an optimizer "
-            f"with moments. Keep it as it is{other}."
+            f"with moments. {advice}."
         )
     named = public_class(optimizer) or cls
     if getattr(keras.optimizers, named.__name__, None) is not named:

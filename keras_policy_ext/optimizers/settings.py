@@ -28,8 +28,8 @@ OTHERS = ("gradient_accumulator", "average")
 
 #: The slots of classes for which they are something else.
 OF_CLASS: dict[str, dict[str, str]] = {
-    # Its weights are a quotient of `linear` and the root of `accumulator`, so
-    # that an error of a rounding is in the weights, and not in a step.
+    # Ftrl divides `linear` by the root of `accumulator` to compute a weight.
+    # Rounding `accumulator` would change the weight, and not only a step.
     "Ftrl": {"accumulator": "float32"},
     # The point that is trained.
     "ScheduleFreeAdamW": {"momentum": "float32"},

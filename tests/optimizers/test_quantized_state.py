@@ -185,7 +185,8 @@ MAKE = {
 }
 
 
-#: All of Keras's optimizers whose state is quantized.
+#: Functions from a learning rate to one of Keras's optimizers, for all whose
+#: state can be quantized. Without momentum, SGD has none.
 MAKE_BY_RATE = {
     name: cls
     for name, cls in vars(OPTIMIZERS).items()
@@ -220,8 +221,8 @@ def test_what_is_no_moment_stays_as_it_is():
 
 
 @pytest.mark.parametrize("name", MAKE_BY_RATE)
-def test_a_rounding_of_moments_changes_steps_and_not_weights(name):
-    """At a rate of almost 0 weights are those of float32."""
+def test_rounding_moments_changes_steps_only(name):
+    """At a learning rate of almost 0, weights are as with float32 state."""
     made = [MAKE_BY_RATE[name](1e-6) for _ in range(2)]
     quantized, stock = built(quantize_state(made[0])), built(made[1])
     assert slots_of(quantized[0])
@@ -234,11 +235,16 @@ def test_a_rounding_of_moments_changes_steps_and_not_weights(name):
     )
 
 
-def test_ftrl_is_refused_as_its_weights_are_made_of_its_slots():
+def test_ftrl_is_refused_as_it_computes_weights_from_its_slots():
     optimizer = OPTIMIZERS.Ftrl()
-    with refused(ValueError, "'ftrl'", "Ftrl with", "Keep it as it is."):
+    with refused(ValueError, "no moments", "Ftrl with", "Keep it as it is."):
         quantize_state(optimizer)
     assert type(optimizer) is OPTIMIZERS.Ftrl
+
+
+def test_where_no_slot_is_known_the_error_names_the_argument_for_it():
+    with refused(ValueError, "no moments", "SGD with", "say by `slots`"):
+        quantize_state(OPTIMIZERS.SGD(), slots={"speed": "first"})
 
 
 def test_small_and_excluded_weights_keep_float32():
