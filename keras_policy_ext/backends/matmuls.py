@@ -232,10 +232,6 @@ class Engine:
         encode: Takes float32 values of a format and its name; returns their
             codes.
         decode: Takes codes and the name of a format; returns the values.
-        casts_before_amax: Whether a compiler fuses the cast and the amax of a
-            tensor if its scale does not depend on the amax.
-        requantizes_kernels: Whether kernels are quantized again in the
-            backward pass, and their codes not saved: see `RequantizedKernel`.
         states: Kernels for the state arithmetic, the best first. The source's
             own arithmetic in `keras.ops` is the fallback.
     """
@@ -252,8 +248,6 @@ class Engine:
     training_cast: Cast | None = None
     encode: Callable[[Tensor, str], Tensor] = casting.encode
     decode: Callable[[Tensor, str], Tensor] = casting.decode
-    casts_before_amax: Callable[[], bool] = lambda: False
-    requantizes_kernels: Callable[[], bool] = lambda: False
     states: tuple[StateKernels, ...] = ()
 
     @property

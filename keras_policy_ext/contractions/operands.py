@@ -12,7 +12,11 @@ from keras import ops
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends import emulated
-from keras_policy_ext.backends.both_layouts import QuantizedForBoth, read_both
+from keras_policy_ext.backends.both_layouts import (
+    QuantizedForBoth,
+    Wanted,
+    read_both,
+)
 from keras_policy_ext.backends.matmuls import Choice, Engine
 from keras_policy_ext.contractions.kinds import Contraction
 from keras_policy_ext.numerics import quantized, scaling
@@ -134,15 +138,6 @@ class Operands:
 def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
     """Return a contraction's `Operands` under a recipe, from a cache."""
     return Operands(contraction, recipe)
-
-
-def storing(cast: Any) -> Any:
-    """Wrap a cast so that compilers store the result; see `Backend.stored`."""
-
-    def casting(*how: Any) -> Any:
-        return backends.current.stored(cast(*how))
-
-    return casting
 
 
 def amax_of(operand: str) -> Any:
@@ -377,14 +372,26 @@ class BoundOperand:
             use.is_stochastic for use in (self.first, self.second)
         )
         self._cast = _cast_of(plan, engine, self.first, self.second)
-        self._casts_before_amax = _casts_before_amax(plan, self, engine)
+
+    def sums_columns_of(self, like: Tensor) -> bool:
+        """Return True if `quantize` can sum the columns of its matrix.
+
+        Args:
+            like: A tensor on the device of the operand.
+        """
+        return False
 
     def amax(self, x: Tensor) -> Tensor:
         """Compute the amax of an operand, a scalar or one per history."""
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(
-        self, x: Tensor, known: StateReading | None, observe: bool
+        self,
+        x: Tensor,
+        known: StateReading | None,
+        observe: bool,
+        once: bool = False,
+        sums: bool = False,
     ) -> QuantizedForBoth:
         """Quantize an operand for the two matmuls that read it.
 
@@ -392,12 +399,12 @@ class BoundOperand:
             x: The operand.
             known: The reading of the state; None for a recipe without state.
             observe: Whether the amax is needed for the state.
+            once: Whether only the first matmul runs.
+            sums: Whether to sum the columns if the cast can.
         """
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
-        if observe and self._casts_before_amax:
-            cast, in_branch = storing(cast), True
-        elif self.operand == "kernel":
+        if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
         wanted = observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
@@ -429,6 +436,7 @@ class OperandInBothLayouts(BoundOperand):
         self._rule: Any = plan.source.rule
         is_kernel = operand == "kernel"
         self._dtype = plan.kernel_dtype if is_kernel else plan.inputs_dtype
+        self._lies_across = plan.contraction.lies_across(operand)
         for use in (self.first, self.second):
             use.is_in_both_layouts = self.is_in_both_layouts
 
@@ -438,13 +446,22 @@ class OperandInBothLayouts(BoundOperand):
             return operand
         return super().matrix(operand)
 
+    def sums_columns_of(self, like: Tensor) -> bool:
+        """Return True if the cast can sum the columns of the matrix."""
+        return self._both.sums_columns and self.is_in_both_layouts(like)
+
     def is_in_both_layouts(self, values: Tensor) -> bool:
         """Return True if one cast writes this operand in both layouts."""
         how = values, self._dtype, self._quantization.format
         return self._both.supports(*how) is None
 
     def quantize(
-        self, x: Tensor, known: StateReading | None, observe: bool
+        self,
+        x: Tensor,
+        known: StateReading | None,
+        observe: bool,
+        once: bool = False,
+        sums: bool = False,
     ) -> QuantizedForBoth:
         """Quantize an operand by one cast in both layouts, if it can."""
         if not self.is_in_both_layouts(x):
@@ -453,7 +470,8 @@ class OperandInBothLayouts(BoundOperand):
         home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
         history: Any = known
-        how = self._quantization, self._rule, history, observe
+        wanted = Wanted(observe, self._lies_across, once, sums)
+        how = self._quantization, self._rule, history, wanted
         return read_both(self._both, matrix, self.operand, *how)
 
 
@@ -485,23 +503,3 @@ def _cast_of(
     if first.native or second.native:
         return engine.narrow_cast
     return engine.cast_in_training if plan.training else engine.cast
-
-
-def _casts_before_amax(
-    plan: Any, operand: BoundOperand, engine: Engine
-) -> bool:
-    """Return True if one kernel should cast an operand and find its amax.
-
-    XLA does not fuse an amax into a kernel that transposes. Storing codes and
-    transposing them moves 5 bytes per bfloat16 element. The amax and a cast in
-    both layouts move 6. On Blackwell, which reads one layout, it is 3 bytes
-    instead of 5 (JAX 0.10).
-    """
-    return (
-        plan.cast_before_amax
-        and operand.operand == "outputs_grad"
-        and operand.is_shared
-        and operand.first.native
-        and operand.second.native
-        and engine.casts_before_amax()
-    )

@@ -223,7 +223,7 @@ def _shared_backward(
         leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
     ) -> Gradients:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
-        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+        inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
             residuals, outputs_grad, state
         )
         return [inputs_grad, kernel_grad, *state_grad]
