@@ -105,6 +105,7 @@ for name, (layer, shapes, _) in LAYERS.items():
 COMPILE = """
 import json, pathlib, sys
 import jax
+from keras_policy_ext.backends import devices
 
 H200 = gpus.GPUS["H200"]
 KEYS = (
@@ -137,7 +138,8 @@ for name, (layer, shapes, contractions) in LAYERS.items():
     for framework in ("jax", "tensorflow"):
         with gpus.make_ir_context():
             if framework == "jax":
-                module = traced_by_jax(layer, shapes)
+                with devices.pretend("h200"):
+                    module = traced_by_jax(layer, shapes)
             else:
                 module = traced_by_tensorflow(name)
             program = H200.compiled(module)

@@ -317,9 +317,7 @@ class BoundPlan:
         state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
         bias_shape: tuple[int, ...] | None = None,
-    ) -> tuple[
-        Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None
-    ]:
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
         """Compute the gradients of inputs, kernel, state and bias.
 
         Args:
@@ -360,9 +358,7 @@ class BoundPlan:
             bias_grad = ops.reshape(bias_grad, bias_shape)
         return inputs_grad, kernel_grad, state_grad, bias_grad
 
-    def takes_bias(
-        self, bias: Tensor, inputs: Tensor, kernel: Tensor
-    ) -> bool:
+    def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
         """Return True if the cast for `backward` sums a bias's gradient."""
         contraction = self.plan.contraction
         shapes = shape_of(inputs), shape_of(kernel)

@@ -22,6 +22,7 @@ from keras_policy_ext.backends.emulated import (
     have_vector,
     may_write_bfloat16,
     scaled,
+    scales_in_product,
     unscaled,
 )
 from keras_policy_ext.backends.jax.pallas_casts import PallasCasts
@@ -309,12 +310,14 @@ class Float8Dot(NativeMatmul):
             wide = (each.values.astype(jnp.float32) for each in (a, b))
             return scaled(_product(*wide, precision), a, b, dtype)
         how = _CUBLAS[fast]
-        if a.scale.size == b.scale.size == 1 and dtype != "float16":
+        if scales_in_product(a, b, dtype):
             # Infinity times a sum of 0 would be NaN.
-            scale = jnp.minimum(a.scale.ravel() * b.scale.ravel(), LARGEST)
+            scale = a.scale.reshape(()) * b.scale.reshape(())
+            # XLA passes to cuBLASLt what is cast here, and not the result. It
+            # would not if it could move a reshape behind the cast.
+            scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
             product = _product(a.values, b.values, how, dtype)
-            # XLA passes the float32 scale to cuBLASLt, not the rounded one.
-            return product * scale[0].astype(dtype)
+            return product * scale.astype(dtype)
         written = jnp.float32
         if may_write_bfloat16(a, b, dtype):
             written = jnp.bfloat16

@@ -228,8 +228,10 @@ def _cast_kernel(
 ) -> None:
     """Quantize a tile; write what is asked for."""
     inside = _inside(sizes)
-    x = x_ref[...] if inside is None else triton.load(
-        x_ref, mask=inside, other=0.0
+    x = (
+        x_ref[...]
+        if inside is None
+        else triton.load(x_ref, mask=inside, other=0.0)
     )
     x = x.astype(jnp.float32)
     codes = _codes(x, scale_ref[0], how)
@@ -368,7 +370,9 @@ def _amax_by_pallas(
     return _largest(bits)
 
 
-def _amax_kernel(size: int, wanted_ref: Any, x_ref: Any, found_ref: Any) -> None:
+def _amax_kernel(
+    size: int, wanted_ref: Any, x_ref: Any, found_ref: Any
+) -> None:
     """Write the amax of a part if it is wanted; return at once if not."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)
     # Pallas's interpreter knows no programs inside of a branch.

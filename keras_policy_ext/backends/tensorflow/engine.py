@@ -29,6 +29,7 @@ from keras_policy_ext.backends.matmuls import (
     Request,
 )
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
+from keras_policy_ext.backends.tensorflow.gradients import behind_barrier
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 
@@ -271,7 +272,9 @@ def _by_cublas(
         scale = tf.reshape(a.scale, ()) * tf.reshape(b.scale, ())
         # Infinity times a sum of 0 would be NaN.
         scale = tf.minimum(scale, LARGEST)
-        # XLA passes the float32 scale to cuBLASLt, not the rounded one.
+        # XLA passes to cuBLASLt what is cast here, and not the result. It
+        # would not if it could move a reshape behind the cast.
+        (scale,) = behind_barrier(scale)
         return _float8_product(a, b, dtype, fast) * tf.cast(scale, dtype)
     sums = tf.cast(_float8_product(a, b, written, fast), tf.float32)
     return scaled(sums, a, b, dtype)
