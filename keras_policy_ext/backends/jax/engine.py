@@ -316,8 +316,10 @@ class Float8Dot(NativeMatmul):
             # XLA passes to cuBLASLt what is cast here, and not the result. It
             # would not if it could move a reshape behind the cast.
             scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
-            product = _product(a.values, b.values, how, dtype)
-            return product * scale.astype(dtype)
+            # XLA multiplies by what is rounded too if it merges two products
+            # that share an operand.
+            operands = lax.optimization_barrier((a.values, b.values))
+            return _product(*operands, how, dtype) * scale.astype(dtype)
         written = jnp.float32
         if may_write_bfloat16(a, b, dtype):
             written = jnp.bfloat16

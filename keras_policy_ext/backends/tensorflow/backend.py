@@ -30,7 +30,6 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     sizes_of,
 )
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
-from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 
 
