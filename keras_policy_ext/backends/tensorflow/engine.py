@@ -289,7 +289,7 @@ def _float8_product(
         for each, name in zip((a, b), formats, strict=True)
     )
     (product,) = xla.call_module(
-        [x, y],
+        behind_barrier(x, y),
         version=9,
         module=_module(*formats, written, fast),
         Tout=[tf.as_dtype(written)],
