@@ -22,6 +22,7 @@ from keras_policy_ext.backends.emulated import (
     have_vector,
     may_write_bfloat16,
     scaled,
+    scales_in_product,
     unscaled,
 )
 from keras_policy_ext.backends.jax.pallas_casts import PallasCasts
@@ -309,30 +310,22 @@ class Float8Dot(NativeMatmul):
             wide = (each.values.astype(jnp.float32) for each in (a, b))
             return scaled(_product(*wide, precision), a, b, dtype)
         how = _CUBLAS[fast]
-        if not a.scale.size == b.scale.size == 1:
-            written = jnp.float32
-            if may_write_bfloat16(a, b, dtype):
-                written = jnp.bfloat16
-            sums = _product(a.values, b.values, how, written)
-            return scaled(sums.astype(jnp.float32), a, b, dtype)
-        # Infinity times a sum of 0 would be NaN.
-        scale = jnp.minimum(a.scale.ravel() * b.scale.ravel(), LARGEST)[0]
-        # XLA would merge products that share an operand, and scale the parts.
-        x, y = lax.optimization_barrier((a.values, b.values))
-        # XLA splits a sum whose result is small, and scales what it adds up.
-        small = x.shape[0] * x.shape[1] * y.shape[1] < _LARGE
-        written = "float32" if small or dtype == "float16" else dtype
-        # cuBLASLt gets the float32 scale from XLA, not the rounded one.
-        product = _product(x, y, how, written) * scale.astype(written)
-        return product.astype(dtype)
+        if scales_in_product(a, b, dtype):
+            # Infinity times a sum of 0 would be NaN.
+            scale = a.scale.reshape(()) * b.scale.reshape(())
+            # XLA passes to cuBLASLt what is cast here, and not the result. It
+            # would not if it could move a reshape behind the cast.
+            scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
+            # XLA multiplies by what is rounded too if it merges two products
+            # that share an operand.
+            operands = lax.optimization_barrier((a.values, b.values))
+            return _product(*operands, how, dtype) * scale.astype(dtype)
+        written = jnp.float32
+        if may_write_bfloat16(a, b, dtype):
+            written = jnp.bfloat16
+        sums = _product(a.values, b.values, how, written)
+        return scaled(sums.astype(jnp.float32), a, b, dtype)
 
-
-_LARGE = 1 << 22
-"""The number of results from which XLA does not split the sums of a matmul.
-
-Two tiles of 212 by 212 for each of 132 multiprocessors are 5.9 million; a
-matmul in two parts is chosen for less than half of them (XLA of 2026).
-"""
 
 _CUBLAS = {
     True: lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
