@@ -8,6 +8,7 @@ turn with the process of bfloat16: only one of them computes at a time.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -19,6 +20,7 @@ import warnings
 
 import measuring
 import numpy as np
+import xla_programs
 
 BASELINE = measuring.BASELINE
 WAYS = (BASELINE, "float8 delayed", "float8 rowwise", "stock float8")
@@ -100,7 +102,8 @@ def rows(asked, say, left):
                     for name in took:
                         took[name].append(processes[name].ask("round"))
                 every += took[BASELINE]
-                yield _row(case, way, asked, took, process.ask("end"), first)
+                end = process.end(asked.kernels and left() > 0)
+                yield _row(case, way, asked, took, first[way] | end)
             except failures as error:
                 # The ways that follow say something without this one.
                 say(f"FAILED {case}, {way}: {type(error).__name__} {error}")
@@ -110,10 +113,11 @@ def rows(asked, say, left):
         if BASELINE in first:
             every = every or [plain.ask("round") for _ in range(ROUNDS)]
             took = {BASELINE: every}
-            yield _row(case, BASELINE, asked, took, plain.ask("end"), first)
+            end = plain.end(asked.kernels and left() > 0)
+            yield _row(case, BASELINE, asked, took, first[BASELINE] | end)
 
 
-def _row(case, way, asked, took, end, first):
+def _row(case, way, asked, took, said):
     """The row of a way.
 
     Args:
@@ -121,8 +125,7 @@ def _row(case, way, asked, took, end, first):
         way: To compute.
         asked: The parsed command line.
         took: Seconds of a step in each round, by way.
-        end: What its process said at the end.
-        first: What each process said of its first step, by way.
+        said: What its process said at the beginning and the end.
     """
     tokens = asked.fit_batch * asked.fit_length
     median = np.median(took[way])
@@ -131,8 +134,7 @@ def _row(case, way, asked, took, end, first):
         "variant": way,
         **measuring.spread(took, way),
         "tokens_per_s": round(tokens / median),
-        **first[way],
-        **end,
+        **said,
     }
 
 
@@ -142,7 +144,10 @@ class _Process:
     def __init__(self, way, asked):
         sizes = (f"--fit-{n}={getattr(asked, f'fit_{n}')}" for n in SIZES)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--way", way, *sizes],
+            [
+                *(sys.executable, __file__, "--way", way, *sizes),
+                f"--kernels={asked.kernels}",
+            ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -179,6 +184,10 @@ class _Process:
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(answer["error"])
         return answer
+
+    def end(self, traced):
+        """What it says of memory, and of kernels if they are to be traced."""
+        return self.ask("end") | (self.ask("trace") if traced else {})
 
     def stop(self):
         """End the process, and give its memory back."""
@@ -286,6 +295,12 @@ class _Training:
         """Seconds of a step of a round."""
         return self.fit(self.asked.fit_steps)
 
+    def trace(self):
+        """The kernels of a step; see `xla_programs.kernels`."""
+        steps, top = self.asked.fit_steps, self.asked.kernels
+        run = functools.partial(self.fit, steps)
+        return xla_programs.kernels(run, repeats=1, top=top, steps=steps) or {}
+
     def end(self):
         """What the device says of memory, and how often it was compiled."""
         stats = self.device.memory_stats() or {}
@@ -303,11 +318,12 @@ class _Training:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--way", choices=WAYS, required=True)
+    parser.add_argument("--kernels", type=int, required=True)
     add_arguments(parser, small=False)
     training = _Training(parser.parse_args())
     commands = {
         name: getattr(training, name)
-        for name in ("make", "first", "round", "end")
+        for name in ("make", "first", "round", "end", "trace")
     }
     for line in sys.stdin:
         try:

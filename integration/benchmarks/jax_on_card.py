@@ -325,14 +325,7 @@ class Run:
         if self.compiles > before:
             self.say(f"{self.compiles - before} compilations while timing")
         for variant, one in programs.items():
-            row = self.row(case, variant, one, took)
-            self.add("rows", row)
-            self.say(_line(row))
-            for each in row.get("kernels", ()):
-                self.say(
-                    f"    {each['us']:8.1f} µs ×{each['times']:<4g}"
-                    f"{each['name'][:80]}"
-                )
+            self.tell(self.row(case, variant, one, took))
 
     def row(self, case, variant, one, took):
         """The row of a variant."""
@@ -357,8 +350,15 @@ class Run:
     def fit(self):
         """Rows of `fit` of a Llama of KerasHub; see `fit_on_card.py`."""
         for row in fit_on_card.rows(self.asked, self.say, self.left):
-            self.add("rows", row)
-            self.say(_line(row))
+            self.tell(row)
+
+    def tell(self, row):
+        """Add a row, and print it with its kernels."""
+        self.add("rows", row)
+        self.say(_line(row))
+        for each in row.get("kernels", ()):
+            took = f"{each['us']:8.1f} µs ×{each['times']:<4g}"
+            print("       ", took, each["name"][:80], flush=True)
 
 
 def _line(row):

@@ -39,16 +39,17 @@ def calls(text):
     }
 
 
-def kernels(function, repeats=3, top=8):
+def kernels(function, repeats=3, top=8, steps=1):
     """Trace some calls by JAX's profiler, and add up the times of kernels.
 
     Args:
-        function: Starts the calls of one step and returns its results.
+        function: Takes steps and returns their results.
         repeats: How many calls are traced.
         top: How many kernels are named, those that take longest.
+        steps: How many steps a call takes.
 
     Returns:
-        A dict of one call: `kernels_us`, microseconds of all its kernels and
+        A dict of one step: `kernels_us`, microseconds of all its kernels and
         copies; `kernel_count`; and `kernels`, a list of dicts with `name`,
         `times` and `us`. None if the trace has no GPU.
     """
@@ -69,6 +70,7 @@ def kernels(function, repeats=3, top=8):
         found = _events(jax.profiler.ProfileData.from_file(str(path)))
     if not found:
         return None
+    repeats *= steps
     longest = sorted(found.items(), key=lambda item: -item[1][1])
     times, nanoseconds = map(sum, zip(*found.values(), strict=True))
     return {

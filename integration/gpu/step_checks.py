@@ -34,8 +34,8 @@ FORMATS = ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("outputs", "inputs_grad", "kernel_grad")
 LARGEST = [formats.get(name).max for name in FORMATS]
 OTHER_CODES = 1e-5
-"""Part of the codes that may be the next ones: XLA divides on a GPU with an
-error of up to 2 ulp, which takes some one in a million there."""
+"""Part of the codes that may be others: XLA divides on a GPU with an error of
+up to 2 ulp, which takes some one in a million there."""
 FAST_SUM, SUM = 2.0**-13, 2.0**-20
 """Errors of a sum, as parts of the sum of the magnitudes: of the forward pass,
 which adds with some 14 bits on Hopper (arXiv 2412.19437, section 3.5.2), and
@@ -122,12 +122,14 @@ def operands(shape, seed=0, sizes=(1.0, 1.0, 1.0)):
     return bfloat16(found[0]), found[1], bfloat16(found[2])
 
 
-def scales_of(*tensors):
+def scales_of(recipe, operands):
     """The scales that the operands have by their own amaxes."""
-    pairs = zip(tensors, FORMATS, strict=True)
-    return [
-        reference.scale_from_amax(reference.amax(x), name) for x, name in pairs
-    ]
+    scale_of = {
+        "delayed": reference.scale_of_multiplier,
+        "current": reference.scale_from_amax,
+    }[recipe]
+    pairs = zip(operands, FORMATS, strict=True)
+    return [np.float32(scale_of(reference.amax(x), name)) for x, name in pairs]
 
 
 # Codes
@@ -140,50 +142,67 @@ def codes_of_both_layouts():
     multiples of the codes of the others: rounded to bfloat16, which tells one
     code from the next.
     """
-    found = {}
+    found, compared = {}, 0
     for step, recipe, shape in steps():
         if shape == OBLONG:
             continue
         random = operands(shape)
-        for number, alone in enumerate(OPERANDS):
+        for alone, operand in enumerate(OPERANDS):
             given = [*random]
-            given[number] = np.float32(0.375) * np.eye(
-                shape[0], dtype="float32"
-            )
-            scales = scales_of(*given)
+            given[alone] = np.float32(0.375) * np.eye(shape[0], dtype="float32")
+            scales = scales_of(recipe, given)
             y, x_grad, w_grad, _ = step(*given)
-            pairs = {
-                0: ((1, y), (2, w_grad)),
-                1: ((0, y), (2, x_grad)),
-                2: ((0, w_grad.T), (1, x_grad.T)),
-            }[number]
-            for read, result in pairs:
-                unit = LARGEST[number] * float(scales[number])
+            for read, result in (
+                ((1, y), (2, w_grad)),
+                ((0, y), (2, x_grad)),
+                ((0, w_grad.T), (1, x_grad.T)),
+            )[alone]:
+                unit = LARGEST[alone] * float(scales[alone])
                 wide = result / (unit * float(scales[read]))
                 codes = reference.cast(wide.astype("float32"), FORMATS[read])
-                expected = reference.quantize(
-                    given[read], scales[read], FORMATS[read]
+                key = f"{recipe} {shape[0]}², {OPERANDS[read]} beside {operand}"
+                count, words = _codes_apart(
+                    codes, given[read], scales[read], FORMATS[read]
                 )
-                key = f"{recipe} {shape[0]}², {OPERANDS[read]} beside {alone}"
-                found[key] = _different(codes, expected, key)
-    return {"different codes": sum(found.values()), **_not_zero(found)}
+                compared += codes.size
+                if words:
+                    found[key] = words
+                require(
+                    count <= OTHER_CODES * codes.size,
+                    f"{key}: {words}; {found}",
+                )
+    return {"compared": compared, **(found or {"different": 0})}
 
 
-def _different(codes, expected, what):
-    """How many codes are the next ones; none may be another."""
-    places = np.unique(expected.astype("float32"))
-    a, b = (each.astype("float32") for each in (codes, expected))
-    apart = np.abs(np.searchsorted(places, a) - np.searchsorted(places, b))
-    count = int((a != b).sum())
-    require(
-        count <= OTHER_CODES * a.size and apart.max(initial=0) <= 1,
-        f"{what}: {count} of {a.size} codes differ, by up to {apart.max()}.",
-    )
-    return count
+def _codes_apart(codes, x, scale, name):
+    """How many codes are not the reference's, and words that tell why.
 
-
-def _not_zero(found):
-    return {key: value for key, value in found.items() if value}
+    A device may find a scale that is some ulp from the reference's, which
+    takes numbers in the middle of two codes to the other one.
+    """
+    codes, counts = codes.astype("float32"), {}
+    for ulps in (0, 1, -1, 2, -2):
+        near = scale
+        for _ in range(abs(ulps)):
+            near = np.nextafter(near, np.float32(np.inf * ulps))
+        expected = reference.quantize(x, near, name).astype("float32")
+        counts[ulps] = int((codes != expected).sum())
+    ulps = min(counts, key=counts.get)
+    words = ""
+    if counts[0]:
+        words = (
+            f"{counts[0]} of {codes.size} codes differ, and {counts[ulps]} if "
+            f"its scale is {ulps} ulp from the reference's"
+        )
+    if counts[ulps]:
+        with np.errstate(all="ignore"):
+            product = x * (np.float32(1) / scale)
+        other = reference.cast(product, name).astype("float32")
+        words += (
+            f"; {int((codes != other).sum())} if it multiplies by the "
+            "reciprocal of the scale"
+        )
+    return counts[ulps], words
 
 
 # Rounding
@@ -198,10 +217,7 @@ def exact_sums_are_rounded_once():
     found = {}
     for step, recipe, shape in steps():
         codes = integer_codes(shape)
-        scales = [np.float32(s) for s in (0.01317, 0.000713, 0.3331)]
-        given = [c * s for c, s in zip(codes, scales, strict=True)]
-        given[0], given[2] = bfloat16(given[0]), bfloat16(given[2])
-        scales = scales_of(*given)
+        given, scales = operands_of(codes, recipe)
         results = step(*given)[:3]
         for name, result, pair in zip(
             RESULTS, results, products(codes, scales), strict=True
@@ -233,19 +249,15 @@ def products(operands, scales):
 
 
 def random_sums_are_rounded_once():
-    """Results of random operands are those of sums that are rounded once.
+    """Results of random codes are those of sums that are rounded once.
 
     Tells how many are the next number of bfloat16, as a sum in another order
     would have it, and what else would explain more of them.
     """
     found = {}
     for step, recipe, shape in steps():
-        given = operands(shape, seed=2)
-        scales = scales_of(*given)
-        codes = [
-            reference.quantize(*each).astype("float32")
-            for each in zip(given, scales, FORMATS, strict=True)
-        ]
+        codes = random_codes(shape)
+        given, scales = operands_of(codes, recipe)
         results = step(*given)[:3]
         magnitudes = products([abs(each) for each in codes], scales)
         for name, result, pair, (size, _) in zip(
@@ -253,12 +265,34 @@ def random_sums_are_rounded_once():
         ):
             key = f"{recipe} {'×'.join(map(str, shape))}, {name}"
             allowed = (FAST_SUM if name == "outputs" else SUM) * size
-            # A code that is the next one changes what it is multiplied with.
-            found[key] = _rounding(key, result, *pair, allowed, OTHER_CODES)
+            found[key] = _rounding(key, result, *pair, allowed)
     return found
 
 
-def _rounding(key, result, exact, scale, allowed, unexplained=0.0):
+def random_codes(shape):
+    """Operands of random codes, among them the largest of each format."""
+    found = []
+    for number, x in enumerate(operands(shape, seed=2)):
+        scale = reference.scale_from_amax(reference.amax(x), FORMATS[number])
+        codes = reference.quantize(x, scale, FORMATS[number]).astype("float32")
+        codes[0, 0] = LARGEST[number]
+        found.append(codes)
+    return found
+
+
+def operands_of(codes, recipe):
+    """Operands that have these codes whatever the last bits of their scales.
+
+    Returns:
+        The operands, and their scales, which are no powers of two.
+    """
+    scales = 0.01317, 0.000713, 0.3331
+    x, w, g = (c * np.float32(s) for c, s in zip(codes, scales, strict=True))
+    given = bfloat16(x), w, bfloat16(g)
+    return given, scales_of(recipe, given)
+
+
+def _rounding(key, result, exact, scale, allowed):
     """How results differ from sums that are scaled and rounded once.
 
     Args:
@@ -267,7 +301,6 @@ def _rounding(key, result, exact, scale, allowed, unexplained=0.0):
         exact: The sums in float64.
         scale: Of all of them, in float32.
         allowed: By how much a sum may be another.
-        unexplained: The part that may be further apart than that explains.
 
     Returns:
         Words that tell it.
@@ -299,10 +332,7 @@ def _rounding(key, result, exact, scale, allowed, unexplained=0.0):
     better = min(explained, key=explained.get)
     if explained[better] < different:
         words += f"; {better} would leave {explained[better]}"
-    require(
-        wrong <= unexplained * result.size and explained[better] >= different,
-        f"{key}: {words}",
-    )
+    require(not wrong and explained[better] >= different, f"{key}: {words}")
     return words
 
 
@@ -326,7 +356,9 @@ def bias_gradients():
         error = np.linalg.norm(bias_grad - exact) / np.linalg.norm(exact)
         key = f"{recipe} {'×'.join(map(str, shape))}"
         found[key] = measuring.rounded(float(error), 2)
-        require(error < 2.0**-8, f"{key}: its error is {error:.2g}.")
+        # JAX rounds each sum of two rows on a CPU.
+        allowed = 2.0**-8 * (1 if measuring.on_gpu() else shape[0] ** 0.5)
+        require(error < allowed, f"{key}: its error is {error:.2g}.")
     return found
 
 
@@ -441,7 +473,7 @@ def skipped_steps():
         for what in ("NaN in inputs", "inf in inputs", "inf in gradients"):
             bad, target = x.copy(), y.astype("float32")
             if "gradients" in what:
-                target[0, 0] = 3e38
+                target[0, 0] = np.inf
             else:
                 bad[3, 5] = np.nan if "NaN" in what else np.inf
             before = [numpy(v) for v in model.trainable_variables]
