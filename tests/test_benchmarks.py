@@ -9,6 +9,7 @@ import charts
 import counts
 import estimates
 import pytest
+import xla_programs
 
 pytestmark = pytest.mark.any_backend
 
@@ -66,6 +67,65 @@ def test_the_page_is_that_of_the_committed_results():
     assert found == benchmark_page.page(), (
         "run python integration/benchmarks/benchmark_page.py"
     )
+
+
+def test_the_readme_has_the_table_of_the_committed_results():
+    assert benchmark_page.README.read_text("utf-8") == benchmark_page.readme()
+
+
+def on_card(folder):
+    """A file as `jax_on_card.py` writes it."""
+    first = {"case": "KerasHub Llama in fit", "variant": "float8 delayed"}
+    first |= {"median_us": 80.0, "against_bfloat16": [1.25, 1.2, 1.3]}
+    first |= {"tokens_per_s": 12500, "peak_mib": 8192, "first_step_s": 20.5}
+    plain = first | {"variant": "bfloat16", "against_bfloat16": [1.0] * 3}
+    plain |= {"tokens_per_s": 10000, "peak_mib": 10240}
+    step = {"case": "Dense 8³", "variant": "bfloat16", "median_us": 650.0}
+    step |= {"kernels_us": 640.0, "float8_matmuls": 0}
+    wrong = {"case": "Dense 4³", "error": "no memory"}
+    where = {"backend": "jax", "device": "NVIDIA H100", "date": "2026-12-01"}
+    where["versions"] = {"jax": "0.11.2"}
+    rows = [first, plain, step, wrong]
+    found = {"benchmark": "jax_on_card", "environment": where, "rows": rows}
+    path = folder / "jax_on_card_h100.json"
+    path.write_text(json.dumps(found), "utf-8")
+
+
+def test_what_was_measured_on_a_gpu_comes_first(tmp_path):
+    on_card(tmp_path)
+    page = benchmark_page.page(tmp_path, tmp_path / "counts.json")
+    measured = page.index("## Measured on an NVIDIA H100")
+    assert measured < page.index("## Memory of a step")
+    plain, float8 = (
+        "| KerasHub Llama | bfloat16 | 80 µs | 10,000 | 1.00 (1.00–1.00) "
+        "| 10,240 | 20.5 |",
+        "|  | float8 delayed | 80 µs | 12,500 | 1.25 (1.20–1.30) "
+        "| 8,192 | 20.5 |",
+    )
+    assert f"{plain}\n{float8}" in page
+    assert "| Dense 8³ | bfloat16 | 650 µs |  | 640 µs |  | 0 |" in page
+    assert "Dense 4³" not in page
+    readme = benchmark_page.readme(tmp_path)
+    assert "10,000 | **12,500**, 1.25 times the speed |" in readme
+    assert "| 10.0 GiB | **8.0 GiB**, 0.80 of it |" in readme
+
+
+def test_calls_are_counted_in_the_text_of_a_program():
+    target = 'custom_call_target="__cublas$lt$matmul$f8"'
+    text = f"""
+      %a = (bf16[8,8]{{1,0}}, s8[32]{{0}}) custom-call(%x, %y), {target}
+      %b = f32[8,8]{{1,0}} custom-call(%x, %y), {target}
+      %c = bf16[8]{{0}} custom-call(%b), custom_call_target="other"
+      %d = f32[8] fusion(%c), backend_config={{"kind":"__triton_nested_gemm"}}
+      %e = f32[8] conditional(%p, %d, %d), branch_computations={{%f, %g}}
+    """
+    assert xla_programs.calls(text) == {
+        "float8_matmuls": 2,
+        "float8_results": {"bf16": 1, "f32": 1},
+        "triton_gemms": 1,
+        "conditionals": 1,
+        "custom_calls": {"other": 1},
+    }
 
 
 def test_the_table_of_sizes_is_that_of_the_committed_results():

@@ -1,10 +1,11 @@
-"""Writes docs/benchmarks.md and its charts from the committed results.
+"""Writes docs/benchmarks.md, its charts, and a table of README.md.
 
     python integration/benchmarks/benchmark_page.py [--check]
 
-Every figure of the page comes from a JSON file in `results/`, and those of
-what bounds a step from `bounds.py`, which is held to them. `--check`
-writes nothing, and fails where the page is another.
+Every figure comes from a JSON file in `results/`, and those of what bounds a
+step from `bounds.py`, which is held to them. What `jax_on_card.py` measured,
+if there is a file of it, comes first on the page, and is the table of the
+readme. `--check` writes nothing, and fails where a text is another.
 """
 
 import collections
@@ -13,6 +14,7 @@ import pathlib
 import textwrap
 
 import bounds
+import cards
 import charts
 import estimates
 from generated import write_or_check
@@ -20,6 +22,7 @@ from generated import write_or_check
 RESULTS = pathlib.Path(__file__).parent / "results"
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
 TABLE = ROOT / "keras_policy_ext" / "conversion" / "break_even.json"
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
@@ -167,7 +170,8 @@ def read(folder=RESULTS):
     found = collections.defaultdict(list)
     for path in sorted(folder.glob("*_*.json")):
         result = json.loads(path.read_text("utf-8"))
-        found[result["environment"]["device"]].append(result)
+        if result["benchmark"] != cards.BENCHMARK:
+            found[result["environment"]["device"]].append(result)
     return dict(found)
 
 
@@ -175,8 +179,11 @@ def page(folder=RESULTS, counts=estimates.COUNTS, sizes=TABLE):
     """The text of the page."""
     results = read(folder)
     break_even = json.loads(sizes.read_text("utf-8"))
+    first, rest = HEAD.split("## Memory of a step", 1)
     parts = [
-        HEAD,
+        first.rstrip() + "\n",
+        *cards.section(folder, table, duration),
+        f"## Memory of a step{rest}",
         *_break_even(break_even),
         *_not_measured(results),
         APPENDIX,
@@ -366,8 +373,18 @@ def _not_measured(results):
     )
 
 
+def readme(folder=RESULTS):
+    """The text of the readme, with its table written anew."""
+    text = README.read_text("utf-8")
+    before, rest = text.split(cards.BEGIN)
+    _, after = rest.split(cards.END, 1)
+    lines = "\n".join(cards.in_readme(folder, table, duration))
+    return f"{before}{cards.BEGIN}\n{lines}{cards.END}{after}"
+
+
 def main():
     write_or_check(PAGE, page())
+    write_or_check(README, readme())
     charts.main()
 
 

@@ -98,6 +98,31 @@ def times(took, baseline=BASELINE):
     return rows
 
 
+def spread(took, name, baseline=BASELINE):
+    """What a row says of the seconds of all rounds, without quartiles.
+
+    Args:
+        took: Seconds of a call in each round, by name.
+        name: Of the row.
+        baseline: What its speed is compared with, if it was measured.
+
+    Returns:
+        A dict: `median_us`, `lowest_us`, `highest_us`, and
+        `against_<baseline>`, the median, the lowest and the highest ratio of
+        the speeds in one round.
+    """
+    functions, mine = (np.median, np.min, np.max), np.asarray(took[name])
+    kinds = ("median_us", "lowest_us", "highest_us")
+    found = {
+        kind: rounded(1e6 * function(mine))
+        for kind, function in zip(kinds, functions, strict=True)
+    }
+    if baseline in took:
+        ratios = np.asarray(took[baseline]) / mine
+        found[f"against_{baseline}"] = [rounded(f(ratios)) for f in functions]
+    return found
+
+
 def rounded(x, digits=4):
     """A number with so many digits."""
     return float(f"{x:.{digits}g}")
