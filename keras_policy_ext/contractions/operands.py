@@ -17,7 +17,8 @@ from keras_policy_ext.backends.both_layouts import (
     Wanted,
     read_both,
 )
-from keras_policy_ext.backends.matmuls import Choice, Engine
+from keras_policy_ext.backends.matmuls import ROW, Choice, Engine
+from keras_policy_ext.backends.row_casts import RowCast
 from keras_policy_ext.contractions.kinds import Contraction
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
@@ -475,6 +476,76 @@ class OperandInBothLayouts(BoundOperand):
         return read_both(self._both, matrix, self.operand, *how)
 
 
+class OperandOfRows(BoundOperand):
+    """An operand that one cast quantizes by rows for both of its matmuls."""
+
+    def __init__(
+        self, plan: Any, operand: str, engine: Engine, selections: Selections
+    ):
+        super().__init__(plan, operand, engine, selections)
+        self._row_casts: Any = engine.row_casts
+        self._uses = self.first, self.second
+        self._asked = tuple(use.quantization for use in self._uses)
+        self._by_rows = [asked for asked in self._asked if asked is not None]
+        self._lies_across = plan.contraction.lies_across(operand)
+
+    def sums_columns_of(self, like: Tensor) -> bool:
+        """Return True if the cast can sum the columns of the matrix."""
+        return not self._lies_across and self._can_cast(like)
+
+    def _can_cast(self, x: Tensor) -> bool:
+        formats = [asked.format for asked in self._by_rows]
+        return self._row_casts.supports(x, *formats) is None
+
+    def quantize(
+        self,
+        x: Tensor,
+        known: StateReading | None,
+        observe: bool,
+        once: bool = False,
+        sums: bool = False,
+    ) -> QuantizedForBoth:
+        """Quantize an operand by one cast for both matmuls, if it can."""
+        home = self._home(x, self._by_rows[0])
+        if home.shape[0] != 1 or not self._can_cast(home):
+            return super().quantize(x, known, observe)
+        first, second = self._asked
+        if once:
+            second = None
+        # The cast reads a matrix as it lies in memory.
+        if self._lies_across:
+            matrix = quantized.swapped(home)[0]
+            found = self._row_casts.cast(matrix, second, first)
+            casts = found.across, found.plain
+        else:
+            found = self._row_casts.cast(home[0], first, second, sums)
+            casts = found.plain, found.across
+        (saturated, marked), (_, other) = (
+            self._for_use(use, cast, x)
+            for use, cast in zip(self._uses, casts, strict=True)
+        )
+        return QuantizedForBoth(
+            saturated if self._in_forward else marked,
+            other,
+            None,
+            found.column_sums,
+        )
+
+    def _for_use(
+        self, use: OperandUse, cast: RowCast | None, x: Tensor
+    ) -> tuple[Quantized, Quantized]:
+        """Return what `OperandUse.quantize` returns, from a cast."""
+        if cast is None:
+            plain = ops.cast(self._home(x, None), use.inputs_dtype)
+            return (quantized.passthrough(plain),) * 2
+        scale, amax = cast.scale[None, :, None], cast.amax[None, :, None]
+        read = Quantized(cast.values[None], scale, use.quantization)
+        marked = read.with_nan_scales(amax)
+        if use.reads_transpose:
+            return read.transposed, marked.transposed
+        return read, marked
+
+
 def bind_operand(
     plan: Any, operand: str, engine: Engine, selections: Selections
 ) -> BoundOperand:
@@ -492,8 +563,46 @@ def bind_operand(
         and plan.source.rule is not None
         and all(selections[m][1].native for m in matmuls_of(operand))
     )
-    kind = OperandInBothLayouts if cast_for_both else BoundOperand
+    kind: type[BoundOperand] = BoundOperand
+    if cast_for_both:
+        kind = OperandInBothLayouts
+    elif _is_cast_by_rows(plan, operand, engine, selections):
+        kind = OperandOfRows
     return kind(plan, operand, engine, selections)
+
+
+def _is_cast_by_rows(
+    plan: Any, operand: str, engine: Engine, selections: Selections
+) -> bool:
+    """Return True if one cast may quantize an operand by rows for matmuls."""
+    of_rows = [
+        plan.operands.quantizations[operand, matmul]
+        for matmul in matmuls_of(operand)
+    ]
+    asked = [each for each in of_rows if each is not None]
+    rule = plan.source.rule
+    return (
+        engine.row_casts is not None
+        and bool(asked)
+        and all(each == _by_rows(each) for each in asked)
+        and rule is not None
+        and not rule.inverted
+        and plan.source.state_shape is None
+        and plan.gathering is None
+        and plan.contraction.reads_what_is_quantized
+        and all(
+            selections[matmul][1].native
+            for matmul, each in zip(matmuls_of(operand), of_rows, strict=True)
+            if each is not None
+        )
+    )
+
+
+def _by_rows(asked: Quantization) -> Quantization:
+    """Return the quantization with one float32 scale per row."""
+    return Quantization(
+        format=asked.format, tile=ROW, scale_rounding=asked.scale_rounding
+    )
 
 
 def _cast_of(

@@ -26,6 +26,7 @@ from keras_policy_ext.backends.emulated import (
     unscaled,
 )
 from keras_policy_ext.backends.jax.pallas_casts import PallasCasts
+from keras_policy_ext.backends.jax.rows import PallasRowCasts
 from keras_policy_ext.backends.matmuls import (
     E8M0,
     MX_BLOCK,
@@ -358,4 +359,5 @@ ENGINE = Engine(
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     both_layouts=PallasCasts(here),
+    row_casts=PallasRowCasts(here),
 )

@@ -26,6 +26,7 @@ from keras_policy_ext.backends.both_layouts import (
     ScaleHint,
     Wanted,
 )
+from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.scale_sources import ScaleRule
@@ -79,22 +80,9 @@ class PallasCasts(BothLayouts):
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
-        if format_name not in FAMILIES["ocp"]:
-            return f"Pallas's casts do not write {format_name}"
-        if dtype not in DTYPES:
-            return f"Pallas's casts do not read {dtype}"
-        sizes = tuple(like.shape)
-        if not all(isinstance(size, int) for size in sizes):
-            return "Pallas's casts need known sizes"
-        if not 0 < math.prod(sizes) < MOST:
-            return "Pallas's casts read 1 to 2^31 - 1 numbers"
         if self.interpreted:
-            return None
-        if self._device().maker != "nvidia":
-            return "Pallas's casts are for CUDA"
-        if jax.device_count() > 1:
-            return "Pallas's casts are for one device"
-        return None
+            return lacking(like, dtype, format_name)
+        return lacking(like, dtype, format_name, self._device())
 
     @override
     def quantize(
@@ -135,6 +123,35 @@ class PallasCasts(BothLayouts):
         own = amax_if(known.unseen, x, self.interpreted)
         own = scale_of(own, asked, known.rule)
         return None, jnp.where(known.unseen, own, scale)
+
+
+def lacking(
+    like: Tensor, dtype: str, format_name: str, device: Device | None = None
+) -> str | None:
+    """Return why Pallas's casts cannot quantize an operand; None if they can.
+
+    Args:
+        like: A tensor with the sizes of the operand.
+        dtype: The dtype of the operand.
+        format_name: The format to quantize to.
+        device: The device; None for Pallas's interpreter.
+    """
+    if format_name not in FAMILIES["ocp"]:
+        return f"Pallas's casts do not write {format_name}"
+    if dtype not in DTYPES:
+        return f"Pallas's casts do not read {dtype}"
+    sizes = tuple(like.shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return "Pallas's casts need known sizes"
+    if not 0 < math.prod(sizes) < MOST:
+        return "Pallas's casts read 1 to 2^31 - 1 numbers"
+    if device is None:
+        return None
+    if device.maker != "nvidia":
+        return "Pallas's casts are for CUDA"
+    if jax.device_count() > 1:
+        return "Pallas's casts are for one device"
+    return None
 
 
 def scale_of(amax: Tensor, asked: Quantization, rule: ScaleRule) -> Tensor:
@@ -233,16 +250,16 @@ def _cast_kernel(
         else triton.load(x_ref, mask=inside, other=0.0)
     )
     x = x.astype(jnp.float32)
-    codes = _codes(x, scale_ref[0], how)
+    codes = codes_of(x, scale_ref[...], how.format, how.interpreted)
     written = dict(zip(names, refs, strict=True))
-    _store(written["codes"], codes, inside)
-    written["amaxes"][...] = jnp.full((1, 1), jnp.max(_magnitude(x)))
+    store(written["codes"], codes, inside)
+    written["amaxes"][...] = jnp.full((1, 1), jnp.max(magnitude(x)))
     if how.across:
         turned = None if inside is None else inside.T
-        _store(written["across"], codes.T, turned)
+        store(written["across"], codes.T, turned)
     if how.sums:
         below = None if inside is None else _columns_inside(sizes)
-        _store(written["sums"], jnp.sum(x, axis=0, keepdims=True), below)
+        store(written["sums"], jnp.sum(x, axis=0, keepdims=True), below)
 
 
 def _inside(sizes: tuple[int, int]) -> Tensor | None:
@@ -261,14 +278,15 @@ def _columns_inside(sizes: tuple[int, int]) -> Tensor:
     return j + pl.program_id(1) * COLUMNS < sizes[1]
 
 
-def _store(ref: Any, x: Tensor, inside: Tensor | None) -> None:
+def store(ref: Any, x: Tensor, inside: Tensor | None) -> None:
+    """Store a tile, or only what is inside of the matrix."""
     if inside is None:
         ref[...] = x
     else:
         triton.store(ref, x, mask=inside)
 
 
-def _magnitude(x: Tensor) -> Tensor:
+def magnitude(x: Tensor) -> Tensor:
     """Return the bits of magnitudes: ordered like them, NaN above all."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits & np.int32(casting.MAGNITUDE_BITS)
@@ -278,17 +296,30 @@ def _largest(bits: Tensor) -> Tensor:
     return lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
 
 
-def _codes(x: Tensor, scale: Tensor, how: Cast) -> Tensor:
-    """Divide a tile by a scale, clip, and cast it to the format."""
-    limit = formats.get(how.format).max
-    quotient = x / scale if how.interpreted else _quotient(x, scale)
-    codes = jnp.clip(quotient, -limit, limit).astype(how.format)
-    if not formats.get(how.format).has_inf:
+def codes_of(
+    x: Tensor, scale: Tensor, format_name: str, interpreted: bool
+) -> Tensor:
+    """Divide a tile by a scale, clip, and cast it to a format.
+
+    Args:
+        x: Float32, a tile in a kernel.
+        scale: Float32 scalar, or of a shape that broadcasts to the tile.
+        format_name: The name of the format.
+        interpreted: Whether Pallas's interpreter runs the kernel.
+    """
+    limit = formats.get(format_name).max
+    if interpreted:
+        # XLA multiplies by the reciprocal of a divisor that it broadcasts.
+        quotient = x / jnp.where(x == x, scale, 1.0)
+    else:
+        quotient = _quotient(x, scale)
+    codes = jnp.clip(quotient, -limit, limit).astype(format_name)
+    if not formats.get(format_name).has_inf:
         return codes
     # Of the NaN of e5m2 the same one on every device.
     bits = lax.bitcast_convert_type(codes, jnp.uint8)
     bits = jnp.where(x == x, bits, jnp.uint8(0x7E))
-    return lax.bitcast_convert_type(bits, jnp.dtype(how.format))
+    return lax.bitcast_convert_type(bits, jnp.dtype(format_name))
 
 
 def _quotient(x: Tensor, scale: Tensor) -> Tensor:
@@ -299,18 +330,23 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
     the instructions of a division. Infinity, NaN and the signs of zeros are
     preserved. It divides if a correction could be subnormal.
     """
-    divisor = jnp.broadcast_to(scale, x.shape)
+
+    def spread(scale: Tensor) -> Tensor:
+        return jnp.broadcast_to(scale, x.shape)
 
     def corrected() -> Tensor:
-        reciprocal = _asm("div.rn.f32", jnp.ones_like(divisor), divisor)
+        reciprocal = spread(_asm("rcp.rn.f32", scale))
         first = x * reciprocal
-        error = _asm("fma.rn.f32", -first, divisor, x)
+        error = _asm("fma.rn.f32", -first, spread(scale), x)
         better = _asm("fma.rn.f32", error, reciprocal, first)
         within = (jnp.abs(first) < 2.0**20) & (first != 0.0)
         return jnp.where(within, better, first)
 
+    smallest = jnp.min(scale) if scale.ndim else scale
     return lax.cond(
-        scale < 2.0**-60, lambda: _asm("div.rn.f32", x, divisor), corrected
+        smallest < 2.0**-60,
+        lambda: _asm("div.rn.f32", x, spread(scale)),
+        corrected,
     )
 
 
@@ -382,5 +418,5 @@ def _amax_kernel(
         place = lax.iota(jnp.int32, PART) + start
         x = triton.load(x_ref, mask=place < size, other=0.0)
         found_ref[...] = jnp.full(
-            (1,), jnp.max(_magnitude(x.astype(jnp.float32)))
+            (1,), jnp.max(magnitude(x.astype(jnp.float32)))
         )
