@@ -79,6 +79,8 @@ class Operands:
                 asked is not None
                 and asked.keeps_axes
                 and asked.constant_scale is None
+                and asked.scale_format == "float32"
+                and asked.scale_rounding != "floor"
             )
             can = can and self.shares_quantization[operand]
             is_read = self.contraction.reads_what_is_quantized

@@ -26,7 +26,11 @@ from keras_policy_ext import backends, contractions, formats, kernels, recipes
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.both_layouts import ScaleHint, Wanted
 from keras_policy_ext.backends.jax import pallas_casts
-from keras_policy_ext.backends.jax.pallas_casts import Cast, PallasCasts
+from keras_policy_ext.backends.jax.pallas_casts import (
+    Cast,
+    PallasCasts,
+    Scale,
+)
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
@@ -79,12 +83,13 @@ def test_codes_are_those_of_numpy_in_both_layouts(size, format_name):
     cases = itertools.product(("bfloat16", "float32"), (0.37, 2.0**-126))
     for dtype, scale in [*cases, ("float16", 1e30)]:
         x = hostile(size, dtype)
-        how = Cast(format_name, True, False, interpreted=True)
-        codes, across, _, sums = pallas_casts.cast(how, x, jnp.float32(scale))
+        how = Cast(format_name, interpreted=True)
+        found = pallas_casts.cast(how, x, given(scale))
         expected = expected_codes(x, scale, format_name)
-        np.testing.assert_array_equal(bits(codes), expected)
-        np.testing.assert_array_equal(bits(across), expected.T)
-        assert sums is None
+        np.testing.assert_array_equal(bits(found.codes), expected)
+        np.testing.assert_array_equal(bits(found.across), expected.T)
+        assert found.scale == np.float32(scale)
+        assert found.sums is None
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -92,29 +97,56 @@ def test_the_amax_and_the_sums_are_those_of_the_matrix_alone(size):
     """What lies beyond its edges counts for nothing."""
     rng = np.random.default_rng(1)
     x = -rng.uniform(1.0, 2.0, size).astype("float32")
-    how = Cast(FORMATS[1], True, True, interpreted=True)
-    *_, amax, sums = pallas_casts.cast(how, jnp.asarray(x), jnp.float32(1.0))
-    assert amax == np.abs(x).max()
-    np.testing.assert_allclose(sums, x.sum(0), rtol=1e-6)
+    how = Cast(FORMATS[1], sums=True, interpreted=True)
+    found = pallas_casts.cast(how, jnp.asarray(x), given(1.0))
+    assert found.amax == np.abs(x).max()
+    np.testing.assert_allclose(found.sums, x.sum(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_an_amax_tells_of_numbers_that_are_not_finite(bad):
     x = jnp.ones((70, 70)).at[69, 69].set(bad)
-    how = Cast(FORMATS[0], True, True, interpreted=True)
-    *_, amax, sums = pallas_casts.cast(how, x, jnp.float32(1.0))
-    np.testing.assert_array_equal(amax, np.float32(bad))
-    np.testing.assert_array_equal(np.isfinite(sums), np.arange(70) < 69)
+    how = Cast(FORMATS[0], sums=True, interpreted=True)
+    found = pallas_casts.cast(how, x, given(1.0))
+    np.testing.assert_array_equal(found.amax, np.float32(bad))
+    np.testing.assert_array_equal(np.isfinite(found.sums), np.arange(70) < 69)
 
 
-@pytest.mark.parametrize("size", [1, 100, pallas_casts.PART + 1])
+LARGE = pallas_casts.PART * pallas_casts.PROGRAMS
+
+
+@pytest.mark.parametrize("size", [1, pallas_casts.PART + 1, LARGE + 1])
 def test_an_amax_is_found_only_if_it_is_wanted(size):
+    """The largest number may be the first one or the last."""
     x = jnp.linspace(-3.0, 2.0, size)
-    for wanted, expected in ((True, 3.0), (False, 0.0)):
-        flag = jnp.asarray(wanted)
-        assert pallas_casts.amax_if(flag, x, interpreted=True) == expected
-    x = x.at[-1].set(jnp.nan)
-    assert jnp.isnan(pallas_casts.amax_if(jnp.asarray(True), x, True))
+    for wanted, expected in ((1, 3.0), (0, 0.0)):
+        flag = jnp.asarray([wanted], "int32")
+        for numbers in (x, x[::-1]):
+            found = pallas_casts.amax_if(flag, numbers, interpreted=True)
+            assert np.asarray(found).view("float32").max() == expected
+    found = pallas_casts.amax_if(flag + 1, x.at[-1].set(jnp.nan), True)
+    assert not np.isfinite(np.asarray(found).view("float32")).all()
+
+
+@pytest.mark.parametrize("inverted", [True, False])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_a_scale_is_computed_as_elsewhere(inverted, power_of_two):
+    rule = ScaleRule(inverted, margin=1 if inverted else 0)
+    how = Cast(FORMATS[0], rule, power_of_two, interpreted=True)
+    x = jnp.ones((1, 1))
+    rng = np.random.default_rng(5)
+    for amax in (*rng.uniform(1e-3, 1e3, 4), 0.0, np.inf, np.nan, 1e-40, 3e38):
+        bits_ = np.float32([amax]).view("int32")
+        scale = Scale(jnp.ones(1), jnp.ones(1, "int32"), jnp.asarray(bits_))
+        found = pallas_casts.cast(how, x, scale).scale
+        expected = pallas_casts._by_xla(how, x, scale).scale
+        assert found == expected
+
+
+def given(scale):
+    """A scale that is known."""
+    no = jnp.zeros(1, "int32")
+    return Scale(jnp.asarray([scale], "float32"), no, no)
 
 
 @pytest.mark.parametrize("lies_across", [False, True])

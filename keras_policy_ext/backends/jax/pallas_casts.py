@@ -30,14 +30,13 @@ from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.scale_sources import ScaleRule
-from keras_policy_ext.numerics.tiles import scales_of
 from keras_policy_ext.recipes import Quantization
 
 ROWS, COLUMNS = 64, 64
 """The tile of one program of the cast."""
 
-PART = 8192
-"""The number of elements that one program of `amax_if` reads."""
+PART, PROGRAMS = 4096, 256
+"""How many elements a program of `amax_if` reads at once; its programs."""
 
 MOST = 1 << 31
 """The number of elements from which a place does not fit an int32."""
@@ -51,15 +50,52 @@ class Cast(NamedTuple):
 
     Attributes:
         format: The name of the format.
+        rule: How a scale is computed from an amax.
+        power_of_two: Whether that scale is rounded up to a power of two.
         across: Whether to write the transpose of the codes too.
         sums: Whether to write the sums of columns too.
         interpreted: Whether to run on any device, in Pallas's interpreter.
     """
 
     format: str
-    across: bool
-    sums: bool
+    rule: ScaleRule = ScaleRule(inverted=False)
+    power_of_two: bool = False
+    across: bool = True
+    sums: bool = False
     interpreted: bool = False
+
+
+class Scale(NamedTuple):
+    """The scale of a matrix, or the amax that it is computed from.
+
+    Attributes:
+        given: Float32 (1,), the scale if `unseen` is 0.
+        unseen: Int32 (1,), whether the scale is that of the amax.
+        amaxes: Int32 (n,), the bits of amaxes, the largest of which counts; n
+            is a power of two.
+    """
+
+    given: Tensor
+    unseen: Tensor
+    amaxes: Tensor
+
+
+class CastOfBoth(NamedTuple):
+    """What the kernel writes.
+
+    Attributes:
+        codes: (m, k), in the dtype of the format.
+        across: (k, m), the same codes.
+        scale: Float32 scalar.
+        amax: Float32 scalar; NaN if a value is NaN.
+        sums: Float32 (k,), the sums of the columns; None if not asked for.
+    """
+
+    codes: Tensor
+    across: Tensor
+    scale: Tensor
+    amax: Tensor
+    sums: Tensor | None
 
 
 class PallasCasts(BothLayouts):
@@ -93,36 +129,35 @@ class PallasCasts(BothLayouts):
         wanted: Wanted,
     ) -> Both:
         x = matrix.T if wanted.lies_across else matrix
-        amax, scale = self._scale(x, asked, known)
         how = Cast(
             asked.format,
+            known.rule,
+            asked.scale_rounding == "up",
             self.interpreted or self._device().one_layout,
             wanted.column_sums,
             self.interpreted,
         )
         run = _by_xla if wanted.once else cast
-        codes, across, largest, column_sums = run(how, x, scale)
+        found = run(how, x, _scale(x, known, self.interpreted))
+        codes, across = found.codes, found.across
         if wanted.lies_across:
             codes, across = across, codes
-        amax = largest if amax is None else amax
-        return Both(
-            codes, across, scale, amax if wanted.amax else None, column_sums
-        )
+        amax = found.amax if wanted.amax else None
+        return Both(codes, across, found.scale, amax, found.sums)
 
-    def _scale(
-        self, x: Tensor, asked: Quantization, known: ScaleHint
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the amax if it had to be found first, and the scale."""
-        if known.scale is None:
-            amax = scaling.amax(x)
-            return amax, scale_of(amax, asked, known.rule)
-        scale = jnp.reshape(known.scale, ())
-        if known.unseen is None:
-            return None, scale
-        # A branch would end the graph that CUDA replays.
-        own = amax_if(known.unseen, x, self.interpreted)
-        own = scale_of(own, asked, known.rule)
-        return None, jnp.where(known.unseen, own, scale)
+
+def _scale(x: Tensor, known: ScaleHint, interpreted: bool) -> Scale:
+    """Return what is known of the scale of a matrix."""
+    one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
+    if known.scale is None:
+        amax = lax.bitcast_convert_type(scaling.amax(x), jnp.int32)
+        return Scale(one, jnp.ones(1, jnp.int32), amax.reshape(1))
+    given = jnp.reshape(known.scale, (1,))
+    if known.unseen is None:
+        return Scale(given, no, no)
+    unseen = jnp.reshape(known.unseen, (1,)).astype(jnp.int32)
+    # A branch would end the graph that CUDA replays.
+    return Scale(given, unseen, amax_if(unseen, x, interpreted))
 
 
 def lacking(
@@ -154,28 +189,13 @@ def lacking(
     return None
 
 
-def scale_of(amax: Tensor, asked: Quantization, rule: ScaleRule) -> Tensor:
-    """Return the scale of an amax, as a recipe's rule says."""
-    if not rule.inverted:
-        return scales_of(amax, asked).scale
-    limit = formats.get(asked.format).max
-    return scaling.scale_of_multiplier(amax, limit, rule.margin)
-
-
-def cast(
-    how: Cast, x: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def cast(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
     """Quantize a matrix with one scale.
 
     Args:
         how: What to write.
         x: (m, k), bfloat16, float16 or float32.
-        scale: Float32 scalar.
-
-    Returns:
-        The codes (m, k), their transpose (k, m), the amax of `x`, a float32
-        scalar that is NaN if a value is NaN, and the sums of the columns of
-        `x`, float32 (k,), or None.
+        scale: Its scale.
     """
     if how.interpreted:
         return _by_pallas(how, x, scale)
@@ -187,51 +207,60 @@ def cast(
     )
 
 
-def _by_xla(
-    how: Cast, x: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    codes = casting.quantize(x, scale, how.format)
+def _by_xla(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    own, limit = _largest(scale.amaxes), formats.get(how.format).max
+    if how.rule.inverted:
+        own = scaling.scale_of_multiplier(own, limit, how.rule.margin)
+    else:
+        up = how.power_of_two
+        own = scaling.scale_for_limit(own, limit, how.rule.margin, up)
+    used = jnp.where(scale.unseen[0] != 0, own, scale.given[0])
+    codes = casting.quantize(x, used, how.format)
     sums = jnp.sum(x.astype(jnp.float32), 0) if how.sums else None
-    return codes, codes.T, scaling.amax(x), sums
+    return CastOfBoth(codes, codes.T, used, scaling.amax(x), sums)
 
 
-def _by_pallas(
-    how: Cast, x: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
     m, k = x.shape
     rows, columns = pl.cdiv(m, ROWS), pl.cdiv(k, COLUMNS)
     tile = pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j))
-    dtype = jnp.dtype(how.format)
+    dtype, wide = jnp.dtype(how.format), jnp.float32
+    of_tile = pl.BlockSpec((1, 1), lambda i, j: (i, j))
     outputs = {
         "codes": (tile, (m, k), dtype),
-        "amaxes": (
-            pl.BlockSpec((1, 1), lambda i, j: (i, j)),
-            (rows, columns),
-            jnp.int32,
-        ),
+        "scale": (_vector(1), (1,), wide),
+        "amaxes": (of_tile, (rows, columns), jnp.int32),
     }
     if how.across:
         turned = pl.BlockSpec((COLUMNS, ROWS), lambda i, j: (j, i))
         outputs["across"] = turned, (k, m), dtype
     if how.sums:
         row = pl.BlockSpec((1, COLUMNS), lambda i, j: (i, j))
-        outputs["sums"] = row, (rows, k), jnp.float32
+        outputs["sums"] = row, (rows, k), wide
     specs, shapes, dtypes = zip(*outputs.values(), strict=True)
     found = pl.pallas_call(
         functools.partial(_cast_kernel, how, (m, k), tuple(outputs)),
         grid=(rows, columns),
-        in_specs=[tile, pl.BlockSpec((1,), lambda i, j: (0,))],
+        in_specs=[tile, *(_vector(each.size) for each in scale)],
         out_specs=list(specs),
         out_shape=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
         compiler_params=_PARAMS,
         interpret=how.interpreted,
         name="float8_cast",
-    )(x, scale.reshape(1))
+    )(x, *scale)
     named = dict(zip(outputs, found, strict=True))
     codes = named["codes"]
-    across = named["across"] if how.across else codes.T
-    sums = jnp.sum(named["sums"], 0) if how.sums else None
-    return codes, across, _largest(named["amaxes"]), sums
+    return CastOfBoth(
+        codes,
+        named["across"] if how.across else codes.T,
+        named["scale"][0],
+        _largest(named["amaxes"]),
+        jnp.sum(named["sums"], 0) if how.sums else None,
+    )
+
+
+def _vector(size: int) -> Any:
+    return pl.BlockSpec((size,), lambda i, j: (0,))
 
 
 def _cast_kernel(
@@ -239,10 +268,14 @@ def _cast_kernel(
     sizes: tuple[int, int],
     names: tuple[str, ...],
     x_ref: Any,
-    scale_ref: Any,
+    given_ref: Any,
+    unseen_ref: Any,
+    amaxes_ref: Any,
     *refs: Any,
 ) -> None:
     """Quantize a tile; write what is asked for."""
+    written = dict(zip(names, refs, strict=True))
+    is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
     inside = _inside(sizes)
     x = (
         x_ref[...]
@@ -250,8 +283,17 @@ def _cast_kernel(
         else triton.load(x_ref, mask=inside, other=0.0)
     )
     x = x.astype(jnp.float32)
-    codes = codes_of(x, scale_ref[...], how.format, how.interpreted)
-    written = dict(zip(names, refs, strict=True))
+    scale = lax.cond(
+        unseen_ref[0] != 0,
+        lambda: _scale_of(how, jnp.max(amaxes_ref[...])),
+        lambda: given_ref[...],
+    )
+
+    @pl.when(is_first)
+    def _() -> None:
+        written["scale"][...] = scale
+
+    codes = codes_of(x, scale, how.format, how.interpreted)
     store(written["codes"], codes, inside)
     written["amaxes"][...] = jnp.full((1, 1), jnp.max(magnitude(x)))
     if how.across:
@@ -260,6 +302,40 @@ def _cast_kernel(
     if how.sums:
         below = None if inside is None else _columns_inside(sizes)
         store(written["sums"], jnp.sum(x, axis=0, keepdims=True), below)
+
+
+def _scale_of(how: Cast, bits: Tensor) -> Tensor:
+    """Return the scale of an amax, (1,); 1 for one that is 0 or not finite.
+
+    See `scaling.scale_of_multiplier` and `scaling.scale_for_limit`.
+    """
+    bits = jnp.full((1,), bits)
+    usable = (bits > 0) & (bits < casting.EXPONENT_BITS)
+    amax = lax.bitcast_convert_type(bits, jnp.float32)
+    amax = jnp.maximum(jnp.where(usable, amax, 1.0), scaling.SMALLEST_SCALE)
+    limit = scaling.with_margin(formats.get(how.format).max, how.rule.margin)
+    top = jnp.full((1,), limit, jnp.float32)
+    if how.rule.inverted:
+        scale = _divided(how, top, amax)
+        largest = 1.0 / scaling.SMALLEST_SCALE
+        scale = jnp.clip(scale, scaling.SMALLEST_SCALE, largest)
+        scale = _divided(how, jnp.ones_like(scale), scale)
+    else:
+        scale = _divided(how, amax, top)
+        scale = jnp.clip(scale, scaling.SMALLEST_SCALE, scaling.LARGEST_SCALE)
+        if how.power_of_two:
+            above = lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF
+            above = above & np.int32(casting.EXPONENT_BITS)
+            scale = lax.bitcast_convert_type(above, jnp.float32)
+    return jnp.where(usable, scale, 1.0)
+
+
+def _divided(how: Cast, x: Tensor, y: Tensor) -> Tensor:
+    """Divide in a kernel, correctly rounded."""
+    if how.interpreted:
+        # XLA multiplies by the reciprocal of a constant, or inverts twice.
+        return x / jnp.where(x == x, y, 1.0)
+    return _asm("div.rn.f32", x, y)
 
 
 def _inside(sizes: tuple[int, int]) -> Tensor | None:
@@ -314,11 +390,10 @@ def codes_of(
     else:
         quotient = _quotient(x, scale)
     codes = jnp.clip(quotient, -limit, limit).astype(format_name)
-    if not formats.get(format_name).has_inf:
-        return codes
-    # Of the NaN of e5m2 the same one on every device.
+    # Clipped by Triton a NaN is a number.
     bits = lax.bitcast_convert_type(codes, jnp.uint8)
-    bits = jnp.where(x == x, bits, jnp.uint8(0x7E))
+    nan = 0x7E if formats.get(format_name).has_inf else 0x7F
+    bits = jnp.where(x == x, bits, jnp.uint8(nan))
     return lax.bitcast_convert_type(bits, jnp.dtype(format_name))
 
 
@@ -365,58 +440,60 @@ def _asm(instruction: str, *arguments: Tensor) -> Tensor:
 
 
 def amax_if(wanted: Tensor, x: Tensor, interpreted: bool = False) -> Tensor:
-    """Return the amax of a tensor if it is wanted, else 0.
+    """Return amaxes of parts of a tensor if they are wanted, else zeros.
 
     Args:
-        wanted: Bool scalar.
-        x: Of any shape; nothing of it is read if the amax is not wanted.
+        wanted: Int32 (1,), 0 if not. Nothing of `x` is then read.
+        x: Of any shape.
         interpreted: Whether to run in Pallas's interpreter.
 
     Returns:
-        Float32 scalar; NaN if a value is NaN.
+        Int32 (`PROGRAMS`,), the bits of float32; NaN is above all.
     """
     if interpreted:
-        return _amax_by_pallas(wanted, x, interpreted=True)
+        return _amaxes_by_pallas(wanted, x, interpreted=True)
     return lax.platform_dependent(
-        wanted,
-        x,
-        cuda=_amax_by_pallas,
-        default=lambda wanted, x: jnp.where(wanted, scaling.amax(x), 0.0),
+        wanted, x, cuda=_amaxes_by_pallas, default=_amaxes_by_xla
     )
 
 
-def _amax_by_pallas(
+def _amaxes_by_xla(wanted: Tensor, x: Tensor) -> Tensor:
+    bits = lax.bitcast_convert_type(scaling.amax(x), jnp.int32)
+    return jnp.broadcast_to(jnp.where(wanted[0] != 0, bits, 0), (PROGRAMS,))
+
+
+def _amaxes_by_pallas(
     wanted: Tensor, x: Tensor, interpreted: bool = False
 ) -> Tensor:
-    programs = pl.cdiv(x.size, PART)
-    bits = pl.pallas_call(
+    if x.size < PART:
+        return _amaxes_by_xla(wanted, x)
+    return pl.pallas_call(
         functools.partial(_amax_kernel, x.size),
-        grid=(programs,),
-        in_specs=[
-            pl.BlockSpec((1,), lambda i: (0,)),
-            pl.BlockSpec((PART,), lambda i: (i,)),
-        ],
+        grid=(PROGRAMS,),
         out_specs=pl.BlockSpec((1,), lambda i: (i,)),
-        out_shape=jax.ShapeDtypeStruct((programs,), jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((PROGRAMS,), jnp.int32),
         compiler_params=_PARAMS,
         interpret=interpreted,
         name="float8_amax_if",
-    )(wanted.astype(jnp.int32).reshape(1), x.reshape(-1))
-    return _largest(bits)
+    )(wanted, x.reshape(-1))
 
 
 def _amax_kernel(
     size: int, wanted_ref: Any, x_ref: Any, found_ref: Any
 ) -> None:
-    """Write the amax of a part if it is wanted; return at once if not."""
+    """Write the amax of some parts if it is wanted; return at once if not."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)
     # Pallas's interpreter knows no programs inside of a branch.
-    start = pl.program_id(0) * PART
+    first = pl.program_id(0) * PART
 
     @pl.when(wanted_ref[0] != 0)
     def _() -> None:
-        place = lax.iota(jnp.int32, PART) + start
-        x = triton.load(x_ref, mask=place < size, other=0.0)
-        found_ref[...] = jnp.full(
-            (1,), jnp.max(magnitude(x.astype(jnp.float32)))
-        )
+        def larger(i: Tensor, found: Tensor) -> Tensor:
+            # A program may read the last part again, so none is cut.
+            start = jnp.minimum(first + i * PROGRAMS * PART, size - PART)
+            x = x_ref[pl.ds(start, PART)].astype(jnp.float32)
+            return jnp.maximum(found, jnp.max(magnitude(x)))
+
+        times = pl.cdiv(size, PROGRAMS * PART)
+        found = lax.fori_loop(0, times, larger, jnp.int32(0))
+        found_ref[...] = jnp.full((1,), found)
