@@ -22,8 +22,8 @@ from keras_policy_ext.backends.emulated import (
     have_vector,
     may_write_bfloat16,
     scaled,
+    scales_in_product,
     unscaled,
-    written_with_scale,
 )
 from keras_policy_ext.backends.jax.pallas_casts import PallasCasts
 from keras_policy_ext.backends.matmuls import (
@@ -310,22 +310,21 @@ class Float8Dot(NativeMatmul):
             wide = (each.values.astype(jnp.float32) for each in (a, b))
             return scaled(_product(*wide, precision), a, b, dtype)
         how = _CUBLAS[fast]
-        if not a.scale.size == b.scale.size == 1:
-            written = jnp.float32
-            if may_write_bfloat16(a, b, dtype):
-                written = jnp.bfloat16
-            sums = _product(a.values, b.values, how, written)
-            return scaled(sums.astype(jnp.float32), a, b, dtype)
-        written = written_with_scale(a, b, dtype)
-        # Infinity times a sum of 0 would be NaN.
-        scale = jnp.minimum(a.scale.reshape(()) * b.scale.reshape(()), LARGEST)
-        # XLA passes to cuBLASLt what is cast here, and not the result. It
-        # would not if it could move a reshape behind the cast.
-        scale = lax.optimization_barrier(scale)
-        # XLA would merge products that share an operand, and scale the parts.
-        x, y = lax.optimization_barrier((a.values, b.values))
-        product = _product(x, y, how, written) * scale.astype(written)
-        return product.astype(dtype)
+        if scales_in_product(a, b, dtype):
+            # Infinity times a sum of 0 would be NaN.
+            scale = a.scale.reshape(()) * b.scale.reshape(())
+            # XLA passes to cuBLASLt what is cast here, and not the result. It
+            # would not if it could move a reshape behind the cast.
+            scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
+            # XLA multiplies by what is rounded too if it merges two products
+            # that share an operand.
+            operands = lax.optimization_barrier((a.values, b.values))
+            return _product(*operands, how, dtype) * scale.astype(dtype)
+        written = jnp.float32
+        if may_write_bfloat16(a, b, dtype):
+            written = jnp.bfloat16
+        sums = _product(a.values, b.values, how, written)
+        return scaled(sums.astype(jnp.float32), a, b, dtype)
 
 
 _CUBLAS = {

@@ -20,8 +20,8 @@ from keras_policy_ext.backends.emulated import (
     have_vector,
     may_write_bfloat16,
     scaled,
+    scales_in_product,
     unscaled,
-    written_with_scale,
 )
 from keras_policy_ext.backends.matmuls import (
     Engine,
@@ -268,17 +268,16 @@ def _by_cublas(
     The product names its algorithm, so XLA leaves it to cuBLASLt, which
     multiplies by an exact float32 scale, adds the bias, and rounds once.
     """
-    if not a.scale.shape == b.scale.shape == (1, 1, 1):
-        sums = tf.cast(_float8_product(a, b, written, fast), tf.float32)
-        return scaled(sums, a, b, dtype)
-    written = written_with_scale(a, b, dtype)
-    # Infinity times a sum of 0 would be NaN.
-    scale = tf.reshape(a.scale, ()) * tf.reshape(b.scale, ())
-    # XLA passes to cuBLASLt what is cast here, and not the result. It would
-    # not if it could move a reshape behind the cast.
-    (scale,) = behind_barrier(tf.minimum(scale, LARGEST))
-    product = _float8_product(a, b, written, fast)
-    return tf.cast(product * tf.cast(scale, written), dtype)
+    if scales_in_product(a, b, dtype):
+        scale = tf.reshape(a.scale, ()) * tf.reshape(b.scale, ())
+        # Infinity times a sum of 0 would be NaN.
+        scale = tf.minimum(scale, LARGEST)
+        # XLA passes to cuBLASLt what is cast here, and not the result. It
+        # would not if it could move a reshape behind the cast.
+        (scale,) = behind_barrier(scale)
+        return _float8_product(a, b, dtype, fast) * tf.cast(scale, dtype)
+    sums = tf.cast(_float8_product(a, b, written, fast), tf.float32)
+    return scaled(sums, a, b, dtype)
 
 
 def _float8_product(
