@@ -29,14 +29,14 @@ import keras_policy_ext as kpe
 bfloat16 = "float8_from_mixed_bfloat16"
 LAYERS = {  # a layer, the shapes of its inputs, its contractions
     "matrix, float32": (
-        kpe.layers.Dense(2048, dtype="float8_from_float32"), [(2048, 1024)], 1
+        kpe.layers.Dense(2048, dtype="float8_from_float32"), [(2048, 2048)], 1
     ),
     "matrix, bfloat16": (
-        kpe.layers.Dense(2048, dtype=bfloat16), [(2048, 1024)], 1
+        kpe.layers.Dense(2048, dtype=bfloat16), [(2048, 2048)], 1
     ),
     "matrix, current": (
         kpe.layers.Dense(2048, dtype="float8/current_from_mixed_bfloat16"),
-        [(2048, 1024)],
+        [(2048, 2048)],
         1,
     ),
     "matrix, float16": (

@@ -284,7 +284,7 @@ def may_write_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
 
 #: A product with at least as many elements, and at least as many rows,
 #: columns and terms, is not split by XLA.
-UNSPLIT, UNSPLIT_SIDE = 1 << 21, 64
+UNSPLIT, UNSPLIT_SIDE = 1 << 22, 64
 
 
 def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
@@ -292,9 +292,10 @@ def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
 
     XLA is then given `product * scale`, both in the compute dtype. It passes
     the scale to cuBLASLt as it was before it was rounded to that dtype. XLA
-    splits the sums of a small product, to occupy more of a GPU (JAX 0.10 and
-    0.11: one with less than 1.5 tiles of 64 x 128 for each of the 132 or 148
-    multiprocessors). Then it would multiply by the rounded scale.
+    splits the sums of a small product, to occupy more of a GPU: in JAX 0.10 and
+    0.11 one with less than 1.5 tiles of 64 x 128 for each of the 132 or 148
+    multiprocessors, in XLA of August 2026 one with less than half a tile of
+    185 x 185. Then it would multiply by the rounded scale.
 
     Args:
         a: (b, m, k).

@@ -288,6 +288,7 @@ def _float8_product(
         tf.cast(each.values, name)
         for each, name in zip((a, b), formats, strict=True)
     )
+    # XLA would merge products that share an operand, and scale the parts.
     (product,) = xla.call_module(
         behind_barrier(x, y),
         version=9,
