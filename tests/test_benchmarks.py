@@ -7,7 +7,6 @@ import bounds
 import break_even
 import charts
 import counts
-import estimates
 import pytest
 import xla_programs
 
@@ -33,7 +32,6 @@ def row(variant, moved, large, float8_matmuls, **kwargs):
 
 PLAIN = row("bfloat16", 6.0, 3, 0)
 FLOAT8 = row("float8 delayed", 12.0, 8, 3)
-PLACE = ("tensorflow", "H200")
 
 
 @pytest.mark.any_backend
@@ -147,32 +145,6 @@ def test_every_figure_stands_beside_its_kernel_and_its_quality():
         assert each["variant"] not in break_even.OURS or each["kernel"]
 
 
-def test_an_estimate_is_by_the_model_that_the_page_states():
-    # 3 products of 2 · 4096³ operations, 18 B for each place, 6 kernels.
-    expected = (
-        6 * 4096**3 / (0.72 * 989e12) + 18 * 4096**2 / (0.8 * 4.8e12) + 6 * 2e-6
-    )
-    assert estimates.seconds(PLAIN, 4096) == pytest.approx(expected)
-    float8 = (
-        2 * 4096**3 / (0.72 * 1979e12) * (1 + 2 / 0.85)
-        + 36 * 4096**2 / (0.8 * 4.8e12)
-        + 11 * 2e-6
-    )
-    assert estimates.seconds(FLOAT8, 4096) == pytest.approx(float8)
-
-
-def test_from_the_break_even_on_an_estimate_is_faster():
-    size = estimates.break_even(FLOAT8, PLAIN)
-
-    def gains(size):
-        return estimates.seconds(FLOAT8, size) < estimates.seconds(PLAIN, size)
-
-    assert 512 < size < 4096
-    assert gains(size) and not gains(size - 64)
-    hopeless = row("float8 delayed", 1000.0, 8, 3)
-    assert estimates.break_even(hopeless, PLAIN) is None
-
-
 def test_counts_that_are_added_replace_those_of_their_place(tmp_path):
     line = {"gpu": "H200", "step": "dense", "way": "bfloat16", "seconds": 2.0}
     line |= {"large": 3, "small": 1, "transposes": 0, "float8": 0}
@@ -188,154 +160,56 @@ def test_counts_that_are_added_replace_those_of_their_place(tmp_path):
     path = tmp_path / "counts.json"
     other = row("bfloat16", 1.0, 1, 0, backend="tensorflow")
     path.write_text(json.dumps(counts.merged([PLAIN, FLOAT8, other], new)))
-    assert estimates.read_counts(path) == [*new, other]
+    assert counts.read_counts(path) == [*new, other]
     with pytest.raises(SystemExit, match="no counts of bfloat16"):
         list(counts.rows([json.dumps(faster)], "jax"))
     path.write_text(json.dumps([{"backend": "jax"}]))
     with pytest.raises(ValueError, match="other fields"):
-        estimates.read_counts(path)
-
-
-def test_counts_of_pytorch_are_estimated_here():
-    line = {"recipe": "bfloat16", "triton": False, "large_kernels": 5}
-    line |= {"small_kernels": 3, "bytes_per_element": 10.0}
-    line |= {"float8_matmuls": 0}
-    fused = line | {"recipe": "delayed", "triton": True, "float8_matmuls": 3}
-    printed = [json.dumps(each) for each in (line, fused)]
-    plain, delayed = counts.rows(printed, "torch")
-    assert (plain["variant"], delayed["variant"]) == (
-        "bfloat16",
-        "float8 delayed",
-    )
-    expected = estimates.seconds(plain, 4096) / estimates.seconds(delayed, 4096)
-    found = delayed["estimated_speedup_over_bfloat16"]
-    assert found == pytest.approx(expected, abs=1e-3)
-    printed.append(json.dumps(fused | {"triton": False}))
-    *_, slow = counts.rows(printed, "torch")
-    assert slow["variant"] == "float8 delayed, without Triton"
+        counts.read_counts(path)
+    eager = {"recipe": "delayed", "triton": False, "large_kernels": 5}
+    eager |= {"small_kernels": 3, "bytes_per_element": 10.0}
+    eager |= {"float8_matmuls": 3}
+    plain = eager | {"recipe": "bfloat16", "float8_matmuls": 0}
+    _, found = counts.rows([json.dumps(e) for e in (plain, eager)], "torch")
+    assert found["variant"] == "float8 delayed, without Triton"
+    assert found["estimated_speedup_over_bfloat16"] is None
 
 
 def test_what_bounds_a_step_is_what_was_counted():
     counted = {
         (row["device"], row["variant"]): row["bytes_per_element"]
-        for row in estimates.read_counts()
+        for row in counts.read_counts()
         if (row["backend"], row["case"]) == ("jax", "dense")
     }
     for program, passes in bounds.PROGRAMS.items():
         assert counted[program] == pytest.approx(sum(passes) / 3, abs=0.01)
 
 
-def result(device, times):
-    rows = [
-        {"case": f"layer {n}", "size": n, "variant": v, "median_ms": ms}
-        for (n, v), ms in times.items()
+def test_speeds_that_were_measured_later_replace_earlier_ones(tmp_path):
+    def row(variant, speed, size=4096):
+        case = {"case": f"layer {size}", "size": size, "variant": variant}
+        return case | {"speedup_over_bfloat16": speed}
+
+    where = {"backend": "jax", "device": "NVIDIA H100 80GB", "date": "2026-1-1"}
+    ways = "float8 delayed", "float8 rowwise", "stock float8"
+    rows = [row(*pair) for pair in zip(ways, (0.9, 0.7, 0.8), strict=True)]
+    result = {"environment": where, "rows": rows}
+    path = tmp_path / "layer_jax_h100.json"
+    path.write_text(json.dumps(result), "utf-8")
+    result["environment"] = where | {"device": "CPU (2 cores)"}
+    (tmp_path / "layer_jax_cpu.json").write_text(json.dumps(result), "utf-8")
+    step = {"case": "Dense 4096³", "variant": "float8 delayed"}
+    step |= {"against_bfloat16": [1.4, 1.3, 1.5]}
+    others = step | {"case": "Dense 4096³, and others"}
+    result["environment"] = where | {"date": "2026-1-2"}
+    result["rows"] = [step, others, step | {"variant": "bfloat16"}]
+    path = tmp_path / "jax_on_card_h100.json"
+    path.write_text(json.dumps(result), "utf-8")
+    found = [tuple(each.values()) for each in break_even.table(tmp_path)]
+    assert found == [
+        ("H100", "delayed", 4096, 1.4, "NVIDIA H100 80GB, JAX, 2026-1-2"),
+        ("H100", "rowwise", 4096, 0.7, "NVIDIA H100 80GB, JAX, 2026-1-1"),
     ]
-    where = {"backend": "torch", "device": device}
-    return {"environment": where, "rows": rows}
-
-
-def test_a_measured_size_is_the_one_from_which_all_gain():
-    times = {}
-    for size, delayed in {512: 0.9, 1024: 1.1, 2048: 0.9, 4096: 0.5}.items():
-        times |= {(size, "bfloat16"): 1.0, (size, "float8 delayed"): delayed}
-        times |= {(size, "float8 current"): 0.4}
-    found = break_even.measured(result("NVIDIA H200", times))
-    # As in the name of a simulated device.
-    assert (found["device"], found["size"]) == ("H200", 2048)
-    assert "512³ to 4096³ under delayed and current" in found["origin"]
-    assert "at 0.91 to 2.00" in found["origin"]
-    # What is not float8 may be faster in float32, as on a CPU.
-    times |= {(size, "float32"): 0.3 for size in (512, 1024, 2048, 4096)}
-    found = break_even.measured(result("CPU (this one)", times))
-    assert (found["device"], found["size"]) == ("cpu", None)
-
-
-def matmul(variant, milliseconds, speedup):
-    return {
-        "case": "matmul 8192",
-        "size": 8192,
-        "variant": variant,
-        "kernel": "native",
-        "median_ms": milliseconds,
-        "speedup_over_bfloat16": speedup,
-    }
-
-
-@pytest.mark.parametrize(
-    ("host", "speedup", "size"),
-    [(8.0, 2.0, 10368), (3.0, 2.0, 8192), (8.0, 0.9, None)],
-)
-def test_steps_that_the_host_bounds_gain_where_bfloat16_takes_longer(
-    host, speedup, size
-):
-    """Three matmuls of 8192 take 4 ms; of 10321 they would take 8 ms."""
-    times = {(4096, "bfloat16"): 2.0, (4096, "float8 delayed"): host}
-    found = result("NVIDIA H200", times)
-    found["rows"].append(matmul("bfloat16", 4 / 3, 1.0))
-    found["rows"].append(matmul("float8", 4 / 3 / speedup, speedup))
-    row = break_even.measured(found)
-    assert row["size"] == size
-    told = f"the host takes {host} ms" in row["origin"]
-    assert told == (size is not None)
-
-
-@pytest.mark.parametrize(
-    ("step", "size"), [(7.0, 8192), (9.0, 16384), (8.0, 12288)]
-)
-def test_steps_with_longer_casts_gain_where_matmuls_are_larger(step, size):
-    """Matmuls of 8192 take 4 ms, or 2 in float8; all else 3, or `step - 2`."""
-    times = {(8192, "bfloat16"): 7.0, (8192, "float8 delayed"): step}
-    found = result("NVIDIA H200", times)
-    found["rows"].append(matmul("bfloat16", 4 / 3, 1.0))
-    found["rows"].append(matmul("float8", 2 / 3, 2.0))
-    row = break_even.measured(found)
-    assert row["size"] == size
-    assert "grows with its cube" in row["origin"]
-
-
-def test_what_is_measured_comes_before_what_is_estimated(tmp_path):
-    path = tmp_path / "counts.json"
-    path.write_text(json.dumps([PLAIN, FLOAT8]))
-    times = {(64, "bfloat16"): 1.0}
-    times |= {(64, name): 2.0 for name in break_even.OURS}
-    file = tmp_path / "layer_torch_h200.json"
-    file.write_text(json.dumps(result("NVIDIA H200", times)))
-    rows = break_even.table(tmp_path, path)
-    origins = [row["origin"].split()[0] for row in rows]
-    kinds = [*["measured"] * 2, *["estimated"] * 2, "there", "assumed,"]
-    assert origins == kinds
-    assert [row["device"] for row in rows[:4]] == ["H200", "H100"] * 2
-    h200 = estimates.break_even(FLOAT8, PLAIN)
-    # The memory of an H100 is slower, and the matmuls are not.
-    h100 = estimates.break_even(FLOAT8, PLAIN, "H100")
-    assert [row["size"] for row in rows[:4]] == [None, None, h200, h100]
-    assert h200 < h100
-    # Of the same framework and device only what is measured.
-    of_torch = [each | {"backend": "torch"} for each in (PLAIN, FLOAT8)]
-    path.write_text(json.dumps(of_torch))
-    assert len(break_even.table(tmp_path, path)) == 4
-    # XLA compiles for TensorFlow what it compiles for JAX.
-    of_jax = result("NVIDIA H200", times)
-    of_jax["environment"]["backend"] = "jax"
-    (tmp_path / "layer_jax_h200.json").write_text(json.dumps(of_jax))
-    counted = [each | {"backend": "tensorflow"} for each in (PLAIN, FLOAT8)]
-    path.write_text(json.dumps(counted))
-    rows = break_even.table(tmp_path, path)
-    (of_tensorflow,) = (
-        row for row in rows if (row["backend"], row["device"]) == PLACE
-    )
-    assert of_tensorflow["size"] is None
-    assert "assumed to be as with JAX" in of_tensorflow["origin"]
-
-
-def test_other_gpus_are_taken_to_be_as_the_worst_of_those_known(tmp_path):
-    path = tmp_path / "counts.json"
-    nothing = break_even.table(tmp_path, path)
-    assert nothing == [break_even.CPU, break_even.OTHERS]
-    path.write_text(json.dumps([PLAIN, FLOAT8]))
-    *known, _, others = break_even.table(tmp_path, path)
-    assert others["size"] == max(row["size"] for row in known)
-    assert others["origin"].startswith("assumed")
 
 
 def test_the_page_says_what_is_missing(tmp_path):

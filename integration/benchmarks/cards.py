@@ -22,21 +22,27 @@ shorter; each row of `fit` has a process of its own."""
 
 
 def results(folder):
-    """The results of `jax_on_card.py`, in the order of their files.
+    """The results of `jax_on_card.py`, one for each device.
 
-    Rows in which there was an error are left out, and of a case bfloat16 comes
-    first.
+    The rows of several runs are put together; of the same row, that of the
+    last file is taken. Rows in which there was an error are left out, and of
+    a case bfloat16 comes first.
     """
-    found = []
+    by_device = {}
     for path in sorted(folder.glob(f"{BENCHMARK}_*.json")):
         result = json.loads(path.read_text("utf-8"))
-        rows = [row for row in result["rows"] if "median_us" in row]
-        order = list(dict.fromkeys(row["case"] for row in rows))
-        rows.sort(
-            key=lambda r: (order.index(r["case"]), r["variant"] != "bfloat16")
+        device = result["environment"]["device"]
+        _, known = by_device.get(device, (None, {}))
+        for row in result["rows"]:
+            if "median_us" in row:
+                known[row["case"], row["variant"]] = row
+        by_device[device] = result["environment"], known
+    for where, known in by_device.values():
+        cases = list(dict.fromkeys(case for case, _ in known))
+        keys = sorted(
+            known, key=lambda key: (cases.index(key[0]), key[1] != "bfloat16")
         )
-        found.append({**result, "rows": rows})
-    return found
+        yield where, [known[key] for key in keys]
 
 
 def section(folder, table, duration):
@@ -47,15 +53,14 @@ def section(folder, table, duration):
         table: Makes a table of Markdown of heads and rows.
         duration: Makes words of milliseconds.
     """
-    for result in results(folder):
-        where = result["environment"]
+    for where, found in results(folder):
         yield f"## Measured on an {where['device']}\n"
         text = TEXT.format(device=where["device"])
         yield textwrap.fill(" ".join(text.split()), 79) + "\n"
         names = ", ".join(f"{k} {v}" for k, v in where["versions"].items())
         yield textwrap.fill(f"{names}; {where['date']}.", 79) + "\n"
-        fit = [row for row in result["rows"] if "tokens_per_s" in row]
-        steps = [row for row in result["rows"] if "tokens_per_s" not in row]
+        fit = [row for row in found if "tokens_per_s" in row]
+        steps = [row for row in found if "tokens_per_s" not in row]
         for title, rows, columns in (
             ("A Llama of KerasHub in `fit`", fit, IN_FIT),
             ("Steps", steps, OF_STEPS),
@@ -106,11 +111,9 @@ def _words(value, key, duration):
 
 def in_readme(folder, table, duration):
     """The lines of README.md: bfloat16 and `delayed`, side by side."""
-    for result in results(folder):
-        where = result["environment"]
-        versions = where["versions"]
-        lines = []
-        for case, rows in _by_case(result["rows"]).items():
+    for where, found in results(folder):
+        versions, lines = where["versions"], []
+        for case, rows in _by_case(found).items():
             if set(PAIR) <= set(rows):
                 plain, float8 = (rows[name] for name in PAIR)
                 lines += _pairs(case, plain, float8, duration)
@@ -125,7 +128,7 @@ PAIR = ("bfloat16", "float8 delayed")
 def _by_case(rows):
     found = {}
     for row in rows:
-        found.setdefault(row["case"], {}).setdefault(row["variant"], row)
+        found.setdefault(row["case"], {})[row["variant"]] = row
     return found
 
 

@@ -7,13 +7,38 @@
 
 Lines of standard input are JSON, as these two print them; the argument is the
 framework that made the programs. Rows of the same framework, GPU and case are
-replaced. Then `break_even.py` and `benchmark_page.py` follow.
+replaced. Then `benchmark_page.py` follows. The file is a list of rows:
+
+    backend, device, case, variant: What was compiled, and for what.
+    bytes_per_element: Read and written beside the matmuls, for each element
+        of the three matrices of a layer.
+    large_kernels, small_kernels: How many, beside the matmuls.
+    transposes: How many of the large ones transpose; None if not counted.
+    float8_matmuls: How many matmuls read float8.
+    temporaries_of_bfloat16: Memory that a step holds for a time, as a part of
+        what one in bfloat16 holds; None if not counted.
+    estimated_speedup_over_bfloat16: By the seconds that `count.py` gives the
+        kernels; None for PyTorch.
 """
 
 import json
+import pathlib
 import sys
 
-import estimates
+COUNTS = pathlib.Path(__file__).parent / "results" / "counts.json"
+FIELDS = (
+    "backend",
+    "device",
+    "case",
+    "variant",
+    "bytes_per_element",
+    "large_kernels",
+    "small_kernels",
+    "transposes",
+    "float8_matmuls",
+    "temporaries_of_bfloat16",
+    "estimated_speedup_over_bfloat16",
+)
 
 VARIANTS = {
     "bfloat16": "bfloat16",
@@ -22,8 +47,24 @@ VARIANTS = {
     "current": "float8 current",
     "stock": "stock float8",
 }
-SIZE = 4096
-"""Of the layer that `torch_counts.py` counts, whatever the GPU."""
+
+
+def read_counts(path=COUNTS):
+    """The rows, checked; none if there is no file.
+
+    Raises:
+        ValueError: If a row has other fields.
+    """
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    for row in rows:
+        if set(row) != set(FIELDS):
+            raise ValueError(
+                f"A row of {path.name} has other fields. Received: "
+                f"{sorted(row)}. Allowed: {sorted(FIELDS)}."
+            )
+    return rows
 
 
 def rows(lines, backend):
@@ -39,14 +80,15 @@ def rows(lines, backend):
         place = row["device"], row["case"]
         if place not in plain:
             sys.exit(f"There are no counts of bfloat16 for {place}.")
-        speedup = plain[place]["seconds"] / row["seconds"]
+        took = row["seconds"]
+        speedup = took and round(plain[place]["seconds"] / took, 3)
         held = row["temporaries"]
         held = held and held / plain[place]["temporaries"]
         yield {
             "backend": backend,
-            **{name: row[name] for name in row if name in estimates.FIELDS},
+            **{name: row[name] for name in row if name in FIELDS},
             "temporaries_of_bfloat16": held and round(held, 3),
-            "estimated_speedup_over_bfloat16": round(speedup, 3),
+            "estimated_speedup_over_bfloat16": speedup,
         }
 
 
@@ -67,12 +109,12 @@ def _of_xla(line):
 
 
 def _of_torch(line):
-    """A line of `torch_counts.py`, which counts no transposes and no memory."""
+    """A line of `torch_counts.py`, which counts less."""
     variant = VARIANTS[line["recipe"]]
     if line["recipe"] != "bfloat16" and not line["triton"]:
         variant += ", without Triton"
     kept = ("bytes_per_element", "large_kernels", "small_kernels")
-    row = {
+    return {
         "device": "H200",
         "case": "dense",
         "variant": variant,
@@ -80,8 +122,8 @@ def _of_torch(line):
         "transposes": None,
         "float8_matmuls": line["float8_matmuls"],
         "temporaries": None,
+        "seconds": None,
     }
-    return {**row, "seconds": estimates.seconds(row, SIZE)}
 
 
 def merged(before, new):
@@ -99,10 +141,10 @@ def main():
     if len(sys.argv) != 2 or sys.argv[1] not in ("jax", "tensorflow", "torch"):
         sys.exit("Say which framework traced: jax, tensorflow or torch.")
     new = list(rows(sys.stdin, sys.argv[1]))
-    found = merged(estimates.read_counts(), new)
+    found = merged(read_counts(), new)
     text = json.dumps(found, indent=1) + "\n"
-    estimates.COUNTS.write_text(text, encoding="utf-8")
-    print(f"{len(new)} rows into {estimates.COUNTS}")
+    COUNTS.write_text(text, encoding="utf-8")
+    print(f"{len(new)} rows into {COUNTS}")
 
 
 if __name__ == "__main__":

@@ -17,16 +17,18 @@ import numpy as np
 from generated import write_or_check
 
 from keras_policy_ext import recipes
-from keras_policy_ext.diagnostics import estimate
-from keras_policy_ext.diagnostics.estimate import CARDS, Card, Matmuls
-
-HOST = {"plain": 2.06e-3, "history": 6.36e-3, "float8": 4.61e-3}
-XLA_RESULTS = 8
-"""As in `keras_policy_ext.diagnostics.plan`, without importing Keras."""
+from keras_policy_ext.backends import estimate
+from keras_policy_ext.backends.estimate import (
+    CARDS,
+    HOST,
+    XLA_RESULTS,
+    Card,
+    Matmuls,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "plan.md"
-MODULE = ROOT / "keras_policy_ext" / "diagnostics" / "estimate.py"
+MODULE = ROOT / "keras_policy_ext" / "backends" / "estimate.py"
 
 OTHERS = {
     "H200 NVL": Card(835e12, 1671e12, 0, 4.8e12),

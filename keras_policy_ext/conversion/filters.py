@@ -3,68 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_policy_ext import backends, contractions, recipes
-from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.estimate import BreakEven, Matmuls, break_even
 from keras_policy_ext.conversion.candidates import Candidate
-
-
-@dataclasses.dataclass(frozen=True)
-class BreakEven:
-    """The matmul size from which float8 is faster, on one device and backend.
-
-    Attributes:
-        backend: The name of the framework, or `"any"`.
-        device: What the name of the device contains, or `"any"`.
-        size: A training step with square matrices of this size takes as long
-            in float8 as in bfloat16. None: float8 never gains there.
-        origin: Where the size comes from.
-    """
-
-    backend: str
-    device: str
-    size: int | None
-    origin: str
-
-    def is_for(self, backend: str, device: str) -> bool:
-        """Return True if this entry applies to a backend on a device."""
-        return self.backend in ("any", backend) and (
-            self.device == "any" or self.device.lower() in device.lower()
-        )
-
-
-@functools.cache
-def table() -> tuple[BreakEven, ...]:
-    """Return all entries of `break_even.json`, in order.
-
-    If several match a device, the first one applies.
-    """
-    package = importlib.resources.files("keras_policy_ext.conversion")
-    text = package.joinpath("break_even.json").read_text(encoding="utf-8")
-    return tuple(BreakEven(**row) for row in json.loads(text))
 
 
 def here() -> BreakEven:
     """Return the break-even size of this machine, or of the simulated device.
 
-    Where float8 matmuls are emulated, no size gains, whatever the table says.
+    Where float8 matmuls are emulated, no size gains.
     """
-    framework, pretended = backends.current, devices.pretended()
-    backend = framework.name
-    device = pretended.title if pretended else framework.device_name()
-    row = next(row for row in table() if row.is_for(backend, device))
+    backend, device = backends.current.name, backends.engine.device()
     choice = choice_for(contractions.Einsum("ab,bc->ac"))
-    if choice.native or row.size is None:
-        return row
-    reason = f"matmuls are emulated: {choice.reason}"
-    return BreakEven(backend, device, None, reason)
+    if choice.native and device.float8:
+        return break_even(backend, device)
+    reason = f"{device.title} has no float8 matmul"
+    if device.float8:
+        reason = f"matmuls are emulated: {choice.reason}"
+    return BreakEven(backend, device.title, None, reason)
 
 
 def choice_for(
@@ -169,13 +130,8 @@ class Auto:
         return None
 
     def _too_small(self, here: BreakEven, summed: int, free: int) -> str | None:
-        """Return why float8 slows down a matmul of this size, or None.
-
-        The time of a matmul grows with the product of its three sizes. The time
-        around it grows with the sum of the products of two of them. So a matmul
-        gains as much as a square one whose size is their harmonic mean.
-        """
-        size = 3 / (1 / self.rows + 1 / summed + 1 / free)
+        """Return why float8 slows down a matmul of this size, or None."""
+        size = Matmuls.of(self.rows, summed, free).size
         if here.size is None or size >= here.size:
             return None
         return (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_policy_ext import backends, contractions, recipes, stored_kernels
-from keras_policy_ext.backends import devices
+from keras_policy_ext.backends import devices, estimate
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.diagnostics import machine
@@ -228,7 +228,7 @@ def break_even_rows() -> Iterator[Cells]:
     """Yield the rows of the break-even table, beginning with this device."""
     here = filters.here()
     mark = "(asked)" if devices.pretended() else "(here)"
-    others = [row for row in filters.table() if row != here]
+    others = [row for row in estimate.break_evens() if row != here]
     for row in [here, *others]:
         size = "never" if row.size is None else f"{row.size}³"
         device = f"{row.device} {mark}" if row == here else row.device

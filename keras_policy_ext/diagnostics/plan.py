@@ -12,17 +12,18 @@ import keras
 
 from keras_policy_ext import _user_code, contractions
 from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.estimate import (
+    HOST,
+    Estimator,
+    Matmuls,
+    estimator_of,
+    product_named,
+)
 from keras_policy_ext.conversion import candidates, filters, in_place, traced
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
 from keras_policy_ext.diagnostics import forward_pass, memory
-from keras_policy_ext.diagnostics.estimate import (
-    FLOAT32,
-    Estimator,
-    Matmuls,
-    card_of,
-)
 from keras_policy_ext.diagnostics.what_if import read_recipes, what_if
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._plain import for_this_device
@@ -35,14 +36,6 @@ from keras_policy_ext.reports import (
     counted,
     readable_bytes,
 )
-
-HOST = {"plain": 2.06e-3, "history": 6.36e-3, "float8": 4.61e-3}
-"""What the host takes for a step of one Dense layer on eager PyTorch, in
-seconds: measured at 1024³ on an H200, where the GPU takes far less."""
-
-XLA_RESULTS = 8
-"""Bytes for each element of a result that XLA writes in float32 first, then
-reads and writes in 16 bits, beyond writing it in 16 bits at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +228,7 @@ def plan(
         True
     """
     there = devices.get(device)
-    card = card_of(there, device)
+    product = product_named(there, device)
     candidates.check_is_layer(model, "have a training step", "")
     candidates.check(model)
     wanted = read_recipes(recipes)
@@ -257,15 +250,10 @@ def plan(
     options["filter"] = lambda layer: id(layer) in work.in_float8
     policies = [Float8DTypePolicy(source, recipe=each) for each in wanted]
     held = memory.memory(model, tensors, [source, *policies], **options)
-    xla = keras.backend.backend() != "torch"
-    estimator = Estimator(
-        card,
-        there.one_layout,
-        FLOAT32 if there.multiplies_in == "float32" else 1,
-        XLA_RESULTS if xla else 0,
-    )
+    backend = keras.backend.backend()
+    estimator = estimator_of(backend, product, there)
     if compiled is None:
-        compiled = xla
+        compiled = backend != "torch"
     step = _Step(estimator, work, held[source].activations, compiled)
     sqnr = _lowest(model, data, wanted)
     names = [str(recipe.spec or recipe.name) for recipe in wanted]

@@ -1,13 +1,16 @@
 """Which layers `filter="auto"` leaves out, on this machine and on others."""
 
+import dataclasses
+
 import keras
 import pytest
 
 import keras_policy_ext as kpe
 from conftest import visible_gpus
 from keras_policy_ext import backends, contractions, kernels
+from keras_policy_ext.backends import devices, estimate
+from keras_policy_ext.backends.estimate import BreakEven
 from keras_policy_ext.conversion import filters
-from keras_policy_ext.conversion.filters import BreakEven
 from keras_policy_ext.diagnostics import doctor
 
 POLICY = "float8_from_float32"
@@ -19,24 +22,19 @@ def gpu(monkeypatch):
     """Makes a GPU of this machine, with a break-even at some size."""
 
     def make(size, emulated=()):
-        device = "NVIDIA Pretence 9000"
-        rows = (
-            BreakEven("numpy", "Pretence", 1, "of another framework"),
-            BreakEven("any", "Other", 2, "of another device"),
-            BreakEven("any", "pretence", size, "measured in a dream"),
-            BreakEven("any", "any", 3, "of anything else"),
-        )
+        device = devices.of_nvidia((9, 0), "NVIDIA Pretence 9000")
+        row = BreakEven("numpy", device.title, size, "measured in a dream")
 
         def choice_for(contraction):
             if isinstance(contraction, emulated):
                 return kernels.Choice("emulated", "there is no such kernel")
             return NATIVE
 
-        framework = type(backends.current)
-        monkeypatch.setattr(framework, "device_name", lambda self: device)
-        monkeypatch.setattr(filters, "table", lambda: rows)
+        engine = dataclasses.replace(backends.engine, device=lambda: device)
+        monkeypatch.setattr(backends, "engine", engine)
+        monkeypatch.setattr(filters, "break_even", lambda *_: row)
         monkeypatch.setattr(filters, "choice_for", choice_for)
-        return rows
+        return row
 
     return make
 
@@ -125,23 +123,20 @@ def test_the_choice_is_that_of_a_compiled_step():
         assert not filters.choice_for(matmul).native
 
 
-def test_every_machine_has_a_row():
-    last = filters.table()[-1]
-    assert (last.backend, last.device) == ("any", "any")
-    for row in filters.table():
-        words = ("measured", "estimated", "assumed", "there is no")
-        assert row.origin.startswith(words), row
+@pytest.mark.any_backend
+@pytest.mark.parametrize("name", ["h100", "rtx5090", "mi355x", "a10", "tpu7x"])
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_a_size_is_known_for_every_device(backend, name):
+    row = estimate.break_even(backend, devices.get(name))
+    assert row.origin.startswith(("measured", "estimated", "assumed")), row
 
 
 def test_doctor_shows_the_table_with_the_row_of_this_machine_first(gpu):
-    rows = gpu(4096)
-    found = list(doctor.break_even_rows())
-    origins = [origin for *_, origin in found]
-    assert origins[0] == "measured in a dream"
-    assert sorted(origins) == sorted(row.origin for row in rows)
-    _, device, size, _ = found[0]
-    assert size == "4096³"
-    assert "(here)" in device
+    row = gpu(4096)
+    first, *others = doctor.break_even_rows()
+    name = "NVIDIA Pretence 9000 (here)"
+    assert first == ("numpy", name, "4096³", row.origin)
+    assert len(others) == len(estimate.break_evens())
 
 
 @pytest.mark.parametrize("name", ["smallest", "multiple", "rows"])

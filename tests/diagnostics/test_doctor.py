@@ -9,7 +9,7 @@ import keras
 import pytest
 
 from keras_policy_ext import backends, contractions, kernels, recipes
-from keras_policy_ext.backends import devices
+from keras_policy_ext.backends import devices, estimate
 from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.diagnostics import doctor, machine
@@ -199,11 +199,8 @@ def test_doctor_begins_with_one_sentence_of_the_device(name):
 
 
 def test_doctor_tells_the_size_from_which_a_device_elsewhere_gains():
-    row = next(
-        row
-        for row in filters.table()
-        if row.is_for(keras.backend.backend(), "an NVIDIA H100")
-    )
+    h100 = devices.get("h100")
+    row = estimate.break_even(keras.backend.backend(), h100)
     printed = printed_for("h100")
     assert f"larger than about {row.size} by {row.size}" in printed
     assert "H100 (asked)" in printed

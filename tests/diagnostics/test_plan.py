@@ -1,5 +1,7 @@
 """`kpe.plan`: times by counted bytes and multiplications, and their errors."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import published
@@ -7,9 +9,8 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import recipes
-from keras_policy_ext.backends import devices
-from keras_policy_ext.diagnostics import estimate, plan
-from keras_policy_ext.diagnostics.estimate import CARDS, Estimator, Matmuls
+from keras_policy_ext.backends import devices, estimate
+from keras_policy_ext.backends.estimate import CARDS, Estimator, Matmuls
 
 LARGE = Matmuls.of(16384, 16384, 16384)
 
@@ -32,10 +33,6 @@ def test_the_page_has_the_errors_of_the_constants():
     found = published.PAGE.read_text("utf-8")
     assert found == published.page(rows, estimate.FITTED), (
         "run python integration/benchmarks/published.py"
-    )
-    assert (published.HOST, published.XLA_RESULTS) == (
-        plan.HOST,
-        plan.XLA_RESULTS,
     )
 
 
@@ -100,7 +97,7 @@ def test_speed_grows_with_the_size_and_emulation_never_gains():
     ],
 )
 def test_speeds_are_found_by_the_names_of_devices(name, key):
-    assert estimate.card_of(devices.get(name), name) is CARDS[key]
+    assert estimate.product_named(devices.get(name), name) == key
 
 
 @pytest.mark.any_backend
@@ -110,6 +107,79 @@ def test_peaks_and_sources_of_all_devices_are_plausible():
         ratios = card.float8 / card.bfloat16, card.float4 / card.bfloat16
         assert ratios[0] == 0 or 1.99 < ratios[0] < 2.03
         assert ratios[1] == 0 or 3.99 < ratios[1] < 8.01
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Takes two recipes to have been measured on an H200, at two sizes."""
+    rows = tuple(
+        estimate.Measured("H200", recipe, size, speed, "in a dream")
+        for recipe, size, speed in (
+            ("delayed", 2048, 0.5),
+            ("delayed", 8192, 1.5),
+            ("rowwise", 2048, 0.25),
+            ("rowwise", 4096, 0.75),
+        )
+    )
+    for function in (estimate.estimator_of, estimate.break_even):
+        function.cache_clear()
+        monkeypatch.setattr(estimate, function.__name__, function.__wrapped__)
+    monkeypatch.setattr(estimate, "measured", lambda: rows)
+    return rows
+
+
+@pytest.mark.any_backend
+def test_where_a_step_was_measured_the_estimate_is_its_speed(measured):
+    estimator = estimate.estimator_of("jax", "H200", devices.get("h200"))
+
+    def speed(size, recipe="delayed"):
+        return estimator.speed(Matmuls.square(size), recipes.get(recipe))
+
+    for row in measured:
+        assert speed(row.size, row.recipe) == pytest.approx(row.speed)
+    # Between two sizes, and like the slowest recipe where one has no row.
+    assert speed(2048) < speed(3072) < speed(4096) < speed(8192)
+    plain = dataclasses.replace(estimator, corrections={})
+    square = Matmuls.square(2048), recipes.get("rowwise")
+    slowest = plain.speed(*square) / 0.25
+    square = Matmuls.square(2048), recipes.get("current")
+    assert plain.speed(*square) / slowest == pytest.approx(
+        speed(2048, "current")
+    )
+    # An H100 runs the programs of an H200; PyTorch runs others.
+    for backend, product in (("jax", "B200"), ("torch", "H200")):
+        device = devices.get(product)
+        assert not estimate.estimator_of(backend, product, device).corrections
+    h100 = estimate.estimator_of("tensorflow", "H100", devices.get("h100"))
+    assert set(h100.corrections) == {"delayed", "rowwise", ""}
+
+
+@pytest.mark.any_backend
+def test_from_the_break_even_on_both_recipes_are_faster(measured):
+    device = devices.get("h200")
+    row = estimate.break_even("jax", device)
+    estimator = estimate.estimator_of("jax", "H200", device)
+
+    def speeds(size):
+        return [
+            estimator.speed(Matmuls.square(size), recipes.get(name))
+            for name in ("delayed", "current")
+        ]
+
+    assert min(speeds(row.size)) > 1 >= min(speeds(row.size - 64))
+    assert row.origin == (
+        "measured, in speeds of bfloat16, on an in a dream: 0.50 at 2048³ "
+        "under delayed, 1.50 at 8192³ under delayed, 0.25 at 2048³ under "
+        "rowwise, 0.75 at 4096³ under rowwise"
+    )
+    unknown = devices.of_nvidia((9, 0), "NVIDIA Pretence 9000")
+    assert estimate.break_even("jax", unknown).origin.startswith("assumed")
+    # The host of eager PyTorch takes longer than the GPU.
+    torch, xla = (
+        estimate.break_even(backend, devices.get("b200")).size
+        for backend in ("torch", "jax")
+    )
+    assert torch > xla
 
 
 @pytest.mark.slow_except()

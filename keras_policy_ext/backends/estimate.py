@@ -6,19 +6,25 @@ is read and written before, as often as its recipe needs. Attention and
 everything else takes the same time under each recipe.
 
 The shares are fitted to published measurements by
-`integration/benchmarks/published.py`; `docs/plan.md` has its errors.
+`integration/benchmarks/published.py`; `docs/plan.md` has its errors. Where this
+project has measured steps itself, `measured.json` has their speeds, and float8
+matmuls of about their sizes are estimated to have them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.resources
+import json
 import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from keras_policy_ext import formats
-from keras_policy_ext.backends.devices import Device
+import numpy as np
+
+from keras_policy_ext import formats, recipes
+from keras_policy_ext.backends import devices
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -105,20 +111,28 @@ float32. `docs/plan.md` has this table, and tells what the sources are."""
 _OTHER_NAMES = {"V7X": "TPU7x", "IRONWOOD": "TPU7x", "TRILLIUM": "v6e"}
 
 
-def card_of(device: Device, name: str) -> Card:
-    """Return the speeds of a device.
+def product_of(title: str) -> str | None:
+    """Return the key of `CARDS` that the title of a device has, or None."""
+    for word in re.findall(r"\w+", title.replace("RTX ", "RTX")):
+        product = _OTHER_NAMES.get(word.upper(), word)
+        if product in CARDS:
+            return product
+    return None
+
+
+def product_named(device: devices.Device, name: str) -> str:
+    """Return the key of `CARDS` for a device.
 
     Args:
         device: The device.
         name: How the caller named it, for the error.
 
     Raises:
-        ValueError: If they are not known.
+        ValueError: If there is none.
     """
-    for word in re.findall(r"\w+", device.title.replace("RTX ", "RTX")):
-        product = _OTHER_NAMES.get(word.upper(), word)
-        if product in CARDS:
-            return CARDS[product]
+    product = product_of(device.title)
+    if product is not None:
+        return product
     raise ValueError(
         f"The speed of {device.title} is not known. Received: {name!r}. "
         f"Allowed: {', '.join(CARDS)}. Take the one that is most like it."
@@ -155,6 +169,15 @@ BYTES_OF_UPDATE = 28
 """What Adam reads and writes for each weight, all in float32."""
 
 
+HOST = {"plain": 2.06e-3, "history": 6.36e-3, "float8": 4.61e-3}
+"""What the host takes for a step of one Dense layer on eager PyTorch, in
+seconds: measured at 1024³ on an H200, where the GPU takes far less."""
+
+XLA_RESULTS = 8
+"""Bytes for each element of a result that XLA writes in float32 first, then
+reads and writes in 16 bits, beyond writing it in 16 bits at once."""
+
+
 class Matmuls(NamedTuple):
     """The three matmuls of a contraction: sizes, in elements.
 
@@ -187,6 +210,21 @@ class Matmuls(NamedTuple):
         kernel = summed * free * groups
         number = rows * summed * free
         return cls(rows * summed, kernel, rows * free, number, 2)
+
+    @classmethod
+    def square(cls, size: int) -> Matmuls:
+        """Return those of square matrices, kernel in float32."""
+        return cls.of(size, size, size)._replace(kernel_bytes=4)
+
+    @property
+    def size(self) -> float:
+        """The size of the square matrices whose matmuls gain as much.
+
+        The time of matmuls grows with the product of their three sizes, that
+        of casts with the sum of the products of two: the harmonic mean.
+        """
+        around = self.inputs + self.kernel + self.outputs
+        return 3 * self.multiplications / around
 
     def elements(self, operand: str) -> float:
         """Return the number of elements of an operand."""
@@ -234,6 +272,9 @@ class Estimator:
             gradients of inputs after a float8 matmul: XLA writes them in
             float32 first.
         fitted: As `FITTED`.
+        corrections: By the name of a recipe, the sizes of square matrices at
+            which steps were measured, in order, with the time that they took
+            as a part of the estimate; under "" those of other recipes.
     """
 
     card: Card
@@ -242,6 +283,9 @@ class Estimator:
     results: float = 0
     fitted: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: FITTED
+    )
+    corrections: Mapping[str, tuple[tuple[float, float], ...]] = (
+        dataclasses.field(default_factory=dict)
     )
 
     def moving(self, number: float) -> float:
@@ -331,7 +375,22 @@ class Estimator:
         if casts == "none":
             return seconds
         number, kernels = self.cast_bytes(matmuls, recipe, which, casts)
-        return seconds + self.moving(number) + kernels * KERNEL_SECONDS
+        seconds += self.moving(number) + kernels * KERNEL_SECONDS
+        if len(native) < len(MATMULS):
+            return seconds
+        return seconds * self._correction(matmuls.size, recipe.name)
+
+    def _correction(self, size: float, recipe: str) -> float:
+        """Return the measured time as a part of the estimate, interpolated."""
+        points = self.corrections.get(recipe, self.corrections.get("", ()))
+        if not points:
+            return 1.0
+        sizes, parts = zip(*points, strict=True)
+        return float(np.interp(np.log(size), np.log(sizes), parts))
+
+    def speed(self, matmuls: Matmuls, recipe: Recipe) -> float:
+        """Return the speed of native matmuls against those in 16 bits."""
+        return self.plain(matmuls) / self.quantized(matmuls, recipe)
 
     def cast_bytes(
         self,
@@ -376,3 +435,156 @@ class Estimator:
             number += elements * (read * (passes + amaxes) + written)
             kernels += passes + amaxes
         return number, kernels
+
+
+class Measured(NamedTuple):
+    """The speed of a training step of a square Dense layer.
+
+    Attributes:
+        device: A key of `CARDS`.
+        recipe: The name of a recipe.
+        size: Rows, inputs and outputs.
+        speed: Against bfloat16; 2 is twice as fast.
+        origin: Where and when it was measured.
+    """
+
+    device: str
+    recipe: str
+    size: int
+    speed: float
+    origin: str
+
+
+@functools.cache
+def measured() -> tuple[Measured, ...]:
+    """Return the rows of `measured.json`: steps of JAX.
+
+    `integration/benchmarks/break_even.py` writes them.
+    """
+    package = importlib.resources.files("keras_policy_ext.backends")
+    text = package.joinpath("measured.json").read_text(encoding="utf-8")
+    return tuple(Measured(**row) for row in json.loads(text))
+
+
+SAME_PROGRAM = ({"H100", "H200", "GH200"},)
+"""Products that run the same kernels; their memory is another."""
+
+
+def measured_on(product: str) -> tuple[Measured, ...]:
+    """Return the measured rows of a product, or else of one that is its like.
+
+    Args:
+        product: A key of `CARDS`.
+    """
+    own = tuple(row for row in measured() if row.device == product)
+    like = {product}.union(*(s for s in SAME_PROGRAM if product in s))
+    return own or tuple(row for row in measured() if row.device in like)
+
+
+@functools.cache
+def estimator_of(
+    backend: str, product: str, device: devices.Device
+) -> Estimator:
+    """Return the `Estimator` of a framework on a device.
+
+    Args:
+        backend: The name of the framework.
+        product: The key of `CARDS` for the device.
+        device: The device.
+    """
+    xla = backend != "torch"
+    estimator = Estimator(
+        CARDS[product],
+        device.one_layout,
+        FLOAT32 if device.multiplies_in == "float32" else 1,
+        XLA_RESULTS if xla else 0,
+    )
+    rows = measured_on(product) if xla else ()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row.size):
+        square = Matmuls.square(row.size)
+        speed = estimator.speed(square, recipes.get(row.recipe))
+        found.setdefault(row.recipe, []).append((row.size, speed / row.speed))
+    others = [point for points in found.values() for point in points]
+    if others:
+        # As slow as the slowest of those that were measured at a size.
+        found[""] = sorted(dict(sorted(others)).items())
+    corrections = {name: tuple(points) for name, points in found.items()}
+    return dataclasses.replace(estimator, corrections=corrections)
+
+
+@dataclasses.dataclass(frozen=True)
+class BreakEven:
+    """The matmul size from which float8 is faster, on one device and backend.
+
+    Attributes:
+        backend: The name of the framework.
+        device: The name of the device.
+        size: From this size of square matrices on, a training step of a Dense
+            layer is faster in float8 than in bfloat16, under delayed and under
+            current scaling. None: float8 never gains there.
+        origin: Where the size comes from.
+    """
+
+    backend: str
+    device: str
+    size: int | None
+    origin: str
+
+
+def break_evens() -> tuple[BreakEven, ...]:
+    """Return the break-even sizes of usual devices with each framework."""
+    return tuple(
+        break_even(backend, devices.get(name))
+        for name in ("H100", "H200", "B200")
+        for backend in ("jax", "tensorflow", "torch")
+    )
+
+
+LARGEST = 2**15
+"""The largest size that `break_even` tries."""
+
+
+@functools.cache
+def break_even(backend: str, device: devices.Device) -> BreakEven:
+    """Return the break-even size of a device whose float8 matmuls are native.
+
+    Args:
+        backend: The name of the framework. With PyTorch steps are eager.
+        device: The device.
+    """
+    product = product_of(device.title)
+    estimator = estimator_of(backend, product or "H100", device)
+    host = HOST if backend == "torch" else dict.fromkeys(HOST, 0.0)
+    size = None
+    for tried in range(LARGEST, 0, -64):
+        square = Matmuls.square(tried)
+        delayed, current = (
+            estimator.quantized(square, recipes.get(name))
+            for name in ("delayed", "current")
+        )
+        float8 = max(delayed, host["history"], current, host["float8"])
+        if max(estimator.plain(square), host["plain"]) <= float8:
+            break
+        size = tried
+    title = product or device.title
+    return BreakEven(backend, title, size, _origin(backend, product, estimator))
+
+
+def _origin(backend: str, product: str | None, estimator: Estimator) -> str:
+    """Return where a break-even size comes from."""
+    if product is None:
+        return "assumed to be as on an H100, since its speed is not known"
+    if backend == "torch":
+        return "estimated, with the time that the host of an H200 takes"
+    if not estimator.corrections:
+        return "estimated from data sheets and published measurements"
+    by_origin: dict[str, list[str]] = {}
+    for row in measured_on(product):
+        speed = f"{row.speed:.2f} at {row.size}³ under {row.recipe}"
+        by_origin.setdefault(row.origin, []).append(speed)
+    found = "; ".join(
+        f"{origin}: {', '.join(speeds)}" for origin, speeds in by_origin.items()
+    )
+    kind = "measured" if backend == "jax" else "assumed to be as with JAX"
+    return f"{kind}, in speeds of bfloat16, on an {found}"
