@@ -352,6 +352,8 @@ def _rounding(key, result, exact, scale, allowed):
         Words that tell it.
     """
     sums = exact.astype("float32")
+    # XLA may leave the kernel's gradient in float32: nothing is rounded.
+    result = bfloat16(result)
     once = bfloat16(sums * scale)
     low, high = (
         bfloat16((exact + side).astype("float32") * scale)

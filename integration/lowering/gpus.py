@@ -5,6 +5,7 @@ is not seen, and how fast it would be is an estimate by which designs are
 compared: no measurement.
 """
 
+import collections
 import dataclasses
 import os
 
@@ -12,9 +13,10 @@ os.environ.update(
     JAX_PLATFORMS="cpu",
     # The CUDA libraries are not needed to compile.
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-    # No device to time variants on, nor kernels that are hard to read.
-    XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false "
-    "--xla_gpu_enable_command_buffer=",
+    # There is no device to time variants on, and command buffers only hide
+    # kernels from a reader. All else is as users have it, so that a matmul
+    # which XLA would hand to Triton goes there.
+    XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
 )
 
 import hlo
@@ -80,10 +82,20 @@ class GPU:
         )
         return topology.devices[0]
 
-    def compiled(self, module):
-        """An executable of a StableHLO module, which cannot run here."""
+    def compiled(self, module, triton=True):
+        """An executable of a StableHLO module, which cannot run here.
+
+        Args:
+            module: The module.
+            triton: False if no matmul may be written in Triton, as a user may
+                ask. XLA then leaves them to cuBLASLt.
+        """
         device = self.device()
-        options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+        options = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=1,
+            env_options_overrides={"xla_gpu_enable_triton_gemm": triton},
+        )
         return device.client.compile(
             module,
             executable_devices=_jax.DeviceList((device,)),
@@ -151,13 +163,24 @@ def summary(executable, gpu, large=1 << 20):
     others = [each for each in kernels if not each.flops]
     big = [each for each in others if each.bytes >= large]
     float8 = [each for each in matmuls if each.kind == hlo.FLOAT8]
+    mx = [each for each in matmuls if each.kind == hlo.MX_MATMUL]
     memory = executable.get_compiled_memory_stats()
     return {
         "float8": _runs(float8),
         "exact": _runs(each for each in float8 if each.exact),
-        "other matmuls": _runs(matmuls) - _runs(float8),
+        "scaled": _runs(each for each in float8 if each.scaled),
+        "written": dict(collections.Counter(each.result for each in float8)),
+        "with scales of blocks": _runs(mx),
+        "other matmuls": _runs(matmuls) - _runs(float8) - _runs(mx),
+        "by Triton": _runs(
+            each for each in matmuls if each.kind == hlo.TRITON_MATMUL
+        ),
+        "conditionals": _runs(
+            each for each in others if each.kind == "conditional"
+        ),
         "large": _runs(big),
         "transposes": _runs(each for each in big if "transpose" in each.ops),
+        "codes alone": _runs(each for each in big if each.moves_codes_alone),
         "small": _runs(others) - _runs(big),
         "rounded scales": hlo.rounded_scales(text),
         "bytes": sum(each.times * each.bytes for each in others),

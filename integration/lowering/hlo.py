@@ -1,7 +1,8 @@
 """What a program of XLA for a GPU does, read from its optimized text.
 
 One instruction of the text is one kernel. Its bytes are those of its operands
-and results, each counted once: what the caches spare is not seen.
+and results, each counted once: what the caches spare is not seen. A kernel of
+Pallas is taken to read each operand once, which is how ours are written.
 """
 
 import dataclasses
@@ -29,6 +30,13 @@ BITS = {
 }
 ARRAY = re.compile(rf"\b({'|'.join(BITS)})\[([\d,]*)\]")
 FLOAT8 = "__cublas$lt$matmul$f8"
+TRITON_MATMUL = "a matmul by Triton"
+MX_MATMUL = "a matmul by Triton with scales of blocks"
+CODES = {"f8e4m3fn", "f8e5m2", "s8", "u8"}
+
+# A Pallas kernel of this name returns at once if all scales are known: in a
+# steady step it reads nothing but the flag.
+SKIPPED = "float8_amax_if"
 
 NO_KERNEL = {
     "parameter",
@@ -61,23 +69,31 @@ class Kernel:
     """An instruction that runs.
 
     Attributes:
-        kind: The operation, or the target of a custom call.
+        kind: The operation, or the target of a custom call; `TRITON_MATMUL`
+            or `MX_MATMUL` for a fusion with a matmul, which XLA writes in
+            Triton.
+        pallas: The name of a kernel of Pallas, or None.
         read: Bytes of its operands.
         written: Bytes of its results.
         flops: Of a matmul; 0 for all else.
         operand: The dtype of its first operand.
-        exact: Whether the highest precision is asked for.
+        result: The dtype of its first result.
+        exact: Whether a matmul may not accumulate fast.
+        scaled: Whether a call multiplies by a scalar that the program found.
         ops: The operations in it.
         times: How often it runs.
         text: Of the instruction, for a reader.
     """
 
     kind: str
+    pallas: str | None
     read: float
     written: float
     flops: int
     operand: str
+    result: str
     exact: bool
+    scaled: bool
     ops: set[str]
     times: int
     text: str
@@ -86,6 +102,13 @@ class Kernel:
     def bytes(self) -> float:
         """What it moves each time."""
         return self.read + self.written
+
+    @property
+    def moves_codes_alone(self) -> bool:
+        """True if it transposes or copies one-byte numbers, and casts none."""
+        one_byte = self.operand in CODES and self.result in CODES
+        moves = self.ops & {"transpose", "copy"}
+        return one_byte and bool(moves) and "convert" not in self.ops
 
 
 def arrays(shape: str) -> list[tuple[str, list[int]]]:
@@ -126,10 +149,9 @@ def rounded_scales(text: str) -> int:
 
 
 def _kernels(computations: dict, name: str, times: int) -> list[Kernel]:
-    instructions = computations[name]
-    shapes = {each.name: each.shape for each in instructions}
+    instructions = {each.name: each for each in computations[name]}
     found = []
-    for each in instructions:
+    for each in instructions.values():
         called = _attribute(r"(?:calls|to_apply|body)=%?([\w.\-]+)", each.rest)
         if each.op in ("call", "while"):
             trips = _attribute(r'known_trip_count":\{"n":"(\d+)"', each.rest)
@@ -139,7 +161,7 @@ def _kernels(computations: dict, name: str, times: int) -> list[Kernel]:
         elif each.op not in NO_KERNEL:
             inside = computations.get(called, []) if called else []
             fused = inside if each.op == "fusion" else []
-            found.append(_kernel(each, shapes, fused, times))
+            found.append(_kernel(each, instructions, fused, times))
     return found
 
 
@@ -157,38 +179,91 @@ def _branch(computations: dict, each: Instruction, times: int) -> list[Kernel]:
         if name in computations
     ]
     branch = min(branches, key=lambda kernels: sum(k.bytes for k in kernels))
-    decision = Kernel(each.op, 0, 0, 0, "", False, set(), times, each.name)
+    decision = Kernel(
+        kind="conditional",
+        pallas=None,
+        read=0,
+        written=0,
+        flops=0,
+        operand="",
+        result="",
+        exact=False,
+        scaled=False,
+        ops=set(),
+        times=times,
+        text=each.name,
+    )
     return [decision, *branch]
 
 
 def _kernel(
-    each: Instruction, shapes: dict, fused: list[Instruction], times: int
+    each: Instruction,
+    instructions: dict[str, Instruction],
+    fused: list[Instruction],
+    times: int,
 ) -> Kernel:
-    target = _attribute(r'custom_call_target="([^"]+)"', each.rest)
+    kind = _attribute(r'custom_call_target="([^"]+)"', each.rest) or each.op
+    pallas = None
+    if kind == "__gpu$xla.gpu.triton":
+        pallas = _attribute(r'\bname = "([^"]+)"', each.rest)
+    read_from = [instructions[name] for name in each.operands]
+    operands = [each.shape for each in read_from]
     results = arrays(each.shape)
-    operands = [shapes[name] for name in each.operands if name in shapes]
-    first = arrays(operands[0]) if operands else []
-    flops = 0
-    summed = _attribute(r'"lhs_contracting_dimensions":\[([^\]]*)', each.rest)
-    if summed is not None:
+    if kind.startswith("__cublas$lt$matmul"):
         # The last result of a call is the memory that cuBLASLt works in.
         results = results[:1]
-        axes = [int(axis) for axis in re.findall(r"\d+", summed)]
-        terms = math.prod(first[0][1][axis] for axis in axes)
-        flops = 2 * terms * math.prod(results[0][1])
+    matmul, shapes = each, {name: i.shape for name, i in instructions.items()}
+    for inner in fused:
+        if inner.op in ("dot", "scaled-dot"):
+            matmul, shapes = inner, {i.name: i.shape for i in fused}
+            kind = TRITON_MATMUL if inner.op == "dot" else MX_MATMUL
+    flops = _flops(matmul, shapes)
     written = sum(size(*array) for array in results)
     update = _updated(fused)
+    read = sum(_read(i, shape, fused) for i, shape in enumerate(operands))
+    if pallas == SKIPPED:
+        read = 0
     return Kernel(
-        target or each.op,
-        sum(_read(i, shape, fused) for i, shape in enumerate(operands)),
-        written if update is None else update,
-        flops,
-        first[0][0] if first else "",
-        '"operand_precision":["HIGHEST","HIGHEST"]' in each.rest,
-        {inner.op for inner in fused} or {each.op},
-        times,
-        f"{each.name} {operands} -> {each.shape}",
+        kind=kind,
+        pallas=pallas,
+        read=read,
+        written=written if update is None else update,
+        flops=flops,
+        operand=_dtype(shapes[matmul.operands[0]]) if matmul.operands else "",
+        result=_dtype(each.shape),
+        exact=bool(flops) and not _accumulates_fast(each.rest),
+        scaled=any(
+            i.shape.startswith("f32[]") and i.op != "constant"
+            for i in read_from
+        ),
+        ops={inner.op for inner in fused} or {each.op},
+        times=times,
+        text=f"{pallas or each.name} {operands} -> {each.shape}",
     )
+
+
+def _dtype(shape: str) -> str:
+    found = arrays(shape)
+    return found[0][0] if found else ""
+
+
+def _flops(matmul: Instruction, shapes: dict[str, str]) -> int:
+    """Of a call of cuBLASLt or a `dot`; 0 for any other instruction."""
+    pattern = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)[\]}]'
+    summed = _attribute(pattern, matmul.rest)
+    if summed is None:
+        return 0
+    sizes = arrays(shapes[matmul.operands[0]])[0][1]
+    terms = math.prod(sizes[int(axis)] for axis in re.findall(r"\d+", summed))
+    return 2 * terms * math.prod(arrays(matmul.shape)[0][1])
+
+
+def _accumulates_fast(rest: str) -> bool:
+    """Whether a matmul's precision lets a GPU sum up with fewer bits."""
+    algorithm = _attribute(r'"algorithm":"(\w+)"', rest)
+    if algorithm not in (None, "ALG_UNSET"):
+        return algorithm.endswith("_FAST_ACCUM")
+    return '"operand_precision":["HIGHEST","HIGHEST"]' not in rest
 
 
 def _read(position: int, shape: str, fused: list[Instruction]) -> float:
@@ -242,7 +317,8 @@ def _instruction(line: str) -> Instruction | None:
     head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if head is None:
         return None
-    rest = line[head.end() :]
+    # The code of a Pallas kernel is text that only looks like attributes.
+    rest = re.sub(r'\bir = "(?:[^"\\]|\\.)*"', "", line[head.end() :])
     end = _closing(rest) if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     op, _, rest = rest.partition("(")

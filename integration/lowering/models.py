@@ -11,6 +11,8 @@ POLICIES = {
     "bfloat16": "mixed_bfloat16",
     "delayed": "float8_from_mixed_bfloat16",
     "current": "float8/current_from_mixed_bfloat16",
+    "rowwise": "float8/rowwise_from_mixed_bfloat16",
+    "mxfp8": "float8/mxfp8_from_mixed_bfloat16",
     "from one": kpe.Float8DTypePolicy(
         "mixed_bfloat16", recipe=kpe.recipes.DelayedScaling(initial_scale=1.0)
     ),
@@ -36,7 +38,7 @@ class Layers:
     """
 
     def __init__(self, way):
-        float8 = way in ("delayed", "current", "from one")
+        float8 = way not in ("bfloat16", "stock")
         self.room = kpe.layers if float8 else keras.layers
         self.policy = POLICIES[way]
         self.way = way

@@ -42,16 +42,42 @@ class Both(NamedTuple):
         scale: Float32 scalar.
         amax: Float32, one amax per tile; a scalar if the scale is computed
             from it. NaN if a value is NaN; None if it was not requested.
+        column_sums: Float32 (k,), the sums of the columns of the unquantized
+            matrix; None if they were not requested.
     """
 
     values: Tensor
     across: Tensor
     scale: Tensor
     amax: Tensor | None
+    column_sums: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """What a cast in both layouts is to return.
+
+    Attributes:
+        amax: Whether to return the amax.
+        lies_across: Whether memory holds the transpose of the matrix. Only a
+            framework whose tensors have no strides needs to be told.
+        once: Whether nothing reads the transpose.
+        column_sums: Whether to sum the columns, if the kernel can.
+    """
+
+    amax: bool
+    lies_across: bool = False
+    once: bool = False
+    column_sums: bool = False
 
 
 class BothLayouts(Protocol):
-    """A kernel that quantizes a matrix, and writes it and its transpose."""
+    """A kernel that quantizes a matrix, and writes it and its transpose.
+
+    Attributes:
+        sums_columns: Whether it can sum the columns of the matrix too.
+    """
+
+    sums_columns: bool = False
 
     def supports(
         self, like: Tensor, dtype: str, format_name: str
@@ -69,7 +95,7 @@ class BothLayouts(Protocol):
         matrix: Tensor,
         asked: Quantization,
         known: ScaleHint,
-        observe: bool,
+        wanted: Wanted,
     ) -> Both:
         """Quantize a matrix with one scale; write it and its transpose.
 
@@ -77,7 +103,7 @@ class BothLayouts(Protocol):
             matrix: (m, k).
             asked: How to quantize it.
             known: What is known of its scale.
-            observe: Whether to return the amax.
+            wanted: What else is known and wanted.
         """
 
 
@@ -91,11 +117,13 @@ class QuantizedForBoth(NamedTuple):
             matmul.
         amax: Float32, the amax of the operand or of each tile; None if it was
             not requested.
+        column_sums: See `Both`.
     """
 
     first: Quantized
     second: Quantized
     amax: Tensor | None
+    column_sums: Tensor | None = None
 
 
 def read_both(
@@ -105,7 +133,7 @@ def read_both(
     asked: Quantization,
     rule: ScaleRule,
     history: StateReading | None,
-    observe: bool,
+    wanted: Wanted,
 ) -> QuantizedForBoth:
     """Quantize an operand's matrix with one scale, once for both matmuls.
 
@@ -117,7 +145,7 @@ def read_both(
         rule: How a scale is computed from an amax.
         history: What was read from the state; None for a source without one.
             A count of steps has no scales: they are computed from amaxes.
-        observe: Whether the amax is needed for the state.
+        wanted: What the cast is to return.
     """
     scales = history if isinstance(history, HistoryScales) else None
     known = ScaleHint(None, None, rule)
@@ -126,7 +154,9 @@ def read_both(
         flag = None if unseen is None else unseen[index]
         lately = scales.seen_lately
         known = ScaleHint(scales.scales[index], flag, rule, lately)
-    found = both.quantize(matrix[0], asked, known, observe or scales is None)
+    observe = wanted.amax
+    wanted = wanted._replace(amax=observe or scales is None)
+    found = both.quantize(matrix[0], asked, known, wanted)
     scale = ops.reshape(found.scale, (1, 1, 1))
     first = Quantized(found.values[None], scale, asked)
     second = Quantized(found.across.mT[None], scale, asked)
@@ -137,4 +167,5 @@ def read_both(
             if operand != "outputs_grad"
             else first.with_nan_scales(found.amax)
         )
-    return QuantizedForBoth(first, second, found.amax if observe else None)
+    amax = found.amax if observe else None
+    return QuantizedForBoth(first, second, amax, found.column_sums)

@@ -282,6 +282,38 @@ def may_write_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
     return dtype == "bfloat16" and are_powers_of_two(a, b)
 
 
+#: A product with at least as many elements, and at least as many rows,
+#: columns and terms, is not split by XLA.
+UNSPLIT, UNSPLIT_SIDE = 1 << 22, 64
+
+
+def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
+    """Return True if a GPU's float8 matmul can apply the scales itself.
+
+    XLA is then given `product * scale`, both in the compute dtype. It passes
+    the scale to cuBLASLt as it was before it was rounded to that dtype. XLA
+    splits the sums of a small product, to occupy more of a GPU: in JAX 0.10 and
+    0.11 one with less than 1.5 tiles of 64 x 128 for each of the 132 or 148
+    multiprocessors, in XLA of August 2026 one with less than half a tile of
+    185 x 185. Then it would multiply by the rounded scale.
+
+    Args:
+        a: (b, m, k).
+        b: (b, n, k).
+        dtype: The compute dtype. Float16 would overflow, should XLA not take
+            the scale into the matmul.
+    """
+    if dtype == "float16" or not a.scale.shape == b.scale.shape == (1, 1, 1):
+        return False
+    if dtype == "float32":
+        return True
+    (batch, rows, terms), columns = a.values.shape, b.values.shape[1]
+    sizes = rows, columns, terms
+    if None in (batch, *sizes) or min(sizes) < UNSPLIT_SIDE:
+        return False
+    return batch * rows * columns >= UNSPLIT
+
+
 def have_vector(a: Quantized, b: Quantized) -> bool:
     """Return True if one of the two operands is a vector.
 

@@ -81,8 +81,12 @@ class BoundOperation(Protocol):
         state: Shape,
         observe: bool,
         bias: Tensor | None = None,
+        once: bool = False,
     ) -> tuple[Tensor, Any]:
-        """Return the outputs plus the bias, and the saved tensors."""
+        """Return the outputs plus the bias, and the saved tensors.
+
+        If `once` no backward pass follows.
+        """
 
     def residuals(
         self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
@@ -104,8 +108,12 @@ class BoundOperation(Protocol):
         outputs_grad: Tensor,
         state: Shape,
         needed: tuple[bool, bool] = (True, True),
-    ) -> tuple[Tensor | None, Tensor | None, Shape]:
-        """Return the gradients of the inputs, the kernel and the state."""
+        bias_shape: Shape | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Shape, Tensor | None]:
+        """Return the gradients of the inputs, the kernel, state and bias."""
+
+    def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
+        """Return True if `backward` computes a bias's gradient at no cost."""
 
     def second_derivatives(
         self,
@@ -206,22 +214,6 @@ class Arithmetic(Primitives):
     def cuts(self, numbers: int) -> bool:
         """Return True if `in_parts` splits a kernel of `numbers` elements."""
         return False
-
-    def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """Return the same scalars; a compiler must compute all before any use.
-
-        The compiler then cannot reuse what it computed earlier from one of the
-        scalars alone.
-        """
-        return scalars
-
-    def stored(self, x: Tensor) -> Tensor:
-        """Return the same tensor; a compiler must store it in memory once.
-
-        Without this, a compiler may recompute it for each consumer, from
-        larger inputs.
-        """
-        return x
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
         """Return True if the products `a * b` of scales are normal numbers.

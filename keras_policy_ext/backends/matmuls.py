@@ -10,6 +10,7 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.both_layouts import BothLayouts
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
+from keras_policy_ext.backends.row_casts import RowCasts
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import HistoryScales
@@ -227,15 +228,13 @@ class Engine:
             multiplies in it, otherwise in float32.
         both_layouts: Casts an operand for both of its matmuls in one pass;
             None if casting and transposing are left to the framework.
+        row_casts: Casts an operand by rows for both of its matmuls; None if
+            that is left to the framework.
         training_cast: Like `cast`, for layers in training, which are never
             exported; None to use `cast`.
         encode: Takes float32 values of a format and its name; returns their
             codes.
         decode: Takes codes and the name of a format; returns the values.
-        casts_before_amax: Whether a compiler fuses the cast and the amax of a
-            tensor if its scale does not depend on the amax.
-        requantizes_kernels: Whether kernels are quantized again in the
-            backward pass, and their codes not saved: see `RequantizedKernel`.
         states: Kernels for the state arithmetic, the best first. The source's
             own arithmetic in `keras.ops` is the fallback.
     """
@@ -249,11 +248,10 @@ class Engine:
     narrow_cast: Cast = casting.quantize
     widen: Callable[[Tensor, str], Tensor] = casting.widen
     both_layouts: BothLayouts | None = None
+    row_casts: RowCasts | None = None
     training_cast: Cast | None = None
     encode: Callable[[Tensor, str], Tensor] = casting.encode
     decode: Callable[[Tensor, str], Tensor] = casting.decode
-    casts_before_amax: Callable[[], bool] = lambda: False
-    requantizes_kernels: Callable[[], bool] = lambda: False
     states: tuple[StateKernels, ...] = ()
 
     @property

@@ -204,92 +204,6 @@ def settled(
     return dataclasses.replace(known, seen_lately=lately) if lately else known
 
 
-class SavedKernel:
-    """Save the kernel of a plan for the backward pass, as float8 codes."""
-
-    def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
-        """Return what to save of a kernel: its codes.
-
-        Args:
-            kernel: The weights.
-            codes: The kernel as `inputs_grad` reads it.
-        """
-        return codes
-
-    def load(
-        self, saved: Quantized, outputs_grad: Quantized
-    ) -> tuple[Quantized, Quantized]:
-        """Return the outputs gradient and the saved kernel for `inputs_grad`.
-
-        Args:
-            saved: From `save`, with the quantization of the kernel.
-            outputs_grad: The quantized gradient of the outputs.
-        """
-        return outputs_grad, saved
-
-
-class RequantizedKernel(SavedKernel):
-    """Save the kernel of a plan as weights, and quantize it a second time.
-
-    Args:
-        contraction: The contraction.
-        engine: The kernels of the framework.
-    """
-
-    def __init__(self, contraction: Any, engine: Engine):
-        self._contraction, self._engine = contraction, engine
-
-    def save(self, kernel: Tensor, codes: Quantized) -> Quantized:
-        """Return what to save of a kernel: the weights and their scale."""
-        # With a quantization `encoded` would make codes of the weights.
-        return dataclasses.replace(codes, values=kernel, quantization=None)
-
-    def load(
-        self, saved: Quantized, outputs_grad: Quantized
-    ) -> tuple[Quantized, Quantized]:
-        """Return the outputs gradient, and the weights quantized again.
-
-        The two scales are tied together, so that a compiler does not quantize
-        the kernel earlier, in the forward pass.
-        """
-        quantization: Any = saved.quantization
-        scales = (ops.reshape(x.scale, ()) for x in (saved, outputs_grad))
-        scale, other = backends.current.known_together(*scales)
-        home = self._contraction.operand("kernel", saved.values, quantization)
-        values = self._engine.narrow_cast(
-            home, scale, quantization.format, False
-        )
-        outputs_grad = dataclasses.replace(
-            outputs_grad, scale=ops.reshape(other, (1, 1, 1))
-        )
-        return outputs_grad, saved.with_values(values)
-
-
-def bind_saved_kernel(
-    plan: Any, engine: Engine, selections: dict[str, tuple[Any, Choice]]
-) -> SavedKernel:
-    """Return how a plan saves its kernel: `SavedKernel` or a subclass.
-
-    Args:
-        plan: A `Plan`.
-        engine: The kernels of the framework.
-        selections: The kernel of each matmul, and the reason for it.
-    """
-    quantization = plan.operands.quantizations["kernel", "forward"]
-    requantizes = (
-        engine.requantizes_kernels()
-        and plan.gathering is None
-        and plan.operands.shares_quantization["kernel"]
-        and quantization is not None
-        and quantization.keeps_axes
-        and quantization.rounding == "nearest"
-        and all(selections[m][1].native for m in ("forward", "inputs_grad"))
-    )
-    if requantizes:
-        return RequantizedKernel(plan.contraction, engine)
-    return SavedKernel()
-
-
 class BoundPlan:
     """A `Plan` bound to a device, with its kernels, casts and layouts.
 
@@ -306,7 +220,6 @@ class BoundPlan:
         inputs: How the inputs are quantized.
         kernel: How the kernel is quantized.
         outputs_grad: How the gradient of the outputs is quantized.
-        saved_kernel: How the kernel is saved for the backward pass.
     """
 
     def __init__(self, plan: Any, engine: Engine, device: Device):
@@ -316,7 +229,6 @@ class BoundPlan:
             bind_operand(plan, operand, engine, self.selections)
             for operand in OPERANDS
         )
-        self.saved_kernel = bind_saved_kernel(plan, engine, self.selections)
         self._forward, self._inputs_grad, self._kernel_grad = (
             bind_matmul(plan, matmul, self.selections[matmul], self._operands)
             for matmul in MATMULS
@@ -342,6 +254,7 @@ class BoundPlan:
         state: tuple[Tensor, ...],
         observe: bool,
         bias: Tensor | None = None,
+        once: bool = False,
     ) -> tuple[Tensor, Residuals]:
         """Compute the outputs; return the tensors to save for gradients too.
 
@@ -351,6 +264,7 @@ class BoundPlan:
             state: The state matrix of the recipe, or nothing.
             observe: Whether amaxes are needed for the state.
             bias: Of dtype `Plan.inputs_dtype`; None for no bias.
+            once: Whether no backward pass follows.
 
         Returns:
             The outputs, of dtype `Plan.inputs_dtype`, and residuals.
@@ -358,14 +272,13 @@ class BoundPlan:
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
         known = settled(history, state)
-        x = self.inputs.quantize(inputs, known, observe)
-        w = self.kernel.quantize(kernel, known, observe)
+        x = self.inputs.quantize(inputs, known, observe, once)
+        w = self.kernel.quantize(kernel, known, observe, once)
         shapes = shape_of(inputs), shape_of(kernel)
         outputs = self._forward.add(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
-        saved = self.saved_kernel.save(kernel, w.second)
         return outputs, Residuals(
-            x.second, saved, history, amaxes, shapes, self.engine
+            x.second, w.second, history, amaxes, shapes, self.engine
         )
 
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
@@ -403,8 +316,9 @@ class BoundPlan:
         outputs_grad: Tensor,
         state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
-    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-        """Compute the gradients of the inputs, the kernel and the state.
+        bias_shape: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
+        """Compute the gradients of inputs, kernel, state and bias.
 
         Args:
             residuals: From `forward`.
@@ -412,26 +326,47 @@ class BoundPlan:
             state: As for `forward`.
             needed: Whether to compute the gradients of the inputs and of the
                 kernel.
+            bias_shape: The shape of the bias that `forward` added, if its
+                gradient is computed here; see `takes_bias`.
 
         Returns:
-            The three gradients; None for one that is not needed.
+            The four gradients; None for one that is not needed.
         """
         known, shapes = settled(residuals.known, state), residuals.shapes
         observe = (
             residuals.amaxes is not None and not self._observes_kernel_alone
         )
-        g = self.outputs_grad.quantize(outputs_grad, known, observe)
-        inputs_grad = kernel_grad = None
+        wants_sums = bias_shape is not None
+        g = self.outputs_grad.quantize(
+            outputs_grad, known, observe, sums=wants_sums
+        )
+        inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
-            first, w = self.saved_kernel.load(residuals.kernel, g.first)
-            inputs_grad = self._inputs_grad(first, w, shapes)
+            inputs_grad = self._inputs_grad(g.first, residuals.kernel, shapes)
         if needed[1]:
             kernel_grad = self._kernel_grad(residuals.inputs, g.second, shapes)
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
         if state:
             state_grad = (self._state_grad(residuals, known, g.amax, *state),)
-        return inputs_grad, kernel_grad, state_grad
+        if wants_sums:
+            sums = g.column_sums
+            if sums is None:
+                rows = len(outputs_grad.shape) - len(bias_shape)
+                sums = ops.sum(outputs_grad, tuple(range(rows)))
+            bias_grad = ops.cast(sums, self.plan.inputs_dtype)
+            bias_grad = ops.reshape(bias_grad, bias_shape)
+        return inputs_grad, kernel_grad, state_grad, bias_grad
+
+    def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
+        """Return True if the cast for `backward` sums a bias's gradient."""
+        contraction = self.plan.contraction
+        shapes = shape_of(inputs), shape_of(kernel)
+        return (
+            self.outputs_grad.sums_columns_of(inputs)
+            and isinstance(contraction, Einsum)
+            and contraction.of_columns(bias, shapes) is not None
+        )
 
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]

@@ -12,8 +12,13 @@ from keras import ops
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends import emulated
-from keras_policy_ext.backends.both_layouts import QuantizedForBoth, read_both
-from keras_policy_ext.backends.matmuls import Choice, Engine
+from keras_policy_ext.backends.both_layouts import (
+    QuantizedForBoth,
+    Wanted,
+    read_both,
+)
+from keras_policy_ext.backends.matmuls import ROW, Choice, Engine
+from keras_policy_ext.backends.row_casts import RowCast
 from keras_policy_ext.contractions.kinds import Contraction
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
@@ -74,6 +79,8 @@ class Operands:
                 asked is not None
                 and asked.keeps_axes
                 and asked.constant_scale is None
+                and asked.scale_format == "float32"
+                and asked.scale_rounding != "floor"
             )
             can = can and self.shares_quantization[operand]
             is_read = self.contraction.reads_what_is_quantized
@@ -134,15 +141,6 @@ class Operands:
 def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
     """Return a contraction's `Operands` under a recipe, from a cache."""
     return Operands(contraction, recipe)
-
-
-def storing(cast: Any) -> Any:
-    """Wrap a cast so that compilers store the result; see `Backend.stored`."""
-
-    def casting(*how: Any) -> Any:
-        return backends.current.stored(cast(*how))
-
-    return casting
 
 
 def amax_of(operand: str) -> Any:
@@ -377,14 +375,26 @@ class BoundOperand:
             use.is_stochastic for use in (self.first, self.second)
         )
         self._cast = _cast_of(plan, engine, self.first, self.second)
-        self._casts_before_amax = _casts_before_amax(plan, self, engine)
+
+    def sums_columns_of(self, like: Tensor) -> bool:
+        """Return True if `quantize` can sum the columns of its matrix.
+
+        Args:
+            like: A tensor on the device of the operand.
+        """
+        return False
 
     def amax(self, x: Tensor) -> Tensor:
         """Compute the amax of an operand, a scalar or one per history."""
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(
-        self, x: Tensor, known: StateReading | None, observe: bool
+        self,
+        x: Tensor,
+        known: StateReading | None,
+        observe: bool,
+        once: bool = False,
+        sums: bool = False,
     ) -> QuantizedForBoth:
         """Quantize an operand for the two matmuls that read it.
 
@@ -392,12 +402,12 @@ class BoundOperand:
             x: The operand.
             known: The reading of the state; None for a recipe without state.
             observe: Whether the amax is needed for the state.
+            once: Whether only the first matmul runs.
+            sums: Whether to sum the columns if the cast can.
         """
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
-        if observe and self._casts_before_amax:
-            cast, in_branch = storing(cast), True
-        elif self.operand == "kernel":
+        if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
         wanted = observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
@@ -429,6 +439,7 @@ class OperandInBothLayouts(BoundOperand):
         self._rule: Any = plan.source.rule
         is_kernel = operand == "kernel"
         self._dtype = plan.kernel_dtype if is_kernel else plan.inputs_dtype
+        self._lies_across = plan.contraction.lies_across(operand)
         for use in (self.first, self.second):
             use.is_in_both_layouts = self.is_in_both_layouts
 
@@ -438,13 +449,22 @@ class OperandInBothLayouts(BoundOperand):
             return operand
         return super().matrix(operand)
 
+    def sums_columns_of(self, like: Tensor) -> bool:
+        """Return True if the cast can sum the columns of the matrix."""
+        return self._both.sums_columns and self.is_in_both_layouts(like)
+
     def is_in_both_layouts(self, values: Tensor) -> bool:
         """Return True if one cast writes this operand in both layouts."""
         how = values, self._dtype, self._quantization.format
         return self._both.supports(*how) is None
 
     def quantize(
-        self, x: Tensor, known: StateReading | None, observe: bool
+        self,
+        x: Tensor,
+        known: StateReading | None,
+        observe: bool,
+        once: bool = False,
+        sums: bool = False,
     ) -> QuantizedForBoth:
         """Quantize an operand by one cast in both layouts, if it can."""
         if not self.is_in_both_layouts(x):
@@ -453,8 +473,79 @@ class OperandInBothLayouts(BoundOperand):
         home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
         history: Any = known
-        how = self._quantization, self._rule, history, observe
+        wanted = Wanted(observe, self._lies_across, once, sums)
+        how = self._quantization, self._rule, history, wanted
         return read_both(self._both, matrix, self.operand, *how)
+
+
+class OperandOfRows(BoundOperand):
+    """An operand that one cast quantizes by rows for both of its matmuls."""
+
+    def __init__(
+        self, plan: Any, operand: str, engine: Engine, selections: Selections
+    ):
+        super().__init__(plan, operand, engine, selections)
+        self._row_casts: Any = engine.row_casts
+        self._uses = self.first, self.second
+        self._asked = tuple(use.quantization for use in self._uses)
+        self._by_rows = [asked for asked in self._asked if asked is not None]
+        self._lies_across = plan.contraction.lies_across(operand)
+
+    def sums_columns_of(self, like: Tensor) -> bool:
+        """Return True if the cast can sum the columns of the matrix."""
+        return not self._lies_across and self._can_cast(like)
+
+    def _can_cast(self, x: Tensor) -> bool:
+        formats = [asked.format for asked in self._by_rows]
+        return self._row_casts.supports(x, *formats) is None
+
+    def quantize(
+        self,
+        x: Tensor,
+        known: StateReading | None,
+        observe: bool,
+        once: bool = False,
+        sums: bool = False,
+    ) -> QuantizedForBoth:
+        """Quantize an operand by one cast for both matmuls, if it can."""
+        home = self._home(x, self._by_rows[0])
+        if home.shape[0] != 1 or not self._can_cast(home):
+            return super().quantize(x, known, observe)
+        first, second = self._asked
+        if once:
+            second = None
+        # The cast reads a matrix as it lies in memory.
+        if self._lies_across:
+            matrix = quantized.swapped(home)[0]
+            found = self._row_casts.cast(matrix, second, first)
+            casts = found.across, found.plain
+        else:
+            found = self._row_casts.cast(home[0], first, second, sums)
+            casts = found.plain, found.across
+        (saturated, marked), (_, other) = (
+            self._for_use(use, cast, x)
+            for use, cast in zip(self._uses, casts, strict=True)
+        )
+        return QuantizedForBoth(
+            saturated if self._in_forward else marked,
+            other,
+            None,
+            found.column_sums,
+        )
+
+    def _for_use(
+        self, use: OperandUse, cast: RowCast | None, x: Tensor
+    ) -> tuple[Quantized, Quantized]:
+        """Return what `OperandUse.quantize` returns, from a cast."""
+        if cast is None:
+            plain = ops.cast(self._home(x, None), use.inputs_dtype)
+            return (quantized.passthrough(plain),) * 2
+        scale, amax = cast.scale[None, :, None], cast.amax[None, :, None]
+        read = Quantized(cast.values[None], scale, use.quantization)
+        marked = read.with_nan_scales(amax)
+        if use.reads_transpose:
+            return read.transposed, marked.transposed
+        return read, marked
 
 
 def bind_operand(
@@ -474,8 +565,46 @@ def bind_operand(
         and plan.source.rule is not None
         and all(selections[m][1].native for m in matmuls_of(operand))
     )
-    kind = OperandInBothLayouts if cast_for_both else BoundOperand
+    kind: type[BoundOperand] = BoundOperand
+    if cast_for_both:
+        kind = OperandInBothLayouts
+    elif _is_cast_by_rows(plan, operand, engine, selections):
+        kind = OperandOfRows
     return kind(plan, operand, engine, selections)
+
+
+def _is_cast_by_rows(
+    plan: Any, operand: str, engine: Engine, selections: Selections
+) -> bool:
+    """Return True if one cast may quantize an operand by rows for matmuls."""
+    of_rows = [
+        plan.operands.quantizations[operand, matmul]
+        for matmul in matmuls_of(operand)
+    ]
+    asked = [each for each in of_rows if each is not None]
+    rule = plan.source.rule
+    return (
+        engine.row_casts is not None
+        and bool(asked)
+        and all(each == _by_rows(each) for each in asked)
+        and rule is not None
+        and not rule.inverted
+        and plan.source.state_shape is None
+        and plan.gathering is None
+        and plan.contraction.reads_what_is_quantized
+        and all(
+            selections[matmul][1].native
+            for matmul, each in zip(matmuls_of(operand), of_rows, strict=True)
+            if each is not None
+        )
+    )
+
+
+def _by_rows(asked: Quantization) -> Quantization:
+    """Return the quantization with one float32 scale per row."""
+    return Quantization(
+        format=asked.format, tile=ROW, scale_rounding=asked.scale_rounding
+    )
 
 
 def _cast_of(
@@ -485,23 +614,3 @@ def _cast_of(
     if first.native or second.native:
         return engine.narrow_cast
     return engine.cast_in_training if plan.training else engine.cast
-
-
-def _casts_before_amax(
-    plan: Any, operand: BoundOperand, engine: Engine
-) -> bool:
-    """Return True if one kernel should cast an operand and find its amax.
-
-    XLA does not fuse an amax into a kernel that transposes. Storing codes and
-    transposing them moves 5 bytes per bfloat16 element. The amax and a cast in
-    both layouts move 6. On Blackwell, which reads one layout, it is 3 bytes
-    instead of 5 (JAX 0.10).
-    """
-    return (
-        plan.cast_before_amax
-        and operand.operand == "outputs_grad"
-        and operand.is_shared
-        and operand.first.native
-        and operand.second.native
-        and engine.casts_before_amax()
-    )

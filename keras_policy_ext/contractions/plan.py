@@ -92,8 +92,6 @@ class Plan:
         for_xla: Whether XLA is known to compile it.
         gathering: How a sharded kernel is gathered; see
             `Backend.gathering_of`.
-        cast_before_amax: Whether JAX may cast the outputs gradient in the
-            kernel that finds its amax; see `operands`.
     """
 
     contraction: Contraction
@@ -105,7 +103,6 @@ class Plan:
     prefer: str | None = "auto"
     for_xla: bool = False
     gathering: Any = None
-    cast_before_amax: bool = False
 
     @functools.cached_property
     def first_use(self) -> Plan:
@@ -200,7 +197,6 @@ def make_plan(
     training: bool | None = None,
     slot: int = 0,
     gathering: Any = None,
-    cast_before_amax: bool = False,
 ) -> Plan:
     """Return a contraction's plan for the current backend and settings.
 
@@ -211,7 +207,7 @@ def make_plan(
     if framework.is_compiling():
         return Plan(*known, prefer=None)
     here = preferred(), framework.traces_for_xla()
-    return plan_of(*known, *here, gathering, cast_before_amax)
+    return plan_of(*known, *here, gathering)
 
 
 def run(

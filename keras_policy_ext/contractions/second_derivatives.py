@@ -81,11 +81,7 @@ class _Operands:
 
     @property
     def kernel(self) -> Quantized:
-        # With a gradient that stands for itself nothing is done to its scale.
-        other = quantized.passthrough(self._outputs_grad)
-        saved = self._residuals.kernel
-        _, kernel = self._bound.saved_kernel.load(saved, other)
-        return self._decoded("kernel", kernel)
+        return self._decoded("kernel", self._residuals.kernel)
 
     @property
     def gradient(self) -> Quantized:

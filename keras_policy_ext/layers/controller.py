@@ -316,7 +316,6 @@ class Float8Controller:
             training,
             slot,
             framework.gathering_of(kernel) if moved is None else None,
-            layer._has_stored_gradient,
         )
         layer.float8_state.last_call.plan = plan
         if not compiling and _hooks.get():

@@ -42,16 +42,6 @@ class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
             return super().call(inputs, training=training)
         return _einsum_call(self, "...x,xy->...y", inputs, training)
 
-    @property
-    def _has_stored_gradient(self) -> bool:
-        """True if the outputs gradient is in memory, for the bias gradient.
-
-        See `Float8Mixin`. The gradient of a ReLU is not stored: XLA recomputes
-        it from the mask in each kernel.
-        """
-        is_relu = self.activation is keras.activations.relu
-        return self.bias is not None and not is_relu
-
 
 @drop_in
 class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):

@@ -349,15 +349,6 @@ class Float8Mixin(
             contraction, inputs, kernel, training, dtype, bias, moved
         )
 
-    @property
-    def _has_stored_gradient(self) -> bool:
-        """True if XLA stores the outputs gradient in memory anyway.
-
-        It does if several kernels read the gradient; see
-        `Plan.cast_before_amax`.
-        """
-        return False
-
     # What a subclass says of its weights
 
     @classmethod

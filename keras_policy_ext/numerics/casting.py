@@ -176,8 +176,11 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 
 def as_dtype(x: Tensor, dtype: str) -> Tensor:
     """Cast a tensor, also to and from formats that Keras does not know."""
-    if "fnuz" in f"{x.dtype} {dtype}":
+    before = str(x.dtype)
+    if "fnuz" in f"{before} {dtype}":
         return primitives.current.as_dtype(x, dtype)
+    if "float8" in before:
+        x = primitives.current.before_widening(x)
     return ops.cast(x, dtype)
 
 

@@ -238,6 +238,14 @@ class Primitives:
         """
         return x
 
+    def before_widening(self, x: Tensor) -> Tensor:
+        """Return float8 values in a form that a compiler casts to float32.
+
+        Some compilers drop that cast and the one to float8. Where casts to
+        float8 are not rounded by `before_cast`, the values are stored.
+        """
+        return x
+
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` in a form by which XLA really divides.
 

@@ -91,18 +91,20 @@ def products_of_a_step(rows, policy, platform):
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])
 def test_only_the_forward_matmul_may_accumulate_fast(platform):
     products = products_of_a_step(4, "float8/4_from_float32", platform)
-    exact = ["[HIGHEST, HIGHEST]" in x for x in products]
+    words = {"cuda": "allow_imprecise_accumulation = false"}
+    exact = [words.get(platform, "[HIGHEST, HIGHEST]") in x for x in products]
     assert sorted(exact) == [False, True, True]
 
 
 @pytest.mark.parametrize("source", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("recipe", ["float8/4", "float8/current"])
-def test_a_matmul_for_cuda_reads_what_is_cast_to_bfloat16(recipe, source):
-    """XLA takes such casts for a float8 matmul; scales come after it."""
+def test_a_matmul_for_cuda_names_its_algorithm(recipe, source):
+    """XLA then calls cuBLASLt, which writes the compute dtype."""
     for product in products_of_a_step(4, f"{recipe}_from_{source}", "cuda"):
         operands, result = product.split(":")[-1].split("->")
-        assert operands.count("xbf16>") == 2
-        assert "xf32>" in result
+        assert "algorithm = <" in product
+        assert operands.count("xf8E") == 2
+        assert ("xf32>" if source == "float32" else "xbf16>") in result
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
@@ -252,9 +254,10 @@ def test_what_a_matmul_writes_that_is_scaled_after(
     (product,) = [x for x in program.splitlines() if "dot_general" in x]
     assert product.rpartition("->")[2].strip().endswith(f"7x{written}>")
     if pair[0] is ROW:
-        read = "xbf16" if platform == "cuda" else "xf8E4M3FN"
-        assert product.rpartition("->")[0].count(read) == 2
-        assert "[HIGHEST, HIGHEST]" in product
+        assert product.rpartition("->")[0].count("xf8E4M3FN") == 2
+        named = "allow_imprecise_accumulation = false"
+        exact = named if platform == "cuda" else "[HIGHEST, HIGHEST]"
+        assert exact in product
 
 
 @pytest.mark.parametrize(("rows", "terms"), [(1, 40), (6, 1)])

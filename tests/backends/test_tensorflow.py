@@ -332,20 +332,23 @@ def test_lists_of_tensorflow_still_cannot_hold_float8():
         ((ROW, ANY_ROW), 17, True, "f32"),
         ((WHOLE, WHOLE), 17, True, "bf16"),
         ((ANY, ANY), 17, True, "f32"),
-        ((ANY, ANY), 17, False, "f32"),
+        ((ANY, ANY), 4096, False, "bf16"),
         ((ROW, ROW), 1, True, "f32"),
     ],
 )
-def test_scales_come_after_what_a_gpu_writes_in_bfloat16_or_float32(
+def test_a_gpu_multiplies_float8_by_cublas_and_scales_the_product(
     pair, rows, fast, written
 ):
-    """In bfloat16 if they are powers of two, which round nothing.
+    """In bfloat16 where XLA scales in the matmul, or powers of two round not.
 
-    XLA takes operands that are cast to bfloat16 for a float8 matmul. It adds
-    up the products of a single row in the dtype of the result.
+    XLA adds up the products of a single row in the dtype of the result.
     """
     pretending = devices.pretend("h200")
-    matrices = tf.constant(matrix(rows, 40, 0)), tf.constant(matrix(7, 40, 1))
+    columns = max(rows // 4, 7)
+    matrices = [
+        tf.constant(matrix(size, 64, seed))
+        for seed, size in enumerate((rows, columns))
+    ]
 
     @tf.function(jit_compile=True)
     def multiply(x, y):
@@ -360,16 +363,38 @@ def test_scales_come_after_what_a_gpu_writes_in_bfloat16_or_float32(
     program = multiply.experimental_get_compiler_ir(*matrices)(stage="hlo")
     (product,) = [x for x in program.splitlines() if " dot(" in x]
     assert f" = {written}[" in product
-    read = "f32" if rows == 1 else "bf16"
+    read = "f32" if rows == 1 else "f8e4m3fn"
     assert product.partition(" dot(")[2].count(f"{read}[") == 2
-    assert ("precision={highest,highest}" in product) == (not fast)
     if rows == 1:
         return  # XLA casts it by way of float16 on a CPU (TF 2.21).
+    end = "_fast_accum" if fast else ","
+    assert f"algorithm=dot_any_f8_any_f8_f32{end}" in product
     a, b = (
         quantize(each, how)[0].dequantize()
         for each, how in zip(matrices, pair, strict=True)
     )
     exact = tf.matmul(a, b, transpose_b=True).numpy()
     found = tf.cast(multiply(*matrices), tf.float32).numpy()
-    allowed = np.abs(exact) * 2.0**-8 + np.abs(exact).max() * 2.0**-20
+    # A CPU rounds the scale and the product too.
+    allowed = np.abs(exact) * 2.0**-7 + np.abs(exact).max() * 2.0**-20
     assert (np.abs(found - exact) <= allowed).all()
+
+
+@pytest.mark.full
+def test_a_gpu_multiplies_float8_in_a_batch_of_unknown_size():
+    layer = kpe.layers.Dense(5, dtype="float8_from_mixed_bfloat16")
+    layer.build((None, 8))
+
+    def call(x):
+        return layer(x, training=True)
+
+    unknown = tf.TensorSpec([None, 8], tf.float32)
+    on_gpu = tf.function(call, [unknown], jit_compile=True)
+    x = tf.constant(np.random.default_rng(0).normal(size=(4, 8)), "float32")
+    with devices.pretend("h200"):
+        program = on_gpu.experimental_get_compiler_ir(x)(stage="hlo")
+        found = on_gpu(x)
+    assert "algorithm=dot_any_f8_any_f8_f32_fast_accum" in program
+    expected = tf.function(call, jit_compile=True)(x)
+    found, expected = (tf.cast(each, "float32") for each in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=2.0**-7)

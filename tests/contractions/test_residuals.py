@@ -70,7 +70,7 @@ def forward(contraction, recipe, x, w, observe=True):
 
 
 def flat(gradients):
-    inputs_grad, kernel_grad, observed = gradients
+    inputs_grad, kernel_grad, observed, _ = gradients
     return [inputs_grad, kernel_grad, *observed]
 
 

@@ -213,16 +213,6 @@ class JaxBackend(Backend):
             default=super().broadcast_guard,
         )
 
-    def known_together(self, *scalars: Tensor) -> tuple[Tensor, ...]:
-        """Return the scalars behind one optimization barrier of XLA."""
-        return tuple(lax.optimization_barrier(scalars))
-
-    @override
-    def stored(self, x: Tensor) -> Tensor:
-        # XLA for a GPU fuses across no barrier.
-        barrier = lax.optimization_barrier
-        return lax.platform_dependent(x, cuda=barrier, default=lambda x: x)
-
     @override
     def run_if(
         self,
@@ -328,7 +318,16 @@ class JaxBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        return gradients.run(operation, inputs, kernel, state)
+        return gradients.run(operation, inputs, kernel, state, None)
+
+    @override
+    def run_and_add(
+        self, bias: Tensor, operation: Operation, *tensors: Tensor
+    ) -> Tensor:
+        inputs, kernel, *state = tensors
+        if not operation.bound.takes_bias(bias, inputs, kernel):
+            return super().run_and_add(bias, operation, *tensors)
+        return gradients.run(operation, inputs, kernel, tuple(state), bias)
 
     @override
     def run_frozen(

@@ -14,6 +14,7 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.emulated import (
+    LARGEST,
     Emulated,
     KerasConvolutions,
     Plain,
@@ -21,8 +22,11 @@ from keras_policy_ext.backends.emulated import (
     have_vector,
     may_write_bfloat16,
     scaled,
+    scales_in_product,
     unscaled,
 )
+from keras_policy_ext.backends.jax.pallas_casts import PallasCasts
+from keras_policy_ext.backends.jax.rows import PallasRowCasts
 from keras_policy_ext.backends.matmuls import (
     E8M0,
     MX_BLOCK,
@@ -208,7 +212,7 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 def _product(
     a: Tensor,
     b: Tensor,
-    precision: lax.Precision = lax.Precision.DEFAULT,
+    precision: Any = lax.Precision.DEFAULT,
     dtype: Any = jnp.float32,
 ) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed, accumulated in float32."""
@@ -259,10 +263,10 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 class Float8Dot(NativeMatmul):
     """A kernel that passes float8 operands to XLA; scales multiply the output.
 
-    XLA for CUDA takes operands that are cast from float8 to bfloat16 for a
-    float8 matmul. It does not where a scale multiplies an operand before the
-    matmul: it then fuses the cast to float8 into a matmul of bfloat16, and
-    uses scales that are rounded to bfloat16 (JAX 0.11 on an H200).
+    On CUDA the product names its algorithm. XLA then calls cuBLASLt, which
+    multiplies by an exact float32 scale, adds the bias, and rounds once.
+    Without the name XLA's flags of today make a Triton kernel of the product,
+    and another one of the scales (JAX 0.11 on an H100).
     """
 
     @override
@@ -287,22 +291,48 @@ class Float8Dot(NativeMatmul):
         # XLA takes any precision but the highest for leave to accumulate fast,
         # in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
-        wide = written = jnp.float32
-        # XLA adds up the products of a vector in the dtype of the result.
-        if not have_vector(a, b):
-            wide = jnp.bfloat16
-            if may_write_bfloat16(a, b, dtype):
-                written = jnp.bfloat16
+        return lax.platform_dependent(
+            cuda=lambda: self._by_cublas(a, b, dtype, fast, precision),
+            default=lambda: scaled(
+                _product(a.values, b.values, precision), a, b, dtype
+            ),
+        )
 
-        def direct() -> Tensor:
-            return _product(a.values, b.values, precision)
+    def _by_cublas(
+        self,
+        a: Quantized,
+        b: Quantized,
+        dtype: str,
+        fast: bool,
+        precision: lax.Precision,
+    ) -> Tensor:
+        if have_vector(a, b):
+            # It is no matmul to XLA, which would add up in the narrow dtype.
+            wide = (each.values.astype(jnp.float32) for each in (a, b))
+            return scaled(_product(*wide, precision), a, b, dtype)
+        how = _CUBLAS[fast]
+        if scales_in_product(a, b, dtype):
+            # Infinity times a sum of 0 would be NaN.
+            scale = a.scale.reshape(()) * b.scale.reshape(())
+            # XLA passes to cuBLASLt what is cast here, and not the result. It
+            # would not if it could move a reshape behind the cast.
+            scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
+            # XLA multiplies by what is rounded too if it merges two products
+            # that share an operand.
+            operands = lax.optimization_barrier((a.values, b.values))
+            return _product(*operands, how, dtype) * scale.astype(dtype)
+        written = jnp.float32
+        if may_write_bfloat16(a, b, dtype):
+            written = jnp.bfloat16
+        sums = _product(a.values, b.values, how, written)
+        return scaled(sums.astype(jnp.float32), a, b, dtype)
 
-        def cast() -> Tensor:
-            x, y = (each.values.astype(wide) for each in (a, b))
-            return _product(x, y, precision, written).astype(jnp.float32)
 
-        sums = lax.platform_dependent(cuda=cast, default=direct)
-        return scaled(sums, a, b, dtype)
+_CUBLAS = {
+    True: lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
+    False: lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+}
+"""By whether a product may accumulate fast, the algorithm of cuBLASLt."""
 
 
 class Float8DotOfRows(Float8Dot):
@@ -317,28 +347,6 @@ class Float8DotOfRows(Float8Dot):
         return super().reason(request) + ", scales of rows after it"
 
 
-def _casts_before_amax() -> bool:
-    """Return True if XLA fuses a tensor's cast to float8 with its amax.
-
-    This is so for CUDA with one device.
-
-    A CPU counts as well, since programs for CUDA may be made on one. With
-    several devices, the amax in the branch of a first step could be reduced
-    over all of them, and CUDA graphs cannot record such a branch.
-    """
-    maker = here().maker
-    return maker in ("nvidia", "cpu") and jax.device_count() == 1
-
-
-def _requantizes_kernels() -> bool:
-    """Return True if the backward pass quantizes kernels a second time.
-
-    XLA then writes one layout for each pass, if each matmul reads only one.
-    Not with several devices, where a sharded kernel could be gathered twice.
-    """
-    return here().one_layout and jax.device_count() == 1
-
-
 ENGINE = Engine(
     name="jax",
     device=here,
@@ -350,6 +358,6 @@ ENGINE = Engine(
     ),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
-    casts_before_amax=_casts_before_amax,
-    requantizes_kernels=_requantizes_kernels,
+    both_layouts=PallasCasts(here),
+    row_casts=PallasRowCasts(here),
 )

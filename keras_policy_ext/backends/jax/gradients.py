@@ -8,6 +8,7 @@ where gradients are differentiated.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +29,19 @@ from keras_policy_ext.backends.interface import (
 
 State = tuple[Tensor, ...]
 Links = tuple[Tensor, Tensor] | None
+Shape = tuple[int, ...]
 
 # JAX has no public way to ask what traces (0.10.2). Where this one is gone,
 # gradients are taken once.
 _OfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A value that is no tensor, saved for the backward pass."""
+
+    value: Any
 
 
 @jax.tree_util.register_pytree_node_class
@@ -75,8 +85,11 @@ def _forward(
     inputs: Tensor,
     kernel: Tensor,
     state: State,
+    bias: Tensor | None,
 ) -> tuple[Tensor, _SavedLeaves]:
-    outputs, residuals = operation.bound.forward(inputs, kernel, state, observe)
+    outputs, residuals = operation.bound.forward(
+        inputs, kernel, state, observe, bias
+    )
     if not observe:
         residuals = operation.bound.observed(residuals, inputs, kernel)
     outputs = _simplified_apart(outputs)
@@ -85,26 +98,40 @@ def _forward(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _outputs(
-    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+    operation: Operation,
+    inputs: Tensor,
+    kernel: Tensor,
+    state: State,
+    bias: Tensor | None,
 ) -> Tensor:
-    return operation.bound.forward(inputs, kernel, state, observe=False)[0]
+    return operation.bound.forward(
+        inputs, kernel, state, observe=False, bias=bias, once=True
+    )[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run(
-    operation: Operation, inputs: Tensor, kernel: Tensor, state: State
+    operation: Operation,
+    inputs: Tensor,
+    kernel: Tensor,
+    state: State,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Run an operation with JAX; see `Backend.run`.
+    """Run an operation with JAX, and add a bias; see `Backend.run`.
 
     JAX calls this function only if no gradient is taken.
     """
-    return _outputs(operation.first_use, inputs, kernel, state)
+    return _outputs(operation.first_use, inputs, kernel, state, bias)
 
 
 def _run_forward(
-    operation: Operation, inputs: Tensor, kernel: Any, state: tuple[Any, ...]
-) -> tuple[Tensor, tuple[_SavedLeaves, State, Links]]:
-    """Return the outputs, and the tensors saved for the backward pass.
+    operation: Operation,
+    inputs: Tensor,
+    kernel: Any,
+    state: tuple[Any, ...],
+    bias: Any,
+) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, Shape | None]]:
+    """Return the outputs, and what is saved for the backward pass.
 
     Links are added where gradients are differentiated; the residuals are then
     computed from constants. If the kernel gets a gradient and its state does
@@ -112,27 +139,39 @@ def _run_forward(
     """
     learns, observes = kernel.perturbed, any(x.perturbed for x in state)
     inputs, kernel, state = inputs.value, kernel.value, _values(state)
+    bias_shape = None
+    if bias is not None:
+        bias, bias_shape = bias.value, bias.value.shape
     if learns and not observes:
         state = operation.bound.caught_up(kernel, state)
     how = operation.first_use, operation.training is not False
     tensors = inputs, kernel, state
     if not _are_differentiated(*tensors):
-        outputs, saved = _forward(*how, *tensors)
-        return outputs, (saved, state, None)
-    outputs, saved = _forward(*how, *lax.stop_gradient(tensors))
+        outputs, saved = _forward(*how, *tensors, bias)
+        return outputs, (saved, state, None, _Static(bias_shape))
+    outputs, saved = _forward(*how, *lax.stop_gradient(tensors), None)
     links = _link(inputs), _link(kernel)
     outputs = _linked(operation, outputs, saved, state, links)
-    return outputs, (saved, state, links)
+    outputs = outputs if bias is None else outputs + bias
+    return outputs, (saved, state, links, _Static(bias_shape))
 
 
 def _run_backward(
     operation: Operation,
-    kept: tuple[_SavedLeaves, State, Links],
+    kept: tuple[_SavedLeaves, State, Links, _Static],
     outputs_grad: Tensor,
-) -> tuple[Tensor | None, Tensor | None, State]:
+) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
-    return _backward(operation, *kept, outputs_grad)
+    *saved, bias_shape = kept
+    shape = bias_shape.value
+    if shape is None or saved[2] is None:
+        return _backward((operation, shape), *saved, outputs_grad)
+    # A gradient that is differentiated again is one of JAX's.
+    found = _backward((operation, None), *saved, outputs_grad)
+    rows = outputs_grad.ndim - len(shape)
+    bias_grad = jnp.sum(outputs_grad, tuple(range(rows))).reshape(shape)
+    return *found[:3], bias_grad
 
 
 run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
@@ -185,7 +224,7 @@ def _linked_forward(
 def _linked_backward(
     operation: Operation, kept: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
-    *of_links, of_state = _backward(operation, *kept, outputs_grad)
+    *of_links, of_state, _ = _backward((operation, None), *kept, outputs_grad)
     return None, None, of_state, tuple(of_links)
 
 
@@ -234,28 +273,41 @@ def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
-    operation: Operation,
+    how: tuple[Operation, Shape | None],
     saved: _SavedLeaves,
     state: State,
     links: Links,
     outputs_grad: Tensor,
-) -> tuple[Tensor | None, Tensor | None, State]:
-    """Return the gradients of the inputs, the kernel and the state."""
+) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
+    """Return the gradients of the inputs, the kernel, the state and the bias.
+
+    Args:
+        how: The operation, and the shape of a bias that it adds, or None.
+        saved: From `_forward`.
+        state: The state matrix of the recipe, or nothing.
+        links: See above.
+        outputs_grad: The gradient of the outputs.
+    """
+    operation, bias_shape = how
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.bound.residuals(leaves, saved.shapes)
-    *found, observed = operation.bound.backward(residuals, outputs_grad, state)
-    inputs_grad, kernel_grad = map(_simplified_apart, found)
-    return inputs_grad, kernel_grad, observed
+    inputs_grad, kernel_grad, *others = operation.bound.backward(
+        residuals, outputs_grad, state, bias_shape=bias_shape
+    )
+    found = map(_simplified_apart, (inputs_grad, kernel_grad))
+    return *found, *others
 
 
-def _gradients_forward(operation: Operation, *how: Any) -> tuple[Any, Any]:
-    found = _gradients(operation.another_use, *how)
-    saved, _, links, outputs_grad = how
+def _gradients_forward(
+    how: tuple[Operation, None], *tensors: Any
+) -> tuple[Any, Any]:
+    found = _gradients((how[0].another_use, None), *tensors)
+    saved, _, links, outputs_grad = tensors
     return found, (saved, found[2], links, outputs_grad)
 
 
 def _gradients_backward(
-    operation: Operation, kept: Any, gradients: Any
+    how: tuple[Operation, None], kept: Any, gradients: Any
 ) -> tuple[Any, ...]:
     """Differentiate `_gradients`; return a gradient per argument.
 
@@ -264,7 +316,7 @@ def _gradients_backward(
     saved, observed, links, outputs_grad = kept
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
-    found = _second_derivatives(operation, saved, outputs_grad, *gradients[:2])
+    found = _second_derivatives(how[0], saved, outputs_grad, *gradients[:2])
     of_outputs_grad, *of_operands = found
     return None, observed, tuple(of_operands), of_outputs_grad
 

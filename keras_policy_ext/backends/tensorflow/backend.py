@@ -30,7 +30,6 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     sizes_of,
 )
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
-from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 
 
@@ -132,12 +131,19 @@ class TensorFlowBackend(Backend):
         return "uint8" if _in_a_loop() else dtype
 
     @override
-    def before_cast(self, x: Tensor, dtype: str) -> Tensor:
+    def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
+        # The scale is clipped to itself, which XLA does not undo; see JAX's.
+        if self.on_cpu(x) or not self.traces_for_xla():
+            return super().broadcast_guard(x, scale)
+        return tf.maximum(tf.minimum(x, scale), scale)
+
+    @override
+    def before_widening(self, x: Tensor) -> Tensor:
         # XLA for a GPU replaces casts from float32 to float8 and back by
         # nothing (TF 2.21).
-        if self.on_cpu(x) or not self.traces_for_xla():
+        if not self.traces_for_xla() or self.on_cpu(x):
             return x
-        return casting.round_to_format(x, dtype)
+        return gradients.behind_barrier(x)[0]
 
     @override
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:

@@ -12,6 +12,7 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.emulated import (
+    LARGEST,
     Emulated,
     KerasConvolutions,
     Plain,
@@ -19,6 +20,7 @@ from keras_policy_ext.backends.emulated import (
     have_vector,
     may_write_bfloat16,
     scaled,
+    scales_in_product,
     unscaled,
 )
 from keras_policy_ext.backends.matmuls import (
@@ -27,6 +29,7 @@ from keras_policy_ext.backends.matmuls import (
     Request,
 )
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
+from keras_policy_ext.backends.tensorflow.gradients import behind_barrier
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 
@@ -134,8 +137,8 @@ def _flat_cast(format_name: str, is_factor: bool, dtype: Any) -> Any:
     )
 
 
-# TensorFlow has no public way to say how exactly XLA multiplies (TF 2.21);
-# without this one gradients are accumulated fast as well.
+# TensorFlow has no public way to say how XLA multiplies (TF 2.21). Without
+# this one XLA takes Triton, and gradients are accumulated fast as well.
 try:
     from tensorflow.compiler.tf2xla.python import xla
 except ImportError:
@@ -157,12 +160,16 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class XlaMatmul(NativeMatmul):
-    """A kernel that casts float8 operands; scales multiply the output.
+    """A kernel that passes float8 operands to XLA; scales multiply the output.
 
-    `tf.matmul` refuses float8 operands. On a GPU with float8 support, XLA
-    turns a matmul of operands that are cast from float8 into a float8 matmul.
-    A scale that multiplies an operand before the matmul can be rounded to
-    bfloat16, and keep XLA from a float8 matmul; see JAX's `Float8Dot`.
+    `tf.matmul` refuses float8 operands, and so does `XlaDotV2`, which drops
+    the algorithm of its `PrecisionConfig` as well (TF 2.21). A module of
+    StableHLO keeps both: see `_by_cublas`.
+
+    Without that, XLA turns a matmul of operands that are cast from float8 into
+    a float8 matmul, of Triton if its flags are the default. A scale that
+    multiplies an operand before the matmul can be rounded to bfloat16, and
+    keep XLA from a float8 matmul; see JAX's `Float8Dot`.
     """
 
     @override
@@ -195,7 +202,9 @@ class XlaMatmul(NativeMatmul):
             wide = "bfloat16"
             if may_write_bfloat16(a, b, dtype):
                 written = "bfloat16"
-        x, y = (tf.cast(each.values, wide) for each in (a, b))
+            if xla is not None and backends.current.traces_for_xla():
+                return _by_cublas(a, b, written, dtype, fast)
+        x, y = (casting.as_dtype(each.values, wide) for each in (a, b))
         # Not fast is the highest precision.
         product = _fast_product if fast else _exact_product
         sums = tf.cast(product(x, y, written), tf.float32)
@@ -249,6 +258,87 @@ def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
     highest = xla.PrecisionConfig.HIGHEST
     precision = xla.PrecisionConfig(operand_precision=[highest, highest])
     return xla.dot_general(a, b, numbers, precision, tf.as_dtype(written))
+
+
+def _by_cublas(
+    a: Quantized, b: Quantized, written: str, dtype: str, fast: bool
+) -> Tensor:
+    """Multiply as `_product` does, by cuBLASLt, and scale.
+
+    The product names its algorithm, so XLA leaves it to cuBLASLt, which
+    multiplies by an exact float32 scale, adds the bias, and rounds once.
+    """
+    if scales_in_product(a, b, dtype):
+        scale = tf.reshape(a.scale, ()) * tf.reshape(b.scale, ())
+        # Infinity times a sum of 0 would be NaN.
+        scale = tf.minimum(scale, LARGEST)
+        # XLA passes to cuBLASLt what is cast here, and not the result. It
+        # would not if it could move a reshape behind the cast.
+        (scale,) = behind_barrier(scale)
+        return _float8_product(a, b, dtype, fast) * tf.cast(scale, dtype)
+    sums = tf.cast(_float8_product(a, b, written, fast), tf.float32)
+    return scaled(sums, a, b, dtype)
+
+
+def _float8_product(
+    a: Quantized, b: Quantized, written: str, fast: bool
+) -> Tensor:
+    formats = _format_of(a), _format_of(b)
+    x, y = (
+        tf.cast(each.values, name)
+        for each, name in zip((a, b), formats, strict=True)
+    )
+    # XLA would merge products that share an operand, and scale the parts.
+    (product,) = xla.call_module(
+        behind_barrier(x, y),
+        version=9,
+        module=_module(*formats, written, fast),
+        Tout=[tf.as_dtype(written)],
+        Sout=[tf.TensorShape([x.shape[0], x.shape[1], y.shape[1]])],
+        platforms=["CUDA"],
+        # A CPU beside a GPU multiplies so as well, and a program for a GPU
+        # may be made on a machine without one.
+        disabled_checks=[xla.call_module_disable_check_platform()],
+    )
+    return product
+
+
+@functools.cache
+def _module(a: str, b: str, written: str, fast: bool) -> str:
+    """Return a product of (b, m, k) and (b, n, k) as StableHLO.
+
+    Args:
+        a: The format of the first operand.
+        b: The format of the second operand.
+        written: The dtype of the product.
+        fast: Whether a GPU may accumulate with fewer bits.
+    """
+    left, right, out = _HLO_TYPES[a], _HLO_TYPES[b], _HLO_TYPES[written]
+    x, y, z = (f"tensor<?x?x?x{each}>" for each in (left, right, out))
+    return f"""
+module @float8_product attributes {{jax.uses_shape_polymorphism = true}} {{
+  func.func public @main(%a: {x}, %b: {y}) -> {z} {{
+    %0 = stablehlo.dot_general %a, %b,
+        batching_dims = [0] x [0], contracting_dims = [2] x [2],
+        algorithm = <
+            lhs_precision_type = {left}, rhs_precision_type = {right},
+            accumulation_type = f32,
+            lhs_component_count = 1, rhs_component_count = 1,
+            num_primitive_operations = 1,
+            allow_imprecise_accumulation = {str(fast).lower()}
+        > : ({x}, {y}) -> {z}
+    return %0 : {z}
+  }}
+}}
+"""
+
+
+_HLO_TYPES = {
+    "float8_e4m3fn": "f8E4M3FN",
+    "float8_e5m2": "f8E5M2",
+    "bfloat16": "bf16",
+    "float32": "f32",
+}
 
 
 def _format_of(operand: Quantized) -> str:

@@ -223,7 +223,7 @@ def _shared_backward(
         leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
     ) -> Gradients:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
-        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+        inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
             residuals, outputs_grad, state
         )
         return [inputs_grad, kernel_grad, *state_grad]
@@ -304,7 +304,7 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         def gradient(outputs_grad: Tensor) -> Tensor:
             again, then = x, outputs_grad
             if not is_recorded(x, outputs_grad):  # a barrier has no gradient
-                again, then = _behind_barrier(x, outputs_grad)
+                again, then = behind_barrier(x, outputs_grad)
             with tf.GradientTape() as tape:
                 tape.watch(again)
                 outputs = activation(again)
@@ -327,11 +327,11 @@ def _packed(mask: Tensor, for_xla: bool) -> Tensor:
     shape = tf.concat([tf.shape(mask)[:-1], [last // 8, 8]], 0)
     bytes_of_bits = tf.cast(tf.reshape(mask, shape), tf.uint8) * _BITS
     packed = tf.reduce_sum(bytes_of_bits, -1)
-    (behind,) = _behind_barrier(packed)
+    (behind,) = behind_barrier(packed)
     return behind
 
 
-def _behind_barrier(*tensors: Tensor) -> list[Tensor]:
+def behind_barrier(*tensors: Tensor) -> list[Tensor]:
     """Return the same tensors behind one optimization barrier of XLA."""
     if optimization_barrier is None:
         return list(tensors)

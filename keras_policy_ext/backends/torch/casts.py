@@ -13,7 +13,12 @@ import torch
 
 from keras_policy_ext import _user_code
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.both_layouts import Both, BothLayouts, ScaleHint
+from keras_policy_ext.backends.both_layouts import (
+    Both,
+    BothLayouts,
+    ScaleHint,
+    Wanted,
+)
 from keras_policy_ext.backends.matmuls import StateKernels
 from keras_policy_ext.backends.torch import backend, observations
 from keras_policy_ext.backends.torch.backend import is_real
@@ -228,8 +233,9 @@ class TritonCasts(BothLayouts):
         matrix: Tensor,
         asked: Quantization,
         known: ScaleHint,
-        observe: bool,
+        wanted: Wanted,
     ) -> Both:
+        observe = wanted.amax
         if is_real(matrix):
             return triton_kernels.quantize_both_ways(
                 matrix, asked, known, observe, self.interpreted

@@ -226,7 +226,7 @@ def _gradients(
     operation, shapes, needed, uses_state = how
     state, leaves = saved[:uses_state], saved[uses_state:]
     with torch.no_grad(), no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+        inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
             operation.bound.residuals(leaves, shapes),
             outputs_grad,
             state,

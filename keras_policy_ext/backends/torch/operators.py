@@ -138,7 +138,7 @@ def _backward(
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
     residuals = operation.bound.residuals(leaves, sizes)
     with no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad = operation.bound.backward(
+        inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
             residuals, outputs_grad, _listed(state), (needed[0], needed[1])
         )
     found = [outputs_grad, *_listed(state), *leaves]

@@ -1,0 +1,499 @@
+"""JAX on CUDA: read an operand once, write float8 codes in both layouts.
+
+XLA writes the codes of an operand, their transpose, the amax and the sums of
+columns by several kernels, each of which reads the operand or its codes
+again. Here one kernel of Pallas does it, which Triton compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.both_layouts import (
+    Both,
+    BothLayouts,
+    ScaleHint,
+    Wanted,
+)
+from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.formats import FAMILIES
+from keras_policy_ext.numerics import casting, scaling
+from keras_policy_ext.numerics.scale_sources import ScaleRule
+from keras_policy_ext.recipes import Quantization
+
+ROWS, COLUMNS = 64, 64
+"""The tile of one program of the cast."""
+
+PART, PROGRAMS = 4096, 256
+"""How many elements a program of `amax_if` reads at once; its programs."""
+
+MOST = 1 << 31
+"""The number of elements from which a place does not fit an int32."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+_PARAMS = triton.CompilerParams(num_warps=4, num_stages=1)
+
+
+class Cast(NamedTuple):
+    """How the kernel casts a matrix; hashable.
+
+    Attributes:
+        format: The name of the format.
+        rule: How a scale is computed from an amax.
+        power_of_two: Whether that scale is rounded up to a power of two.
+        across: Whether to write the transpose of the codes too.
+        sums: Whether to write the sums of columns too.
+        interpreted: Whether to run on any device, in Pallas's interpreter.
+    """
+
+    format: str
+    rule: ScaleRule = ScaleRule(inverted=False)
+    power_of_two: bool = False
+    across: bool = True
+    sums: bool = False
+    interpreted: bool = False
+
+
+class Scale(NamedTuple):
+    """The scale of a matrix, or the amax that it is computed from.
+
+    Attributes:
+        given: Float32 (1,), the scale if `unseen` is 0.
+        unseen: Int32 (1,), whether the scale is that of the amax.
+        amaxes: Int32 (n,), the bits of amaxes, the largest of which counts; n
+            is a power of two.
+    """
+
+    given: Tensor
+    unseen: Tensor
+    amaxes: Tensor
+
+
+class CastOfBoth(NamedTuple):
+    """What the kernel writes.
+
+    Attributes:
+        codes: (m, k), in the dtype of the format.
+        across: (k, m), the same codes.
+        scale: Float32 scalar.
+        amax: Float32 scalar; NaN if a value is NaN.
+        sums: Float32 (k,), the sums of the columns; None if not asked for.
+    """
+
+    codes: Tensor
+    across: Tensor
+    scale: Tensor
+    amax: Tensor
+    sums: Tensor | None
+
+
+class PallasCasts(BothLayouts):
+    """Pallas kernels that quantize a matrix, and write its transpose too.
+
+    Args:
+        device: Returns the device that is computed on.
+        interpreted: Whether to run on any device, in Pallas's interpreter; for
+            tests.
+    """
+
+    sums_columns = True
+
+    def __init__(self, device: Any, interpreted: bool = False):
+        self._device, self.interpreted = device, interpreted
+
+    @override
+    def supports(
+        self, like: Tensor, dtype: str, format_name: str
+    ) -> str | None:
+        if self.interpreted:
+            return lacking(like, dtype, format_name)
+        return lacking(like, dtype, format_name, self._device())
+
+    @override
+    def quantize(
+        self,
+        matrix: Tensor,
+        asked: Quantization,
+        known: ScaleHint,
+        wanted: Wanted,
+    ) -> Both:
+        x = matrix.T if wanted.lies_across else matrix
+        how = Cast(
+            asked.format,
+            known.rule,
+            asked.scale_rounding == "up",
+            self.interpreted or self._device().one_layout,
+            wanted.column_sums,
+            self.interpreted,
+        )
+        run = _by_xla if wanted.once else cast
+        found = run(how, x, _scale(x, known, self.interpreted))
+        codes, across = found.codes, found.across
+        if wanted.lies_across:
+            codes, across = across, codes
+        amax = found.amax if wanted.amax else None
+        return Both(codes, across, found.scale, amax, found.sums)
+
+
+def _scale(x: Tensor, known: ScaleHint, interpreted: bool) -> Scale:
+    """Return what is known of the scale of a matrix."""
+    one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
+    if known.scale is None:
+        amax = lax.bitcast_convert_type(scaling.amax(x), jnp.int32)
+        return Scale(one, jnp.ones(1, jnp.int32), amax.reshape(1))
+    given = jnp.reshape(known.scale, (1,))
+    if known.unseen is None:
+        return Scale(given, no, no)
+    unseen = jnp.reshape(known.unseen, (1,)).astype(jnp.int32)
+    # A branch would end the graph that CUDA replays.
+    return Scale(given, unseen, amax_if(unseen, x, interpreted))
+
+
+def lacking(
+    like: Tensor, dtype: str, format_name: str, device: Device | None = None
+) -> str | None:
+    """Return why Pallas's casts cannot quantize an operand; None if they can.
+
+    Args:
+        like: A tensor with the sizes of the operand.
+        dtype: The dtype of the operand.
+        format_name: The format to quantize to.
+        device: The device; None for Pallas's interpreter.
+    """
+    if format_name not in FAMILIES["ocp"]:
+        return f"Pallas's casts do not write {format_name}"
+    if dtype not in DTYPES:
+        return f"Pallas's casts do not read {dtype}"
+    sizes = tuple(like.shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return "Pallas's casts need known sizes"
+    if not 0 < math.prod(sizes) < MOST:
+        return "Pallas's casts read 1 to 2^31 - 1 numbers"
+    if device is None:
+        return None
+    if device.maker != "nvidia":
+        return "Pallas's casts are for CUDA"
+    if jax.device_count() > 1:
+        return "Pallas's casts are for one device"
+    return None
+
+
+def cast(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    """Quantize a matrix with one scale.
+
+    Args:
+        how: What to write.
+        x: (m, k), bfloat16, float16 or float32.
+        scale: Its scale.
+    """
+    if how.interpreted:
+        return _by_pallas(how, x, scale)
+    return lax.platform_dependent(
+        x,
+        scale,
+        cuda=functools.partial(_by_pallas, how),
+        default=functools.partial(_by_xla, how),
+    )
+
+
+def _by_xla(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    own, limit = _largest(scale.amaxes), formats.get(how.format).max
+    if how.rule.inverted:
+        own = scaling.scale_of_multiplier(own, limit, how.rule.margin)
+    else:
+        up = how.power_of_two
+        own = scaling.scale_for_limit(own, limit, how.rule.margin, up)
+    used = jnp.where(scale.unseen[0] != 0, own, scale.given[0])
+    codes = casting.quantize(x, used, how.format)
+    sums = jnp.sum(x.astype(jnp.float32), 0) if how.sums else None
+    return CastOfBoth(codes, codes.T, used, scaling.amax(x), sums)
+
+
+def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    m, k = x.shape
+    rows, columns = pl.cdiv(m, ROWS), pl.cdiv(k, COLUMNS)
+    tile = pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j))
+    dtype, wide = jnp.dtype(how.format), jnp.float32
+    of_tile = pl.BlockSpec((1, 1), lambda i, j: (i, j))
+    outputs = {
+        "codes": (tile, (m, k), dtype),
+        "scale": (_vector(1), (1,), wide),
+        "amaxes": (of_tile, (rows, columns), jnp.int32),
+    }
+    if how.across:
+        turned = pl.BlockSpec((COLUMNS, ROWS), lambda i, j: (j, i))
+        outputs["across"] = turned, (k, m), dtype
+    if how.sums:
+        row = pl.BlockSpec((1, COLUMNS), lambda i, j: (i, j))
+        outputs["sums"] = row, (rows, k), wide
+    specs, shapes, dtypes = zip(*outputs.values(), strict=True)
+    found = pl.pallas_call(
+        functools.partial(_cast_kernel, how, (m, k), tuple(outputs)),
+        grid=(rows, columns),
+        in_specs=[tile, *(_vector(each.size) for each in scale)],
+        out_specs=list(specs),
+        out_shape=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
+        compiler_params=_PARAMS,
+        interpret=how.interpreted,
+        name="float8_cast",
+    )(x, *scale)
+    named = dict(zip(outputs, found, strict=True))
+    codes = named["codes"]
+    return CastOfBoth(
+        codes,
+        named["across"] if how.across else codes.T,
+        named["scale"][0],
+        _largest(named["amaxes"]),
+        jnp.sum(named["sums"], 0) if how.sums else None,
+    )
+
+
+def _vector(size: int) -> Any:
+    return pl.BlockSpec((size,), lambda i, j: (0,))
+
+
+def _cast_kernel(
+    how: Cast,
+    sizes: tuple[int, int],
+    names: tuple[str, ...],
+    x_ref: Any,
+    given_ref: Any,
+    unseen_ref: Any,
+    amaxes_ref: Any,
+    *refs: Any,
+) -> None:
+    """Quantize a tile; write what is asked for."""
+    written = dict(zip(names, refs, strict=True))
+    is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
+    inside = _inside(sizes)
+    x = (
+        x_ref[...]
+        if inside is None
+        else triton.load(x_ref, mask=inside, other=0.0)
+    )
+    x = x.astype(jnp.float32)
+    scale = lax.cond(
+        unseen_ref[0] != 0,
+        lambda: _scale_of(how, jnp.max(amaxes_ref[...])),
+        lambda: given_ref[...],
+    )
+
+    @pl.when(is_first)
+    def _() -> None:
+        written["scale"][...] = scale
+
+    codes = codes_of(x, scale, how.format, how.interpreted)
+    store(written["codes"], codes, inside)
+    written["amaxes"][...] = jnp.full((1, 1), jnp.max(magnitude(x)))
+    if how.across:
+        turned = None if inside is None else inside.T
+        store(written["across"], codes.T, turned)
+    if how.sums:
+        below = None if inside is None else _columns_inside(sizes)
+        store(written["sums"], jnp.sum(x, axis=0, keepdims=True), below)
+
+
+def _scale_of(how: Cast, bits: Tensor) -> Tensor:
+    """Return the scale of an amax, (1,); 1 for one that is 0 or not finite.
+
+    See `scaling.scale_of_multiplier` and `scaling.scale_for_limit`.
+    """
+    bits = jnp.full((1,), bits)
+    usable = (bits > 0) & (bits < casting.EXPONENT_BITS)
+    amax = lax.bitcast_convert_type(bits, jnp.float32)
+    amax = jnp.maximum(jnp.where(usable, amax, 1.0), scaling.SMALLEST_SCALE)
+    limit = scaling.with_margin(formats.get(how.format).max, how.rule.margin)
+    top = jnp.full((1,), limit, jnp.float32)
+    if how.rule.inverted:
+        scale = _divided(how, top, amax)
+        largest = 1.0 / scaling.SMALLEST_SCALE
+        scale = jnp.clip(scale, scaling.SMALLEST_SCALE, largest)
+        scale = _divided(how, jnp.ones_like(scale), scale)
+    else:
+        scale = _divided(how, amax, top)
+        scale = jnp.clip(scale, scaling.SMALLEST_SCALE, scaling.LARGEST_SCALE)
+        if how.power_of_two:
+            above = lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF
+            above = above & np.int32(casting.EXPONENT_BITS)
+            scale = lax.bitcast_convert_type(above, jnp.float32)
+    return jnp.where(usable, scale, 1.0)
+
+
+def _divided(how: Cast, x: Tensor, y: Tensor) -> Tensor:
+    """Divide in a kernel, correctly rounded."""
+    if how.interpreted:
+        # XLA multiplies by the reciprocal of a constant, or inverts twice.
+        return x / jnp.where(x == x, y, 1.0)
+    return _asm("div.rn.f32", x, y)
+
+
+def _inside(sizes: tuple[int, int]) -> Tensor | None:
+    """Return which elements of a tile are in the matrix; None if all are."""
+    if sizes[0] % ROWS == 0 and sizes[1] % COLUMNS == 0:
+        return None
+    shape = ROWS, COLUMNS
+    i = lax.broadcasted_iota(jnp.int32, shape, 0) + pl.program_id(0) * ROWS
+    j = lax.broadcasted_iota(jnp.int32, shape, 1) + pl.program_id(1) * COLUMNS
+    return (i < sizes[0]) & (j < sizes[1])
+
+
+def _columns_inside(sizes: tuple[int, int]) -> Tensor:
+    """Return which columns of a tile are in the matrix, (1, columns)."""
+    j = lax.broadcasted_iota(jnp.int32, (1, COLUMNS), 1)
+    return j + pl.program_id(1) * COLUMNS < sizes[1]
+
+
+def store(ref: Any, x: Tensor, inside: Tensor | None) -> None:
+    """Store a tile, or only what is inside of the matrix."""
+    if inside is None:
+        ref[...] = x
+    else:
+        triton.store(ref, x, mask=inside)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """Return the bits of magnitudes: ordered like them, NaN above all."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits & np.int32(casting.MAGNITUDE_BITS)
+
+
+def _largest(bits: Tensor) -> Tensor:
+    return lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
+
+
+def codes_of(
+    x: Tensor, scale: Tensor, format_name: str, interpreted: bool
+) -> Tensor:
+    """Divide a tile by a scale, clip, and cast it to a format.
+
+    Args:
+        x: Float32, a tile in a kernel.
+        scale: Float32 scalar, or of a shape that broadcasts to the tile.
+        format_name: The name of the format.
+        interpreted: Whether Pallas's interpreter runs the kernel.
+    """
+    limit = formats.get(format_name).max
+    if interpreted:
+        # XLA multiplies by the reciprocal of a divisor that it broadcasts.
+        quotient = x / jnp.where(x == x, scale, 1.0)
+    else:
+        quotient = _quotient(x, scale)
+    codes = jnp.clip(quotient, -limit, limit).astype(format_name)
+    # Clipped by Triton a NaN is a number.
+    bits = lax.bitcast_convert_type(codes, jnp.uint8)
+    nan = 0x7E if formats.get(format_name).has_inf else 0x7F
+    bits = jnp.where(x == x, bits, jnp.uint8(nan))
+    return lax.bitcast_convert_type(bits, jnp.dtype(format_name))
+
+
+def _quotient(x: Tensor, scale: Tensor) -> Tensor:
+    """Compute `x / scale`, correctly rounded wherever a code depends on it.
+
+    It uses the reciprocal and one correction (P. Markstein, "Computation of
+    elementary functions on the IBM RISC System/6000 processor", 1990), half of
+    the instructions of a division. Infinity, NaN and the signs of zeros are
+    preserved. It divides if a correction could be subnormal.
+    """
+
+    def spread(scale: Tensor) -> Tensor:
+        return jnp.broadcast_to(scale, x.shape)
+
+    def corrected() -> Tensor:
+        reciprocal = spread(_asm("rcp.rn.f32", scale))
+        first = x * reciprocal
+        error = _asm("fma.rn.f32", -first, spread(scale), x)
+        better = _asm("fma.rn.f32", error, reciprocal, first)
+        within = (jnp.abs(first) < 2.0**20) & (first != 0.0)
+        return jnp.where(within, better, first)
+
+    smallest = jnp.min(scale) if scale.ndim else scale
+    return lax.cond(
+        smallest < 2.0**-60,
+        lambda: _asm("div.rn.f32", x, spread(scale)),
+        corrected,
+    )
+
+
+def _asm(instruction: str, *arguments: Tensor) -> Tensor:
+    """Run an instruction of PTX on float32 tiles, element by element."""
+    like = arguments[0]
+    places = ", ".join(f"${i}" for i in range(len(arguments) + 1))
+    (found,) = triton.elementwise_inline_asm(
+        f"{instruction} {places};",
+        args=arguments,
+        constraints=",".join(["=f"] + ["f"] * len(arguments)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
+    )
+    return found
+
+
+def amax_if(wanted: Tensor, x: Tensor, interpreted: bool = False) -> Tensor:
+    """Return amaxes of parts of a tensor if they are wanted, else zeros.
+
+    Args:
+        wanted: Int32 (1,), 0 if not. Nothing of `x` is then read.
+        x: Of any shape.
+        interpreted: Whether to run in Pallas's interpreter.
+
+    Returns:
+        Int32 (`PROGRAMS`,), the bits of float32; NaN is above all.
+    """
+    if interpreted:
+        return _amaxes_by_pallas(wanted, x, interpreted=True)
+    return lax.platform_dependent(
+        wanted, x, cuda=_amaxes_by_pallas, default=_amaxes_by_xla
+    )
+
+
+def _amaxes_by_xla(wanted: Tensor, x: Tensor) -> Tensor:
+    bits = lax.bitcast_convert_type(scaling.amax(x), jnp.int32)
+    return jnp.broadcast_to(jnp.where(wanted[0] != 0, bits, 0), (PROGRAMS,))
+
+
+def _amaxes_by_pallas(
+    wanted: Tensor, x: Tensor, interpreted: bool = False
+) -> Tensor:
+    if x.size < PART:
+        return _amaxes_by_xla(wanted, x)
+    return pl.pallas_call(
+        functools.partial(_amax_kernel, x.size),
+        grid=(PROGRAMS,),
+        out_specs=pl.BlockSpec((1,), lambda i: (i,)),
+        out_shape=jax.ShapeDtypeStruct((PROGRAMS,), jnp.int32),
+        compiler_params=_PARAMS,
+        interpret=interpreted,
+        name="float8_amax_if",
+    )(wanted, x.reshape(-1))
+
+
+def _amax_kernel(
+    size: int, wanted_ref: Any, x_ref: Any, found_ref: Any
+) -> None:
+    """Write the amax of some parts if it is wanted; return at once if not."""
+    found_ref[...] = jnp.zeros((1,), jnp.int32)
+    # Pallas's interpreter knows no programs inside of a branch.
+    first = pl.program_id(0) * PART
+
+    @pl.when(wanted_ref[0] != 0)
+    def _() -> None:
+        def larger(i: Tensor, found: Tensor) -> Tensor:
+            # A program may read the last part again, so none is cut.
+            start = jnp.minimum(first + i * PROGRAMS * PART, size - PART)
+            x = x_ref[pl.ds(start, PART)].astype(jnp.float32)
+            return jnp.maximum(found, jnp.max(magnitude(x)))
+
+        times = pl.cdiv(size, PROGRAMS * PART)
+        found = lax.fori_loop(0, times, larger, jnp.int32(0))
+        found_ref[...] = jnp.full((1,), found)

@@ -1,0 +1,320 @@
+"""JAX on CUDA: quantize a matrix with scales of rows, and of columns.
+
+The two matmuls that read an operand sum over different axes. So it is
+quantized twice: with the amaxes of its rows, and of its columns. XLA reads it
+four times for that, and transposes codes in another kernel. Here one Pallas
+kernel finds all amaxes, and a second one writes both casts, each in the layout
+that its matmul reads. Triton compiles them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.jax.pallas_casts import (
+    codes_of,
+    lacking,
+    magnitude,
+    store,
+)
+from keras_policy_ext.backends.row_casts import (
+    RowCast,
+    RowCasts,
+    RowCastsOfBoth,
+)
+from keras_policy_ext.numerics import casting, scaling
+from keras_policy_ext.numerics.tiles import scales_of
+from keras_policy_ext.recipes import Quantization
+
+SIDE = 64
+"""The number of rows and of columns that one program reads."""
+
+
+class How(NamedTuple):
+    """What the kernels write, and how they run; hashable.
+
+    Attributes:
+        plain: The format of the codes of the matrix; None to write none.
+        across: The format of the codes of the transpose; None to write none.
+        sums: Whether to sum the columns of the matrix.
+        interpreted: Whether to run in Pallas's interpreter, on any device.
+        side: The number of rows and of columns that one program reads.
+        warps: The number of warps that run a program.
+    """
+
+    plain: str | None
+    across: str | None
+    sums: bool = False
+    interpreted: bool = False
+    side: int = SIDE
+    warps: int = 4
+
+
+class PallasRowCasts(RowCasts):
+    """Pallas kernels that quantize a matrix and its transpose by rows.
+
+    Args:
+        device: Returns the device that JAX computes on.
+        interpreted: Whether to run in Pallas's interpreter, on any device; for
+            tests.
+    """
+
+    def __init__(self, device: Callable[[], Device], interpreted: bool = False):
+        self._device, self._interpreted = device, interpreted
+
+    @override
+    def supports(self, like: Tensor, *format_names: str) -> str | None:
+        device = None if self._interpreted else self._device()
+        for name in format_names:
+            reason = lacking(like, str(like.dtype), name, device)
+            if reason is not None:
+                return reason
+        return None
+
+    @override
+    def cast(
+        self,
+        matrix: Tensor,
+        plain: Quantization | None,
+        across: Quantization | None,
+        sums: bool = False,
+    ) -> RowCastsOfBoth:
+        asked = plain, across
+        names = [None if each is None else each.format for each in asked]
+        how = How(*names, sums, self._interpreted)
+        amaxes = amaxes_of(how, matrix)
+        scales = [
+            jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
+            for each, amax in zip(asked, amaxes[:2], strict=True)
+        ]
+        codes = both_codes_of(how, matrix, *scales)
+        first, second = (
+            None
+            if values is None
+            else RowCast(values, scale[:size], amax[:size])
+            for values, scale, amax, size in zip(
+                codes, scales, amaxes[:2], matrix.shape, strict=True
+            )
+        )
+        return RowCastsOfBoth(first, second, amaxes[2])
+
+
+def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the amaxes of the rows and of the columns of a matrix.
+
+    Args:
+        how: What is needed.
+        x: (m, k).
+
+    Returns:
+        The amaxes of rows and of columns, float32 vectors with zeros after
+        them up to a multiple of `how.side`, not finite if a value is not; and
+        the sums of the columns, float32 (k,), or None.
+    """
+    if how.interpreted:
+        return _amaxes_by_pallas(how, x)
+    return lax.platform_dependent(
+        x,
+        cuda=functools.partial(_amaxes_by_pallas, how),
+        default=functools.partial(_amaxes_by_xla, how),
+    )
+
+
+def both_codes_of(
+    how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the codes of a matrix and of its transpose.
+
+    Args:
+        how: What is needed.
+        x: (m, k).
+        of_rows: Float32, the scales of the rows, as long as `amaxes_of` has
+            them.
+        of_columns: Likewise of the columns.
+
+    Returns:
+        (m, k) and (k, m), in the dtypes of the formats; None for what is not
+        needed.
+    """
+    if how.interpreted:
+        return _codes_by_pallas(how, x, of_rows, of_columns)
+    return lax.platform_dependent(
+        x,
+        of_rows,
+        of_columns,
+        cuda=functools.partial(_codes_by_pallas, how),
+        default=functools.partial(_codes_by_xla, how),
+    )
+
+
+def _amaxes_by_xla(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    rows, columns = (
+        jnp.pad(scaling.amax(x, axis), (0, -size % how.side))
+        for axis, size in ((1, x.shape[0]), (0, x.shape[1]))
+    )
+    sums = jnp.sum(x.astype(jnp.float32), 0) if how.sums else None
+    return rows, columns, sums
+
+
+def _codes_by_xla(
+    how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    def codes(x: Tensor, scale: Tensor, name: str | None) -> Any:
+        if name is None:
+            return None
+        scale = scale[: x.shape[0], jnp.newaxis]
+        return casting.quantize(x, scale, name)
+
+    return codes(x, of_rows, how.plain), codes(x.T, of_columns, how.across)
+
+
+def _amaxes_by_pallas(
+    how: How, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    (m, k), side = x.shape, how.side
+    grid = pl.cdiv(m, side), pl.cdiv(k, side)
+    # All programs take the maximum with one vector, which starts as zeros.
+    zeros = jnp.zeros(side * sum(grid), jnp.float32)
+    whole = pl.BlockSpec(zeros.shape, lambda i, j: (0,))
+    specs, shapes = [whole], [jax.ShapeDtypeStruct(zeros.shape, zeros.dtype)]
+    if how.sums:
+        specs.append(pl.BlockSpec((1, side), lambda i, j: (i, j)))
+        shapes.append(jax.ShapeDtypeStruct((grid[0], k), jnp.float32))
+    found = pl.pallas_call(
+        functools.partial(_amaxes_kernel, how, (m, k)),
+        grid=grid,
+        in_specs=[_tile(how), whole],
+        out_specs=specs,
+        out_shape=shapes,
+        input_output_aliases={1: 0},
+        compiler_params=_params(how),
+        interpret=how.interpreted,
+        name="float8_row_amaxes",
+    )(x, zeros)
+    amaxes, rows = found[0], side * grid[0]
+    sums = jnp.sum(found[1], 0) if how.sums else None
+    return amaxes[:rows], amaxes[rows:], sums
+
+
+def _amaxes_kernel(
+    how: How,
+    sizes: tuple[int, int],
+    x_ref: Any,
+    zeros_ref: Any,
+    amaxes_ref: Any,
+    *sums_ref: Any,
+) -> None:
+    """Take the maximum with the amaxes of the rows and columns of a tile."""
+    side = how.side
+    x = _read(how, sizes, x_ref)
+    bits = magnitude(x)
+    column = pl.cdiv(sizes[0], side) + pl.program_id(1)
+    # Triton compares floats that are not negative as their bits: NaN is above
+    # infinity. Of integers it lacks the operation (JAX 0.10 to 0.11).
+    for wanted, place, axis in (
+        (how.plain, pl.program_id(0), 1),
+        (how.across, column, 0),
+    ):
+        if wanted:
+            largest = jnp.max(bits, axis=axis)
+            triton.atomic_max(
+                amaxes_ref,
+                (pl.ds(place * side, side),),
+                lax.bitcast_convert_type(largest, jnp.float32),
+            )
+    if how.sums:
+        inside = _inside(how, sizes)
+        below = None if inside is None else inside[1][None, :]
+        store(sums_ref[0], jnp.sum(x, axis=0, keepdims=True), below)
+
+
+def _codes_by_pallas(
+    how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    (m, k), side = x.shape, how.side
+    specs, shapes = [], []
+    if how.plain:
+        specs.append(_tile(how))
+        shapes.append(jax.ShapeDtypeStruct((m, k), how.plain))
+    if how.across:
+        specs.append(pl.BlockSpec((side, side), lambda i, j: (j, i)))
+        shapes.append(jax.ShapeDtypeStruct((k, m), how.across))
+    found = pl.pallas_call(
+        functools.partial(_codes_kernel, how, (m, k)),
+        grid=(pl.cdiv(m, side), pl.cdiv(k, side)),
+        in_specs=[
+            _tile(how),
+            pl.BlockSpec((side,), lambda i, j: (i,)),
+            pl.BlockSpec((side,), lambda i, j: (j,)),
+        ],
+        out_specs=specs,
+        out_shape=shapes,
+        compiler_params=_params(how),
+        interpret=how.interpreted,
+        name="float8_row_casts",
+    )(x, of_rows, of_columns)
+    written = iter(found)
+    plain = next(written) if how.plain else None
+    return plain, next(written) if how.across else None
+
+
+def _codes_kernel(
+    how: How,
+    sizes: tuple[int, int],
+    x_ref: Any,
+    rows_ref: Any,
+    columns_ref: Any,
+    *refs: Any,
+) -> None:
+    """Quantize a tile by rows; quantize it by columns and transpose it."""
+    x = _read(how, sizes, x_ref)
+    inside = _inside(how, sizes)
+    both = None if inside is None else inside[0][:, None] & inside[1][None, :]
+    written = iter(refs)
+    if how.plain:
+        scale = rows_ref[...][:, None]
+        codes = codes_of(x, scale, how.plain, how.interpreted)
+        store(next(written), codes, both)
+    if how.across:
+        scale = columns_ref[...][None, :]
+        codes = codes_of(x, scale, how.across, how.interpreted)
+        store(next(written), codes.T, None if both is None else both.T)
+
+
+def _tile(how: How) -> Any:
+    return pl.BlockSpec((how.side, how.side), lambda i, j: (i, j))
+
+
+def _params(how: How) -> Any:
+    return triton.CompilerParams(num_warps=how.warps, num_stages=1)
+
+
+def _inside(how: How, sizes: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """Return which rows and columns of a tile exist; None if all do."""
+    if not any(size % how.side for size in sizes):
+        return None
+    places = lax.iota(jnp.int32, how.side)
+    rows, columns = (
+        places + pl.program_id(axis) * how.side < size
+        for axis, size in enumerate(sizes)
+    )
+    return rows, columns
+
+
+def _read(how: How, sizes: tuple[int, int], x_ref: Any) -> Tensor:
+    """Return a tile in float32, with zeros outside of the matrix."""
+    inside = _inside(how, sizes)
+    if inside is None:
+        return x_ref[...].astype(jnp.float32)
+    mask = inside[0][:, None] & inside[1][None, :]
+    return triton.load(x_ref, mask=mask, other=0.0).astype(jnp.float32)
