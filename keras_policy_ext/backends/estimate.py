@@ -269,8 +269,8 @@ class Estimator:
         one_layout: Whether its float8 matmuls read operands in one layout.
         fallback: How much longer than in bfloat16 an emulated matmul takes.
         results: Bytes that a step moves for each element of outputs and
-            gradients of inputs after a float8 matmul: XLA writes them in
-            float32 first.
+            gradients of inputs after a float8 matmul whose scales are not one
+            for a tensor: XLA writes them in float32 first.
         fitted: As `FITTED`.
         corrections: By the name of a recipe, the sizes of square matrices at
             which steps were measured, in order, with the time that they took
@@ -367,7 +367,8 @@ class Estimator:
             peak = peak or self.card.float8
             speed = peak * PEAK * self.fitted[kind_of(asked)]
             one = self._seconds(matmuls, matmul, speed, bits / 8)
-            if self.results and matmul != "kernel_grad":
+            in_epilogue = kind_of(asked) == "tensor"
+            if matmul != "kernel_grad" and not in_epilogue:
                 outputs = matmul == "forward"
                 size = matmuls.outputs if outputs else matmuls.inputs
                 one += self.moving(self.results * size)
@@ -586,5 +587,9 @@ def _origin(backend: str, product: str | None, estimator: Estimator) -> str:
     found = "; ".join(
         f"{origin}: {', '.join(speeds)}" for origin, speeds in by_origin.items()
     )
-    kind = "measured" if backend == "jax" else "assumed to be as with JAX"
+    kind = "estimated, corrected by what was measured"
+    if {"delayed", "current"} <= set(estimator.corrections):
+        kind = "measured"
+    if backend != "jax":
+        kind = "assumed to be as with JAX"
     return f"{kind}, in speeds of bfloat16, on an {found}"
