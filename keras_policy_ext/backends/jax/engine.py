@@ -31,6 +31,7 @@ from keras_policy_ext.backends.matmuls import (
     E8M0,
     MX_BLOCK,
     Engine,
+    MatmulKernel,
     NativeMatmul,
     Request,
 )
@@ -345,6 +346,36 @@ class Float8DotOfRows(Float8Dot):
     @override
     def reason(self, request: Request) -> str:
         return super().reason(request) + ", scales of rows after it"
+
+    @property
+    def of_gradient(self) -> MatmulKernel:
+        """The same kernel for the gradient of a float32 kernel."""
+        return GradientOfRows()
+
+
+class GradientOfRows(Float8DotOfRows):
+    """A kernel that rounds sums to bfloat16, and returns them scaled.
+
+    It is for the gradient of a float32 kernel in a layer of bfloat16. On CUDA
+    the sums are rounded before the scales multiply them, and not after: once
+    as well, and cuBLASLt writes half of the bytes.
+    """
+
+    @override
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        def usual() -> Tensor:
+            product = super(GradientOfRows, self).multiply(a, b, dtype, fast)
+            return product.astype(jnp.float32)
+
+        def rounded_before() -> Tensor:
+            sums = _product(a.values, b.values, _CUBLAS[fast], jnp.bfloat16)
+            return scaled(sums.astype(jnp.float32), a, b, "float32")
+
+        if have_vector(a, b):
+            return usual()
+        return lax.platform_dependent(cuda=rounded_before, default=usual)
 
 
 ENGINE = Engine(
