@@ -312,7 +312,7 @@ class Float8Dot(NativeMatmul):
             wide = (each.values.astype(jnp.float32) for each in (a, b))
             return scaled(_product(*wide, precision), a, b, dtype)
         how = _CUBLAS[fast]
-        if scales_in_product(a, b, dtype):
+        if scales_in_product(a, b, dtype) and not _may_be_partial(dtype):
             # Infinity times a sum of 0 would be NaN.
             scale = a.scale.reshape(()) * b.scale.reshape(())
             # XLA passes to cuBLASLt what is cast here, and not the result. It
@@ -327,6 +327,14 @@ class Float8Dot(NativeMatmul):
             written = jnp.bfloat16
         sums = _product(a.values, b.values, how, written)
         return scaled(sums.astype(jnp.float32), a, b, dtype)
+
+
+def _may_be_partial(dtype: str) -> bool:
+    """Return True if XLA may add up a product over devices, then scale it.
+
+    It would do both in the compute dtype, with the scale that is cast to it.
+    """
+    return dtype != "float32" and jax.device_count() > 1
 
 
 _CUBLAS = {
