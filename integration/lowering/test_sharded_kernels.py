@@ -1,8 +1,7 @@
 """What eight Hopper GPUs gather of kernels that are cut along the batch.
 
 A step of two layers, in bfloat16, from a description of the GPUs. Where
-nothing is said of gathering, XLA gathers one of the kernels in bfloat16 too,
-and one matmul is not in float8.
+nothing is said of gathering, XLA gathers one of the kernels twice.
 """
 
 import collections
@@ -20,14 +19,19 @@ skip_without_compiler()
 STEP = f"""
 import sys
 sys.path.insert(0, {str(FOLDER)!r})
-import gpus
+import gpus, hlo
 import dataclasses, json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_policy_ext import contractions, recipes
+from keras_policy_ext.backends import devices as known_devices
 from keras_policy_ext.backends.jax.backend import Gathering
 
+# What is traced is for eight such GPUs.
+jax.device_count = lambda: 8
+pretending = known_devices.pretend("h200")
+pretending.__enter__()
 hopper = dataclasses.asdict(gpus.GPUS["H200"])
 devices = topologies.get_topology_desc(
     platform="cuda",
@@ -75,6 +79,7 @@ for recipe in ("current", "rowwise"):
             [line.split(" all-gather")[0] for line in found.splitlines()
              if re.search(r" all-gather(-done)?\\(", line)],
             found.count('custom_call_target="__cublas$lt$matmul$f8"'),
+            hlo.rounded_scales(found),
         ]
 print(json.dumps(results))
 """
@@ -99,21 +104,28 @@ def gathered(lines):
 
 
 def test_kernels_are_gathered_once_and_in_bytes(results):
-    lines, matmuls = results["current said"]
+    lines, matmuls, _ = results["current said"]
     assert gathered(lines) == {"u8": NUMBERS}
     assert matmuls == 5
 
 
 def test_kernels_that_are_read_twice_are_gathered_twice_in_bytes(results):
     """The second time for the gradient of the inputs of the second layer."""
-    lines, matmuls = results["rowwise said"]
+    lines, matmuls, _ = results["rowwise said"]
     assert gathered(lines) == {"u8": NUMBERS + NUMBERS // 2}
     assert matmuls == 5
 
 
-def test_unsaid_xla_gathers_a_kernel_in_bfloat16_and_multiplies_it(results):
+def test_unsaid_xla_gathers_a_kernel_twice(results):
     """Where this fails, XLA may do without being told."""
-    lines, matmuls = results["current unsaid"]
+    lines, matmuls, _ = results["current unsaid"]
     # One of the two kernels.
-    assert gathered(lines) == {"f8e4m3fn": NUMBERS, "bf16": NUMBERS}
-    assert matmuls == 4
+    assert gathered(lines) == {"f8e4m3fn": NUMBERS + NUMBERS // 2}
+    assert matmuls == 5
+
+
+def test_what_is_added_up_over_devices_is_scaled_in_float32(results):
+    """XLA adds up the products of all devices before it scales the sum."""
+    assert {each: found[2] for each, found in results.items()} == dict.fromkeys(
+        results, 0
+    )

@@ -112,6 +112,9 @@ def bind_matmul(
     is_einsum = isinstance(plan.contraction, Einsum)
     adds = is_einsum and hasattr(kernel, "adding") and matmul == "forward"
     kind = MatmulWithBias if adds else BoundMatmul
+    of_dtypes = plan.inputs_dtype, plan.kernel_dtype
+    if matmul == "kernel_grad" and of_dtypes == ("bfloat16", "float32"):
+        kernel = getattr(kernel, "of_gradient", kernel)
     return kind(plan, matmul, kernel, [operands[x] for x in MATMULS[matmul]])
 
 

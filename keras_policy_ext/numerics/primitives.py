@@ -246,6 +246,15 @@ class Primitives:
         """
         return x
 
+    def divided(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `x / y`, correctly rounded.
+
+        Args:
+            x: Float32, normal numbers.
+            y: Float32, normal numbers, broadcastable to `x`.
+        """
+        return ops.divide(x, y)
+
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return `scale` in a form by which XLA really divides.
 

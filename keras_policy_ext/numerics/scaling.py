@@ -129,7 +129,8 @@ def scale_for_limit(
     # the last bit (seen on JAX 0.10); this one is no constant to it.
     divisor = ops.where(known, with_margin(limit, margin), 1.0)
     # JAX and TensorFlow on a CPU take a subnormal for 0, torch does not.
-    scale = ops.maximum(amax, SMALLEST_SCALE) / divisor
+    normal = ops.maximum(amax, SMALLEST_SCALE)
+    scale = primitives.current.divided(normal, divisor)
     scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
@@ -187,10 +188,11 @@ def scale_of_multiplier(
     # torch (`a / x` for a number a) and TensorFlow's graphs (for 1) multiply
     # by a reciprocal, which TensorFlow even approximates.
     normal = ops.maximum(amax, SMALLEST_SCALE)
-    multiplier = ops.divide(with_margin(limit, margin), normal)
+    divided = primitives.current.divided
+    multiplier = divided(with_margin(limit, margin), normal)
     multiplier = ops.clip(multiplier, SMALLEST_SCALE, 1.0 / SMALLEST_SCALE)
     one = ops.where(known, 1.0, previous)
-    return ops.divide(one, ops.where(known, multiplier, 1.0))
+    return divided(one, ops.where(known, multiplier, 1.0))
 
 
 def inverted_of_number(amax: float, divisor: float) -> float:

@@ -31,6 +31,8 @@ from keras_policy_ext import (
 )
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.jax.rows import PallasRowCasts
+from keras_policy_ext.backends.matmuls import Request
+from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import RowwiseScaling, Tile
 from steps import normal
 
@@ -246,3 +248,58 @@ def test_other_recipes_are_cast_as_before(monkeypatch):
     for name in ("current", "mxfp8", "block"):
         step(monkeypatch, recipes.get(name), *MATRICES, counting)
     assert not counting.calls
+
+
+@pytest.fixture(scope="module")
+def of_rows():
+    """The kernel of matmuls with scales of rows, and two operands of it."""
+    how = "forward", ANY_ROW, ANY_ROW, False, "native", True
+    kernel, _ = backends.engine.select(Request(*how))
+    operands = [
+        quantize(jnp.asarray(normal(1, rows, 256)), ANY_ROW)[0].encoded(E4M3)
+        for rows in (70, 66)
+    ]
+    return kernel, operands
+
+
+def test_a_kernel_gradient_is_rounded_once(of_rows):
+    """On CUDA before the scales multiply it, and elsewhere after."""
+    kernel, (a, b) = of_rows
+    gradient = kernel.of_gradient
+    found = gradient.multiply(a, b, "bfloat16", False)
+    usual = kernel.multiply(a, b, "bfloat16", False)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, usual.astype("float32"))
+    for each, dtype in ((gradient, "bf16"), (kernel, "f32")):
+        lowered = jax.jit(
+            lambda x, y, each=each: each.multiply(
+                a.with_values(x), b.with_values(y), "bfloat16", False
+            )
+        ).trace(a.values, b.values)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        (product,) = (x for x in text.splitlines() if "dot_general" in x)
+        assert f"x{dtype}>" in product.rpartition("->")[2]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kernel", "is_float32"),
+    [
+        ("bfloat16", "float32", True),
+        ("bfloat16", "bfloat16", False),
+        ("float32", "float32", False),
+        ("float16", "float32", False),
+    ],
+)
+def test_only_float32_kernels_of_bfloat16_have_such_gradients(
+    inputs, kernel, is_float32
+):
+    with kernels.prefer("native"):
+        plan = contractions.make_plan(
+            contractions.Einsum("ab,bc->ac"),
+            RowwiseScaling(),
+            inputs,
+            kernel,
+            True,
+        ).resolved()
+    found = type(plan.bound._kernel_grad._kernel).__name__
+    assert (found == "GradientOfRows") == is_float32

