@@ -104,8 +104,9 @@ def test_what_was_measured_on_a_gpu_comes_first(tmp_path):
     assert "| Dense 8³ | bfloat16 | 650 µs |  | 640 µs |  | 0 |" in page
     assert "Dense 4³" not in page
     readme = benchmark_page.readme(tmp_path)
-    assert "10,000 | **12,500**, 1.25 times the speed |" in readme
-    assert "| 10.0 GiB | **8.0 GiB**, 0.80 of it |" in readme
+    assert "10,000 | **12,500**, 1.25 times as many |" in readme
+    assert "| 10,240 MiB | **8,192 MiB**, 0.80 of it |" in readme
+    assert len(readme.splitlines()) <= 150
 
 
 def test_calls_are_counted_in_the_text_of_a_program():

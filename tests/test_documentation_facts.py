@@ -9,6 +9,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import recipes
+from keras_policy_ext.backends import devices, estimate
 
 pytestmark = pytest.mark.any_backend
 
@@ -38,6 +39,16 @@ def test_every_recipe_in_a_page_can_be_made(name):
     assert len(specs) > 5
     for spec in specs:
         recipes.get(spec)
+
+
+def test_the_sizes_of_the_example_are_those_of_the_card():
+    text = (DOCS / "choose.md").read_text("utf-8")
+    card = devices.get("rtx4090")
+    jax, torch = (
+        estimate.break_even(backend, card).size for backend in ("jax", "torch")
+    )
+    assert f"with JAX from {jax}³ on" in text
+    assert f"from {torch}³ on" in text
 
 
 def losses():

@@ -386,7 +386,7 @@ def readme(folder=RESULTS):
     text = README.read_text("utf-8")
     before, rest = text.split(cards.BEGIN)
     _, after = rest.split(cards.END, 1)
-    lines = "\n".join(cards.in_readme(folder, table, duration))
+    lines = "\n".join(cards.in_readme(folder, table))
     return f"{before}{cards.BEGIN}\n{lines}{cards.END}{after}"
 
 

@@ -109,40 +109,33 @@ def _words(value, key, duration):
     return f"{value:,}" if isinstance(value, int) else f"{value:.1f}"
 
 
-def in_readme(folder, table, duration):
-    """The lines of README.md: bfloat16 and `delayed`, side by side."""
+def in_readme(folder, table):
+    """The lines of README.md: `fit` in bfloat16 and under `delayed`."""
     for where, found in results(folder):
-        versions, lines = where["versions"], []
-        for case, rows in _by_case(found).items():
-            if set(PAIR) <= set(rows):
-                plain, float8 = (rows[name] for name in PAIR)
-                lines += _pairs(case, plain, float8, duration)
-        head = f"measured on an {where['device']}, JAX {versions['jax']}"
-        if lines:
-            yield table([head, *PAIR], lines)
+        by_case = {}
+        for row in found:
+            if "tokens_per_s" in row:
+                by_case.setdefault(row["case"], {})[row["variant"]] = row
+        for case, rows in by_case.items():
+            if not set(PAIR) <= set(rows):
+                continue
+            head = f"{case}; {where['device']}, JAX {where['versions']['jax']}"
+            yield table([head, *PAIR], list(_pairs(*map(rows.get, PAIR))))
 
 
 PAIR = ("bfloat16", "float8 delayed")
 
 
-def _by_case(rows):
-    found = {}
-    for row in rows:
-        found.setdefault(row["case"], {})[row["variant"]] = row
-    return found
-
-
-def _pairs(case, plain, float8, duration):
-    """The lines of a case."""
-    speed = f"{float8[SPEED][0]:.2f} times the speed"
-    if "tokens_per_s" not in plain:
-        times = [duration(row["median_us"] / 1e3) for row in (plain, float8)]
-        yield [f"step: {case}", times[0], f"**{times[1]}**, {speed}"]
-        return
-    tokens = [f"{row['tokens_per_s']:,}" for row in (plain, float8)]
-    yield [f"tokens a second: {case}", tokens[0], f"**{tokens[1]}**, {speed}"]
-    if plain["peak_mib"] is not None:
-        peaks = [row["peak_mib"] for row in (plain, float8)]
-        gib = [f"{peak / 1024:.1f} GiB" for peak in peaks]
-        part = f"{peaks[1] / peaks[0]:.2f} of it"
-        yield ["its peak memory", gib[0], f"**{gib[1]}**, {part}"]
+def _pairs(plain, float8):
+    """The cells of each line, for one model."""
+    for words, key, unit in (
+        ("[tokens a second](docs/benchmarks.md)", "tokens_per_s", ""),
+        ("most memory that a step holds", "peak_mib", " MiB"),
+        ("first step, in which XLA compiles", "first_step_s", " s"),
+    ):
+        a, b = plain[key], float8[key]
+        if a is not None:
+            times = f"{b / a:.2f} times as many"
+            if unit:
+                times = f"{b / a:.2f} of it"
+            yield [words, f"{a:,}{unit}", f"**{b:,}{unit}**, {times}"]
