@@ -339,9 +339,8 @@ class BoundPlan:
         observe = (
             residuals.amaxes is not None and not self._observes_kernel_alone
         )
-        wants_sums = bias_shape is not None
         g = self.outputs_grad.quantize(
-            outputs_grad, known, observe, sums=wants_sums
+            outputs_grad, known, observe, sums=bias_shape is not None
         )
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
@@ -352,7 +351,7 @@ class BoundPlan:
         state_grad: tuple[Tensor, ...] = ()
         if state:
             state_grad = (self._state_grad(residuals, known, g.amax, *state),)
-        if wants_sums:
+        if bias_shape is not None:
             sums = g.column_sums
             if sums is None:
                 rows = len(outputs_grad.shape) - len(bias_shape)

@@ -309,8 +309,8 @@ class Float8Dot(NativeMatmul):
     ) -> Tensor:
         if have_vector(a, b):
             # It is no matmul to XLA, which would add up in the narrow dtype.
-            wide = (each.values.astype(jnp.float32) for each in (a, b))
-            return scaled(_product(*wide, precision), a, b, dtype)
+            x, y = (each.values.astype(jnp.float32) for each in (a, b))
+            return scaled(_product(x, y, precision), a, b, dtype)
         how = _CUBLAS[fast]
         if scales_in_product(a, b, dtype) and not _may_be_partial(dtype):
             # Infinity times a sum of 0 would be NaN.
@@ -320,8 +320,8 @@ class Float8Dot(NativeMatmul):
             scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
             # XLA multiplies by what is rounded too if it merges two products
             # that share an operand.
-            operands = lax.optimization_barrier((a.values, b.values))
-            return _product(*operands, how, dtype) * scale.astype(dtype)
+            x, y = lax.optimization_barrier((a.values, b.values))
+            return _product(x, y, how, dtype) * scale.astype(dtype)
         written = jnp.float32
         if may_write_bfloat16(a, b, dtype):
             written = jnp.bfloat16

@@ -130,7 +130,7 @@ def _run_forward(
     kernel: Any,
     state: tuple[Any, ...],
     bias: Any,
-) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, Shape | None]]:
+) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
     """Return the outputs, and what is saved for the backward pass.
 
     Links are added where gradients are differentiated; the residuals are then

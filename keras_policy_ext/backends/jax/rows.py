@@ -90,8 +90,8 @@ class PallasRowCasts(RowCasts):
         sums: bool = False,
     ) -> RowCastsOfBoth:
         asked = plain, across
-        names = [None if each is None else each.format for each in asked]
-        how = How(*names, sums, self._interpreted)
+        formats = [None if each is None else each.format for each in asked]
+        how = How(formats[0], formats[1], sums, self._interpreted)
         amaxes = amaxes_of(how, matrix)
         scales = [
             jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
