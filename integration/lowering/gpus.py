@@ -90,6 +90,7 @@ class GPU:
             triton: False if no matmul may be written in Triton, as a user may
                 ask. XLA then leaves them to cuBLASLt.
         """
+        _refuse_if_too_new()
         device = self.device()
         options = compiler.get_compile_options(
             num_replicas=1,
@@ -116,6 +117,22 @@ class GPU:
                 speed *= 0.85
             seconds = max(seconds, kernel.flops / speed)
         return kernel.times * (seconds + 2e-6)
+
+
+def _refuse_if_too_new():
+    """Raise an error where JAX cannot describe float8 products to XLA.
+
+    JAX 0.12 writes the program for a device that is not there as StableHLO
+    1.16.3, which knows no algorithms of float8 (1.21 does): XLA then says
+    "failed to legalize operation 'vhlo.dot_general_v2'". For a device that is
+    there it writes what the plugin reads, 1.22.
+    """
+    if jax.__version_info__ >= (0, 12):
+        raise RuntimeError(
+            "Programs for GPUs that are not there cannot be compiled by this "
+            f"JAX. Received: jax {jax.__version__}. Allowed: jax 0.9 to 0.11. "
+            "Run `tox run -e lowering`, which installs one."
+        )
 
 
 GPUS = {
