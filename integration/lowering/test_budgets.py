@@ -46,32 +46,33 @@ class Used(NamedTuple):
 
 
 BUDGETS = {
-    ("H200", "jax", "dense", "delayed"): Used(8.7, 5, 0, 17, 1.51),
-    ("H200", "jax", "dense", "from one"): Used(8.7, 5, 0, 17, 1.51),
-    ("H200", "jax", "dense", "current"): Used(11.4, 8, 0, 14, 1.51),
-    ("H200", "jax", "relu", "delayed"): Used(24.8, 240, 72, 331, 0.38),
-    ("H200", "jax", "relu", "current"): Used(24.4, 242, 72, 229, 0.38),
-    ("H200", "jax", "gelu", "delayed"): Used(28.4, 240, 72, 354, 0.54),
-    ("H200", "jax", "gelu", "current"): Used(28.7, 242, 72, 228, 0.54),
-    ("H200", "jax", "swiglu", "delayed"): Used(39.6, 313, 96, 525, 1.12),
-    ("H200", "jax", "swiglu", "from one"): Used(39.6, 313, 96, 381, 1.12),
-    ("H200", "jax", "swiglu", "current"): Used(41.4, 349, 96, 324, 1.08),
-    ("H200", "jax", "block", "delayed"): Used(18.7, 66, 30, 92, 0.97),
-    ("H200", "jax", "block", "current"): Used(19.5, 73, 30, 57, 0.96),
+    ("H200", "jax", "dense", "delayed"): Used(8.1, 5, 0, 17, 1.51),
+    ("H200", "jax", "dense", "from one"): Used(8.1, 5, 0, 11, 1.51),
+    ("H200", "jax", "dense", "current"): Used(10.8, 8, 0, 11, 1.51),
+    ("H200", "jax", "relu", "delayed"): Used(15.4, 144, 0, 367, 0.37),
+    ("H200", "jax", "relu", "current"): Used(18.0, 204, 0, 265, 0.37),
+    ("H200", "jax", "gelu", "delayed"): Used(16.7, 144, 0, 366, 0.53),
+    ("H200", "jax", "gelu", "current"): Used(17.8, 192, 0, 264, 0.54),
+    ("H200", "jax", "swiglu", "delayed"): Used(25.8, 204, 0, 550, 0.86),
+    ("H200", "jax", "swiglu", "from one"): Used(25.8, 204, 0, 370, 0.86),
+    ("H200", "jax", "swiglu", "current"): Used(26.3, 252, 0, 372, 0.83),
+    ("H200", "jax", "block", "delayed"): Used(12.6, 58, 10, 113, 0.98),
+    ("H200", "jax", "block", "current"): Used(13.4, 66, 10, 65, 0.97),
     # Blackwell's matmuls read any layout.
-    ("B200", "jax", "dense", "delayed"): Used(12.4, 7, 0, 15, 2.01),
-    ("B200", "jax", "dense", "from one"): Used(11.7, 5, 0, 9, 2.01),
-    ("B200", "jax", "dense", "current"): Used(14.4, 9, 0, 7, 2.01),
-    ("H200", "tensorflow", "dense", "delayed"): Used(14.7, 9, 3, 9, 1.76),
-    ("H200", "tensorflow", "dense", "current"): Used(14.7, 9, 3, 7, 1.76),
-    ("H200", "tensorflow", "relu", "delayed"): Used(24.9, 217, 72, 251, 0.35),
-    ("H200", "tensorflow", "relu", "current"): Used(24.9, 217, 72, 203, 0.35),
-    ("H200", "tensorflow", "gelu", "delayed"): Used(29.2, 217, 72, 251, 0.54),
-    ("H200", "tensorflow", "gelu", "current"): Used(29.2, 217, 72, 203, 0.54),
-    ("H200", "tensorflow", "block", "delayed"): Used(13.0, 71, 32, 61, 0.9),
-    ("H200", "tensorflow", "block", "current"): Used(12.9, 71, 32, 47, 0.89),
-    ("B200", "tensorflow", "dense", "delayed"): Used(13.1, 8, 0, 9, 1.51),
-    ("B200", "tensorflow", "dense", "current"): Used(13.1, 8, 0, 7, 1.51),
+    ("B200", "jax", "dense", "delayed"): Used(7.1, 5, 0, 17, 1.26),
+    ("B200", "jax", "dense", "from one"): Used(7.1, 5, 0, 11, 1.26),
+    ("B200", "jax", "dense", "current"): Used(9.8, 8, 0, 11, 1.26),
+    # Pallas is JAX's. XLA transposes codes for a Hopper.
+    ("H200", "tensorflow", "dense", "delayed"): Used(10.4, 9, 5, 9, 1.01),
+    ("H200", "tensorflow", "dense", "current"): Used(10.4, 9, 5, 7, 1.01),
+    ("H200", "tensorflow", "relu", "delayed"): Used(15.5, 251, 96, 251, 0.29),
+    ("H200", "tensorflow", "relu", "current"): Used(15.5, 251, 96, 203, 0.29),
+    ("H200", "tensorflow", "gelu", "delayed"): Used(19.7, 251, 96, 251, 0.53),
+    ("H200", "tensorflow", "gelu", "current"): Used(19.7, 251, 96, 203, 0.51),
+    ("H200", "tensorflow", "block", "delayed"): Used(11.5, 82, 37, 61, 0.96),
+    ("H200", "tensorflow", "block", "current"): Used(11.4, 82, 37, 47, 0.93),
+    ("B200", "tensorflow", "dense", "delayed"): Used(8.4, 6, 0, 9, 1.01),
+    ("B200", "tensorflow", "dense", "current"): Used(8.4, 6, 0, 7, 1.01),
 }
 CONTRACTIONS = {"dense": 1, "relu": 24, "gelu": 24, "swiglu": 36, "block": 7}
 
@@ -129,8 +130,14 @@ def test_float8_matmuls_apply_the_scales_and_write_bfloat16(in_float8):
 
 
 def test_no_large_kernel_transposes_codes_alone(in_float8):
-    """A cast writes both layouts where a GPU needs both."""
+    """A cast writes both layouts where a GPU needs both.
+
+    But for TensorFlow on a Hopper, where XLA transposes what it cast.
+    """
     alone = {key: count["codes alone"] for key, count in in_float8.items()}
+    for key in [*alone]:
+        if key[:2] == ("H200", "tensorflow"):
+            assert alone.pop(key) <= 3 * CONTRACTIONS[key[2]]
     assert not any(alone.values()), alone
 
 
