@@ -90,23 +90,27 @@ class PallasRowCasts(RowCasts):
         sums: bool = False,
     ) -> RowCastsOfBoth:
         asked = plain, across
-        names = [None if each is None else each.format for each in asked]
-        how = How(*names, sums, self._interpreted)
+        how = How(
+            None if plain is None else plain.format,
+            None if across is None else across.format,
+            sums,
+            self._interpreted,
+        )
         amaxes = amaxes_of(how, matrix)
         scales = [
             jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
             for each, amax in zip(asked, amaxes[:2], strict=True)
         ]
         codes = both_codes_of(how, matrix, *scales)
-        first, second = (
+        casts = [
             None
             if values is None
             else RowCast(values, scale[:size], amax[:size])
             for values, scale, amax, size in zip(
                 codes, scales, amaxes[:2], matrix.shape, strict=True
             )
-        )
-        return RowCastsOfBoth(first, second, amaxes[2])
+        ]
+        return RowCastsOfBoth(casts[0], casts[1], amaxes[2])
 
 
 def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
