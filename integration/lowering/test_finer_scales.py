@@ -7,7 +7,7 @@ Some tests say what XLA does not make: where one fails, a kernel may be added.
 import json
 
 import pytest
-from compiling import FOLDER, skip_without_compiler
+from compiling import FOLDER, printed_by, skip_without_compiler
 
 from processes import run
 
@@ -148,6 +148,24 @@ def test_every_matmul_with_scales_of_rows_reads_float8(programs):
 def test_fast_accumulation_is_left_to_the_forward_pass(programs):
     for name, program in programs.items():
         assert program["exact"] == 2 - program["wide"], name
+
+
+def test_a_step_with_scales_of_rows_reads_each_operand_twice():
+    """Of a Dense of 4096: for the amaxes, and for both casts.
+
+    The scales are no powers of two. So two matmuls write float32, which is
+    rounded once, when the scales multiply it. The gradient of the kernel is
+    rounded before.
+    """
+    printed = printed_by("jax", "count.py", "H200", "dense", "rowwise")
+    count = json.loads(printed.splitlines()[-1])
+    assert (count["float8"], count["exact"]) == (3, 2)
+    assert count["written"] == {"f32": 2, "bf16": 1}
+    assert count["other matmuls"] == count["conditionals"] == 0
+    assert count["transposes"] == count["codes alone"] == 0
+    assert count["large"] <= 10
+    assert count["small"] <= 6
+    assert count["bytes an element"] <= 14.8
 
 
 # Scales of MX blocks
