@@ -39,6 +39,10 @@ class Contraction(Hashable, Protocol):
     def reads_what_is_quantized(self) -> bool:
         """True if the matmuls read each quantized matrix as a whole."""
 
+    @property
+    def reads_one_matrix(self) -> bool:
+        """True if that is so, and each operand is one matrix, not a batch."""
+
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
     ) -> tuple[Any, Choice]:
@@ -111,6 +115,11 @@ class Einsum:
     def form(self) -> Form:
         """The `Form` of the equation: its letters by role."""
         return form_of(self.equation)
+
+    @property
+    def reads_one_matrix(self) -> bool:
+        """True if no axis is in both operands and the output."""
+        return not self.form.batch
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
@@ -293,6 +302,7 @@ class Conv:
     data_format: str
 
     reads_what_is_quantized: ClassVar[bool] = False
+    reads_one_matrix: ClassVar[bool] = False
     is_transposed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -70,7 +70,8 @@ class Operands:
     def cast_for_both(self) -> dict[str, Quantization | None]:
         """By operand, the quantization one cast writes for both matmuls.
 
-        None unless both matmuls read the same values, with one scale.
+        None unless both matmuls read the same values of one matrix, with one
+        scale.
         """
         found = {}
         for operand in OPERANDS:
@@ -83,7 +84,7 @@ class Operands:
                 and asked.scale_rounding != "floor"
             )
             can = can and self.shares_quantization[operand]
-            is_read = self.contraction.reads_what_is_quantized
+            is_read = self.contraction.reads_one_matrix
             found[operand] = asked if can and is_read else None
         return found
 
@@ -591,7 +592,7 @@ def _is_cast_by_rows(
         and not rule.inverted
         and plan.source.state_shape is None
         and plan.gathering is None
-        and plan.contraction.reads_what_is_quantized
+        and plan.contraction.reads_one_matrix
         and all(
             selections[matmul][1].native
             for matmul, each in zip(matmuls_of(operand), of_rows, strict=True)

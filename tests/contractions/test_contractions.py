@@ -17,6 +17,8 @@ from contracting import (
 )
 from keras_policy_ext import backends, kernels, reference
 from keras_policy_ext.contractions import equations
+from keras_policy_ext.contractions.kinds import Einsum
+from keras_policy_ext.contractions.operands import operands_of
 from keras_policy_ext.recipes import CurrentScaling
 from products import Contract, quantized
 from steps import no_grad, normal, relative_rms
@@ -328,3 +330,14 @@ def test_native_and_emulated_results_agree(equation, shape, kernel, source):
         else:  # both round once; the sums before may differ by an ulp
             terms = 64 * np.abs(emulated).max()
             assert within_half_an_ulp(native, emulated, terms, 6)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    ("equation", "can"), [("ab,bc->ac", True), ("bij,bjk->bik", False)]
+)
+def test_one_matrix_alone_is_cast_in_both_layouts_at_once(equation, can):
+    """Products of attention have a batch of matrices."""
+    operands = operands_of(Einsum(equation), kpe.recipes.get("delayed"))
+    casts = operands.cast_for_both.values()
+    assert [each is not None for each in casts] == [can] * 3
