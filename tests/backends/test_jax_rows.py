@@ -150,12 +150,14 @@ class Counting:
         return INTERPRETED.cast(matrix, plain, across, sums)
 
 
-def step(monkeypatch, recipe, equation, shapes, casts, needs=True):
+def step(monkeypatch, recipe, equation, shapes, casts, infinite=False):
     """What a plan saves, quantizes and computes, with these casts by rows."""
     engine = dataclasses.replace(backends.engine, row_casts=casts)
     monkeypatch.setattr(backends, "engine", engine)
     x, w, outputs_grad = (jnp.asarray(normal(*shape)) for shape in shapes)
-    x = x.at[0, 0].set(jnp.inf) if needs == "inf" else x
+    if infinite:
+        x = x.at[0, 0].set(jnp.inf)
+        outputs_grad = outputs_grad.at[1, 1].set(jnp.inf)
 
     with kernels.prefer("native"):
         plan = contractions.make_plan(
@@ -232,14 +234,16 @@ def test_a_matmul_in_high_precision_needs_no_cast(monkeypatch):
 
 def test_an_infinity_marks_the_gradients_of_its_row_and_column(monkeypatch):
     found, usual = (
-        step(monkeypatch, RowwiseScaling(), *MATRICES, each, needs="inf")
+        step(monkeypatch, RowwiseScaling(), *MATRICES, each, infinite=True)
         for each in (Counting(), None)
     )
-    outputs, _, kernel_grad = found[1]
+    outputs, inputs_grad, kernel_grad = found[1]
     assert np.isfinite(outputs).all()
-    np.testing.assert_array_equal(
-        np.isnan(kernel_grad[:, 0]), np.arange(130) < 1
-    )
+    rows, columns = np.arange(130) == 0, np.arange(66) == 1
+    marked = rows[:, np.newaxis] | columns
+    np.testing.assert_array_equal(np.isnan(kernel_grad), marked)
+    marked = np.broadcast_to(np.arange(70) == 1, (130, 70)).T
+    np.testing.assert_array_equal(np.isnan(inputs_grad), marked)
     same_steps(found, usual)
 
 

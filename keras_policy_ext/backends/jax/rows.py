@@ -98,15 +98,15 @@ class PallasRowCasts(RowCasts):
             for each, amax in zip(asked, amaxes[:2], strict=True)
         ]
         codes = both_codes_of(how, matrix, *scales)
-        first, second = (
+        casts = [
             None
             if values is None
             else RowCast(values, scale[:size], amax[:size])
             for values, scale, amax, size in zip(
                 codes, scales, amaxes[:2], matrix.shape, strict=True
             )
-        )
-        return RowCastsOfBoth(first, second, amaxes[2])
+        ]
+        return RowCastsOfBoth(casts[0], casts[1], amaxes[2])
 
 
 def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
