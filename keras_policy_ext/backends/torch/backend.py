@@ -255,7 +255,7 @@ class TorchBackend(Backend):
         if not is_known(x) or x.dim() or x.dtype != torch.float32:
             return None
         # What is exported or compiled is still to come.
-        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+        if is_exporting() or torch.compiler.is_compiling():
             return None
         return x.item()
 
@@ -263,7 +263,7 @@ class TorchBackend(Backend):
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
         # Taken for granted on a GPU, which does not read a subnormal number as
         # 0, and which would have to be waited for.
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() or is_exporting():
             return False
         if not (is_known(a) and is_known(b)):
             return a.device.type != "cpu"
@@ -394,7 +394,7 @@ class TorchBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return _run_exported(operation, inputs, kernel, state)
         if torch.compiler.is_dynamo_compiling():
             refuse_compiled_transforms()
@@ -633,6 +633,16 @@ def is_real(x: Tensor) -> bool:
     Tensors of other types are placeholders for data.
     """
     return type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Return True inside `torch.export`, also where its compiler traces.
+
+    The compiler of torch 2.11 takes `torch.compiler.is_exporting()` for True.
+    It runs this function in its place, once for each graph.
+    """
+    return bool(torch.compiler.is_exporting())
 
 
 def is_known(x: Tensor) -> bool:

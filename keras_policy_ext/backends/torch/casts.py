@@ -57,7 +57,7 @@ def cast(
     Compiled and exported functions stay in float32: their graphs have no cast
     to float8 and back.
     """
-    if torch.compiler.is_exporting():
+    if backend.is_exporting():
         values = _clipped(x, scale, dtype, is_factor)
         return _signed_like(x, _round_to_format(values, dtype), dtype)
     if torch.compiler.is_compiling():
@@ -165,7 +165,7 @@ def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
     """Give rounded values the signs of `x`, if the format has -0."""
     if not casting.format_of(dtype).has_negative_zero:
         return rounded
-    if torch.compiler.is_exporting():
+    if backend.is_exporting():
         return rounded.copysign(x)
     return rounded.copysign_(x)
 

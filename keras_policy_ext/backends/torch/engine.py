@@ -182,7 +182,7 @@ class CpuStates(StateKernels):
         there = is_real(state) and state.device.type == "cpu"
         if not there or state.dtype != torch.float32:
             return "this state has no float32 numbers on a CPU"
-        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+        if backend.is_exporting() or torch.compiler.is_compiling():
             return "a compiler does not see what NumPy does"
         return None
 

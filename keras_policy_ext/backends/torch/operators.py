@@ -7,6 +7,7 @@ a third longer on a CPU, and a minute to compile (torch 2.13, 2 cores).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,14 +47,30 @@ def run(
 
 
 def _written(operation: Any) -> str:
-    """Return the name under which an operation is registered.
+    """Return the name under which an operation is registered."""
+    return _name_of(_in_pieces(operation))
 
-    An object that was created inside a graph cannot be passed out of it; its
-    fields can.
+
+def _in_pieces(value: Any) -> Any:
+    """Return a dataclass as its class and fields, and theirs; else the value.
+
+    An object that was created inside a graph cannot be passed out of it, and
+    with torch 2.11 no dataclass can; classes and numbers can.
     """
-    first, *rest = [getattr(operation, n) for n in operation.__match_args__]
-    fields = tuple([getattr(first, n) for n in first.__match_args__])
-    return _name_of(type(operation), type(first), fields, *rest)
+    # `is_dataclass` asks the class, for which torch 2.11 ends the graph.
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    names = [each.name for each in dataclasses.fields(value) if each.init]
+    return type(value), tuple([_in_pieces(getattr(value, n)) for n in names])
+
+
+def _of_pieces(pieces: Any) -> Any:
+    """Return the value of which `_in_pieces` made these pieces."""
+    kind = pieces[0] if isinstance(pieces, tuple) and pieces else None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        return pieces
+    names = [each.name for each in dataclasses.fields(kind) if each.init]
+    return kind(**dict(zip(names, map(_of_pieces, pieces[1]), strict=True)))
 
 
 _KEPT_AS = 3
@@ -65,12 +82,12 @@ an operator's arguments. It assumes that the results are unchanged.
 
 
 @torch.compiler.assume_constant_result
-def _name_of(
-    operation_class: Any, first_class: Any, fields: Any, *rest: Any
-) -> str:
+def _name_of(pieces: Any) -> str:
     """Register an operation; return a name that is equal in any process."""
-    operation = operation_class(first_class(*fields), *rest).resolved()
-    name = text = f"{operation!r}, kept as {_KEPT_AS}"
+    operation = _of_pieces(pieces).resolved()
+    # What is compiled and kept on a disk is of these kernels alone.
+    kernels = "; ".join([": ".join(choice) for choice in operation.choices])
+    name = text = f"{operation!r}, by {kernels}, kept as {_KEPT_AS}"
     number = 1
     while _OPERATIONS.setdefault(name, operation) != operation:
         # Another recipe, of a class that is called the same.

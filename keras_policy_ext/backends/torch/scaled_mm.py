@@ -376,21 +376,19 @@ def _scaled_mm(
         a, b = _padded(a), _padded(b)
     if bias is not None and b.shape[1] > columns:
         bias = F.pad(bias, (0, b.shape[1] - columns))
-    kind = F.ScalingType.TensorWise
     if scale_a.dim():
-        kind = F.ScalingType.RowWise
         over = a.shape[0] - rows, b.shape[1] - columns
         scale_a = F.pad(scale_a, (0, over[0]), value=1.0).unsqueeze(1)
         scale_b = F.pad(scale_b, (0, over[1]), value=1.0).unsqueeze(0)
-    product = F.scaled_mm(
+    # Not `F.scaled_mm`: a CPU lacks it in torch 2.11, and its checks in Python
+    # take longer than the call.
+    product = torch._scaled_mm(
         _contiguous(a),
         _contiguous(b.t()).t(),
         _aligned(scale_a),
-        kind,
         _aligned(scale_b),
-        kind,
         bias=bias,
-        output_dtype=dtype,
+        out_dtype=dtype,
         use_fast_accum=fast and a.device.type == "cuda",
     )
     return product.narrow(0, 0, rows).narrow(1, 0, columns)
