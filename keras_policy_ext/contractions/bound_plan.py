@@ -16,6 +16,7 @@ from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Einsum
 from keras_policy_ext.contractions.operands import (
     BoundOperand,
+    OperandInBothLayouts,
     Selections,
     bind_operand,
 )
@@ -223,6 +224,8 @@ class BoundPlan:
         inputs: How the inputs are quantized.
         kernel: How the kernel is quantized.
         outputs_grad: How the gradient of the outputs is quantized.
+        straight: Both passes as lists of kernels; None for most contractions
+            that are not of a layer like `Dense`, and on most devices.
     """
 
     def __init__(self, plan: Any, engine: Engine, device: Device):
@@ -241,6 +244,25 @@ class BoundPlan:
         self._observes_amaxes = plan.source.observes_amaxes
         self._observes_kernel_alone = plan.training is False
         self._kernel_dtype = plan.kernel_dtype
+        self.straight = engine.straight(self) if self._is_plain else None
+
+    def dtype_of(self, matmul: str) -> str:
+        """Return the dtype in which a matmul writes the output."""
+        return _dtype_of(self.plan, matmul, self.selections[matmul][0])
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if it multiplies plain matrices, each cast in both layouts."""
+        is_einsum = type(self.plan.contraction) is Einsum
+        return (
+            is_einsum
+            and self.plan.contraction.form.is_plain
+            and self.plan.gathering is None
+            and all(
+                isinstance(operand, OperandInBothLayouts)
+                for operand in self._operands.values()
+            )
+        )
 
     @property
     def _operands(self) -> dict[str, BoundOperand]:

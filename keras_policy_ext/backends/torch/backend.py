@@ -398,7 +398,7 @@ class TorchBackend(Backend):
             return _run_exported(operation, inputs, kernel, state)
         if torch.compiler.is_dynamo_compiling():
             refuse_compiled_transforms()
-            return operators.run(operation, inputs, kernel, *state)
+            return operators.run(operation, None, inputs, kernel, *state)
         return _run(operation, None, inputs, kernel, *state)
 
     @override
@@ -406,9 +406,12 @@ class TorchBackend(Backend):
         self, bias: Tensor, operation: Operation, *tensors: Tensor
     ) -> Tensor:
         # A GPU's matmul may add it itself.
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            return _run(operation, bias, *tensors)
+        if is_exporting() or not torch.compiler.is_dynamo_compiling():
             return super().run_and_add(bias, operation, *tensors)
-        return _run(operation, bias, *tensors)
+        refuse_compiled_transforms()
+        return operators.run(operation, bias, *tensors)
 
     @override
     def marked_gradients(

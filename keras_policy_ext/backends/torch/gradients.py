@@ -160,15 +160,27 @@ class Differentiable(ReverseMode):
     ) -> Tensor:
         """Return the outputs plus the bias; save tensors for the gradient."""
         observe = operation.training is not False
-        outputs, residuals = operation.bound.forward(
-            inputs, kernel, state, observe, bias
-        )
-        if not observe and kernel.requires_grad and not _is_parameter(kernel):
-            residuals = operation.bound.observed(residuals, inputs, kernel)
-        ctx.operation, ctx.shapes = operation, residuals.shapes
-        ctx.links = links
+        bound = operation.bound
+        ctx.operation, ctx.links = operation, links
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.uses_state = bool(state)
+        ctx.shapes = inputs.shape, kernel.shape
+        ctx.passes = None
+        if bound.straight is not None and bound.straight.differentiates:
+            ctx.passes = bound.straight.of(
+                inputs.shape, kernel.shape, inputs.device
+            )
+        if ctx.passes is not None:
+            matrix = state[0] if state else None
+            outputs, saved = ctx.passes.forward(
+                inputs, kernel, bias, matrix, observe
+            )
+            ctx.save_for_backward(*state, *saved)
+            return outputs
+        outputs, residuals = bound.forward(inputs, kernel, state, observe, bias)
+        if not observe and kernel.requires_grad and not _is_parameter(kernel):
+            residuals = operation.bound.observed(residuals, inputs, kernel)
+        ctx.shapes = residuals.shapes
         ctx.save_for_backward(*state, *residuals.leaves())
         return _no_view(outputs)
 
@@ -177,11 +189,29 @@ class Differentiable(ReverseMode):
         """Return a gradient, or None, for each argument of `forward`."""
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
+        again = torch.is_grad_enabled() or are_transforms_active()
+        if ctx.passes is not None:
+            state, saved = saved[: ctx.uses_state], saved[ctx.uses_state :]
+            if not again:
+                # A bias of another shape is no bias of the matmul.
+                of_bias = ctx.needs_input_grad[2]
+                summed = of_bias and ctx.bias_shape == ctx.passes.columns
+                *grads, bias_grad, state_grad = ctx.passes.backward(
+                    saved,
+                    outputs_grad,
+                    state[0] if state else None,
+                    (*needed, summed),
+                )
+                if of_bias and not summed:
+                    bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
+                state_grads = (state_grad,) if state else ()
+                return None, None, bias_grad, *grads, *state_grads
+            saved = *state, *ctx.passes.leaves(saved)
         how = ctx.operation, ctx.shapes, needed, ctx.uses_state
         if ctx.operation.training is False and ctx.uses_state:
             saved = _with_amax(how, ctx.links[1], saved)
         # Under create_graph=True, or for a batch of gradients.
-        if torch.is_grad_enabled() or are_transforms_active():
+        if again:
             gradients = linked(how, outputs_grad, ctx.links, saved)
         else:
             gradients = _gradients(how, outputs_grad, saved)

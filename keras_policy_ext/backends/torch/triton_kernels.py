@@ -23,6 +23,10 @@ from keras_policy_ext.recipes import OPERANDS, Quantization
 
 Tensor = Any
 
+MARKED_AFTER = 4
+"""The distance of a marked scale: cuBLASLt wants addresses that 16 divides."""
+
+_MARKED_AFTER = tl.constexpr(MARKED_AFTER)
 _ROUNDING = tl.constexpr(ROUNDING)
 _SEALED = tl.constexpr(VALID_MARK)
 _UNSEEN = tl.constexpr(UNSEEN)
@@ -369,17 +373,25 @@ def quantize_both_ways(
     strides = x.stride(0), x.stride(1)
     block = {"ROWS": ROWS, "COLUMNS": COLUMNS}
     # One for each tile, which its program writes, or one that all raise.
-    amaxes = _int32(x, (number_of_tiles(m, k),)) if given else _zero(x)
+    tiles = (number_of_tiles(m, k),)
+    amaxes = _empty(x, tiles, torch.float32) if given else _zero(x)
     unseen = known.unseen if known.unseen is not None else amaxes
     if not given or (known.unseen is not None and not known.seen_lately):
         amax_kernel[grid](
-            x, unseen, amaxes, m, k, *strides, ALWAYS=not given, **block
+            x,
+            unseen,
+            amaxes,
+            m,
+            k,
+            *strides,
+            ALWAYS=not given,
+            INDEX=0,
+            **tile_constants((m, k)),
+            **block,
         )
-    values, across = (
-        torch.empty(shape, dtype=torch.uint8, device=x.device)
-        for shape in ((m, k), (k, m))
-    )
-    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    dtype = getattr(torch, asked.format)
+    values, across = _empty(x, (m, k), dtype), _empty(x, (k, m), dtype)
+    scale = _empty(x, (), torch.float32)
     cast_kernel[grid](
         x,
         known.scale if given else amaxes,
@@ -388,21 +400,17 @@ def quantize_both_ways(
         values,
         across,
         amaxes,
+        scale,
         m,
         k,
         *strides,
-        **cast_constants(asked, known),
+        **cast_constants(asked, known, (m, k)),
         OBSERVE=observe and given,
         BY_INTEGERS=by_integers,
         **block,
     )
-    dtype = getattr(torch, asked.format)
-    return Both(
-        values.view(dtype),
-        across.view(dtype),
-        scale,
-        amaxes.view(torch.float32) if observe else None,
-    )
+    found = amaxes.view(torch.float32) if observe else None
+    return Both(values, across, scale, found)
 
 
 def number_of_tiles(m: Any, k: Any) -> Any:
@@ -410,16 +418,41 @@ def number_of_tiles(m: Any, k: Any) -> Any:
     return -(-m // ROWS) * -(-k // COLUMNS)
 
 
-def _int32(x: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=x.device)
+def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def _zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int32, device=x.device)
 
 
-def cast_constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
-    """Return the compile-time constants of `cast_kernel`."""
+def tile_constants(shape: tuple[int, int]) -> dict[str, bool]:
+    """Return whether tiles fit a matrix, and if it needs 64-bit indices."""
+    m, k = shape
+    fits = m % ROWS == 0 and k % COLUMNS == 0
+    return {"EVEN": fits, "WIDE": m * k >= 2**31}
+
+
+def cast_constants(
+    asked: Quantization,
+    known: ScaleHint,
+    shape: tuple[int, int],
+    index: int = 0,
+    place: int = 0,
+    marked: bool = False,
+    sums: bool = False,
+) -> dict[str, Any]:
+    """Return the compile-time constants of `cast_kernel`.
+
+    Args:
+        asked: How to quantize.
+        known: What is known of the scale. Its tensors are not read.
+        shape: The shape of the matrix.
+        index: The operand's place in the tensors of scales and flags.
+        place: The place of the scale that is written.
+        marked: Whether to write the marked scale too.
+        sums: Whether to write the sums of the tile's columns.
+    """
     found = formats.get(asked.format)
     lowest, shift = casting.grid_constants(asked.format)
     return {
@@ -436,7 +469,34 @@ def cast_constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
         "SHIFT": shift,
         "SUBNORMALS": 1.0 / found.smallest_subnormal,
         "NAN": 0x7E if found.has_inf else 0x7F,
+        "INDEX": index,
+        "PLACE": place,
+        "MARKED": marked,
+        "SUMS": sums,
+        **tile_constants(shape),
     }
+
+
+@triton.jit
+def _places(
+    row,
+    column,
+    m,
+    k,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return the indices of a tile's rows and columns, and its mask."""
+    i = row * ROWS + tl.arange(0, ROWS)
+    j = column * COLUMNS + tl.arange(0, COLUMNS)
+    if WIDE:
+        i, j = i.to(tl.int64), j.to(tl.int64)
+    inside = (i[:, None] < m) & (j[None, :] < k)
+    if EVEN:
+        inside = tl.full((ROWS, COLUMNS), True, tl.int1)
+    return i, j, inside
 
 
 @triton.jit
@@ -448,16 +508,19 @@ def _tile(
     k,
     by_row,
     by_column,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Load a tile in float32; return the tile, its indices and its mask."""
-    i = row * ROWS + tl.arange(0, ROWS)
-    j = column * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (i[:, None] < m) & (j[None, :] < k)
-    rows, columns = i[:, None].to(tl.int64), j[None, :].to(tl.int64)
-    places = x + rows * by_row + columns * by_column
-    return tl.load(places, mask=inside, other=0.0).to(tl.float32), i, j, inside
+    """Load a tile in float32."""
+    i, j, inside = _places(row, column, m, k, EVEN, WIDE, ROWS, COLUMNS)
+    places = x + i[:, None] * by_row + j[None, :] * by_column
+    if EVEN:
+        found = tl.load(places)
+    else:
+        found = tl.load(places, mask=inside, other=0.0)
+    return found.to(tl.float32)
 
 
 @triton.jit
@@ -466,22 +529,41 @@ def _largest(numbers):
 
     Magnitudes are ordered like their bits, and NaN is the largest.
     """
-    bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.max(bits, 1), 0)
+    return tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _amax_of_all(
-    x, m, k, by_row, by_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x,
+    m,
+    k,
+    by_row,
+    by_column,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Return the amax of a whole matrix, read by one program."""
     found = tl.zeros((ROWS, COLUMNS), tl.int32)
     for row in range(0, tl.cdiv(m, ROWS)):
         for column in range(0, tl.cdiv(k, COLUMNS)):
-            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
-            bits = tile[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            tile = _tile(
+                x,
+                row,
+                column,
+                m,
+                k,
+                by_row,
+                by_column,
+                EVEN,
+                WIDE,
+                ROWS,
+                COLUMNS,
+            )
+            bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             found = tl.maximum(found, bits)
-    return tl.max(tl.max(found, 1), 0).to(tl.float32, bitcast=True)
+    return tl.max(found).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -534,6 +616,8 @@ def _own_amax(
     by_row,
     by_column,
     FOUND_BEFORE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -542,7 +626,9 @@ def _own_amax(
         tiles = tl.num_programs(0) * tl.num_programs(1)
         amax = largest_of(amaxes, tiles, ROWS * COLUMNS)
     else:
-        amax = _amax_of_all(x, m, k, by_row, by_column, ROWS, COLUMNS)
+        amax = _amax_of_all(
+            x, m, k, by_row, by_column, EVEN, WIDE, ROWS, COLUMNS
+        )
     return amax
 
 
@@ -555,6 +641,7 @@ def cast_kernel(
     values,
     across,
     amaxes,
+    sums,
     m,
     k,
     by_row,
@@ -572,6 +659,12 @@ def cast_kernel(
     SHIFT: tl.constexpr,
     SUBNORMALS: tl.constexpr,
     NAN: tl.constexpr,
+    INDEX: tl.constexpr,
+    PLACE: tl.constexpr,
+    MARKED: tl.constexpr,
+    SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
     OBSERVE: tl.constexpr,
     BY_INTEGERS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -579,12 +672,18 @@ def cast_kernel(
 ):
     """Quantize a tile; write it and its transpose.
 
-    The first program also writes the scale.
+    The first program also writes the scale. If `MARKED`, it writes it a second
+    time, as NaN if a value is not finite: see `Quantized.with_nan_scales`.
     """
+    row, column = tl.program_id(0), tl.program_id(1)
+    numbers = _tile(
+        x, row, column, m, k, by_row, by_column, EVEN, WIDE, ROWS, COLUMNS
+    )
+    mark = 1.0
     if GIVEN:
-        chosen = tl.load(scale)
+        chosen = tl.load(scale + INDEX)
         if MAYBE_UNSEEN:
-            wanted = tl.load(unseen) != 0
+            wanted = tl.load(unseen + INDEX) != 0
             if wanted:
                 amax = _own_amax(
                     x,
@@ -594,21 +693,26 @@ def cast_kernel(
                     by_row,
                     by_column,
                     FOUND_BEFORE,
+                    EVEN,
+                    WIDE,
                     ROWS,
                     COLUMNS,
                 )
                 chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
     else:
-        amax = tl.load(amaxes).to(tl.float32, bitcast=True)
+        amax = tl.load(scale + INDEX).to(tl.float32, bitcast=True)
         chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
-    row, column = tl.program_id(0), tl.program_id(1)
+        mark = amax * 0.0 + 1.0
     if (row == 0) & (column == 0):
-        tl.store(used, chosen)
-    numbers, i, j, inside = _tile(
-        x, row, column, m, k, by_row, by_column, ROWS, COLUMNS
-    )
+        tl.store(used + PLACE, chosen)
+        if MARKED:
+            tl.store(used + PLACE + _MARKED_AFTER, chosen * mark)
     if OBSERVE:
-        tl.store(amaxes + row * tl.num_programs(1) + column, _largest(numbers))
+        largest = _largest(numbers).to(tl.float32, bitcast=True)
+        tl.store(amaxes + row * tl.num_programs(1) + column, largest)
+    i, j, inside = _places(row, column, m, k, EVEN, WIDE, ROWS, COLUMNS)
+    if SUMS:
+        tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
     number = _quotient(numbers, chosen)
     number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
     if BY_INTEGERS:
@@ -617,10 +721,16 @@ def cast_kernel(
     else:
         code = number.to(FORMAT).to(tl.uint8, bitcast=True)
     code = tl.where(numbers == numbers, code, NAN).to(tl.uint8)
-    rows, columns = i[:, None].to(tl.int64), j[None, :].to(tl.int64)
-    tl.store(values + rows * k + columns, code, mask=inside)
-    rows, columns = i[None, :].to(tl.int64), j[:, None].to(tl.int64)
-    tl.store(across + columns * m + rows, tl.trans(code), mask=tl.trans(inside))
+    bytes_here = values.to(tl.pointer_type(tl.uint8), bitcast=True)
+    bytes_there = across.to(tl.pointer_type(tl.uint8), bitcast=True)
+    here = bytes_here + i[:, None] * k + j[None, :]
+    there = bytes_there + j[:, None] * m + i[None, :]
+    if EVEN:
+        tl.store(here, code)
+        tl.store(there, tl.trans(code))
+    else:
+        tl.store(here, code, mask=inside)
+        tl.store(there, tl.trans(code), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -633,16 +743,50 @@ def amax_kernel(
     by_row,
     by_column,
     ALWAYS: tl.constexpr,
+    INDEX: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write the amax of a matrix, or of each tile if a flag is set."""
     row, column = tl.program_id(0), tl.program_id(1)
     if ALWAYS:
-        tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
-        tl.atomic_max(amaxes, _largest(tile[0]))
+        tile = _tile(
+            x, row, column, m, k, by_row, by_column, EVEN, WIDE, ROWS, COLUMNS
+        )
+        tl.atomic_max(amaxes + INDEX, _largest(tile))
     else:
-        if tl.load(wanted) != 0:
-            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
+        if tl.load(wanted + INDEX) != 0:
+            tile = _tile(
+                x,
+                row,
+                column,
+                m,
+                k,
+                by_row,
+                by_column,
+                EVEN,
+                WIDE,
+                ROWS,
+                COLUMNS,
+            )
             place = row * tl.num_programs(1) + column
-            tl.store(amaxes + place, _largest(tile[0]))
+            largest = _largest(tile).to(tl.float32, bitcast=True)
+            tl.store(amaxes + place, largest)
+
+
+@triton.jit
+def sums_kernel(
+    sums, found, parts, k, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add up the sums of columns that each row of tiles has written."""
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part[:, None] < parts) & (j[None, :] < k)
+        places = sums + part[:, None] * k + j[None, :]
+        total += tl.load(places, mask=inside, other=0.0)
+    column = tl.sum(total, 0).to(found.dtype.element_ty)
+    tl.store(found + j, column, mask=j < k)
