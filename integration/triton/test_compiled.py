@@ -39,7 +39,7 @@ cast = {
     **block,
 }
 state = triton_kernels.state_constants(source_of(recipes.DelayedScaling()))
-settle = {**state, "KERNEL_ROW": 1}
+settle = {**state, "KERNEL_ROW": 1, "OBSERVED": 2}
 observation = {"WIDTH": state["WIDTH"], "BLOCK": state["BLOCK"], "PARTS": 4096}
 counts = "first_count", "second_count", "third_count"
 matrix = {"m": "i32", "k": "i32", "by_row": "i32"}
@@ -73,7 +73,7 @@ kernels = {
     ),
     "settle": (
         triton_kernels.settle_kernel,
-        "value:fp32 previous:fp32 settled:fp32",
+        "value:fp32 latest:fp32 earlier:fp32 previous:fp32 settled:fp32",
         {},
         settle,
     ),

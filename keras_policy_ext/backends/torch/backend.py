@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
@@ -47,6 +47,7 @@ from keras_policy_ext.backends.torch.gradients import (
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
+from keras_policy_ext.numerics.scale_sources import source_of
 
 CUDA_OF_BLOCKS = (12, 9)
 CUDA_OF_MX = (12, 8)
@@ -305,9 +306,22 @@ class TorchBackend(Backend):
     @override
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
         with torch.no_grad():
-            value = observations.with_observed(variable, value)
-            previous = variable.value
-            return super().settle(variable.settling, value, previous)
+            found, state = observations.taken(variable, value), variable.value
+            merge = self._merge_of(variable, state)
+            if merge is not None:
+                merge(value, found, state)
+                return state
+            value = observations.merged(value, found)
+            return super().settle(variable.settling, value, state)
+
+    def _merge_of(self, variable: Any, state: Tensor) -> Any:
+        """Return what changes a state in place, in one kernel; or None."""
+        if variable_values.is_stateless() or not state.is_contiguous():
+            return None
+        source = source_of(variable.recipe, variable.matrices)
+        states = backends.engine.state_kernels_for(source, state)
+        merge = getattr(states, "merge", None)
+        return merge and functools.partial(merge, source)
 
     @override
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:

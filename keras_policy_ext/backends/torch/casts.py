@@ -289,6 +289,25 @@ class TritonStates(StateKernels):
         pair = value.contiguous(), previous.contiguous()
         return triton_kernels.settle(source, *pair)
 
+    def merge(
+        self,
+        source: Any,
+        value: Tensor,
+        observed: list[Tensor],
+        state: Tensor,
+    ) -> None:
+        """Merge a value and observations into a state, in place.
+
+        Args:
+            source: The source of the scales.
+            value: As for `settle`.
+            observed: Observations since the last step, at most two.
+            state: The settled state before; contiguous.
+        """
+        given = [each.contiguous() for each in (value, *observed)]
+        triton_kernels.merge(source, given[0], given[1:], state)
+        torch.autograd.graph.increment_version(state)
+
 
 def _refusal(x: Tensor, interpreted: bool) -> str | None:
     if interpreted:

@@ -126,30 +126,45 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(take)
 
 
-def with_observed(variable: Any, value: Tensor) -> Tensor:
-    """Return a value for a state, merged with the stored observations.
+def taken(variable: Any, value: Tensor) -> list[Tensor]:
+    """Return a state's stored observations, and clear them.
 
     Args:
         variable: A state variable.
-        value: Float32 (operands, width): an observation, a settled state or
-            zeros; or the tensor in the variable itself, which an optimizer
-            that accumulates gradients assigns until it takes its step.
+        value: What is assigned to it, as for `merged`.
 
     Returns:
-        The same shape; rows that are settled are those of `value`.
+        At most two observations, of replicas that share them one.
     """
     observed = variable.observed
     if value is variable.value:
         observed.keep()
-        return value
-    found = observed.taken()
+        return []
     if observed.group is not None and not _is_settled(value):
-        (found,) = _over_replicas([variable], [found])
+        found = _over_replicas([variable], [observed.taken()])
+    else:
+        found = [observed.latest, observed.earlier]
+        observed.latest = observed.earlier = observed.gradient = None
     observed.group = None
-    if found is None:
+    return [each for each in found if each is not None]
+
+
+def merged(value: Tensor, found: list[Tensor]) -> Tensor:
+    """Return a value for a state, merged with observations.
+
+    Args:
+        value: Float32 (operands, width): an observation, a settled state or
+            zeros; or the tensor in the variable itself, which an optimizer
+            that accumulates gradients assigns until it takes its step.
+        found: From `taken`.
+
+    Returns:
+        The same shape; rows that are settled are those of `value`.
+    """
+    if not found:
         return value
-    largest = _counted(torch.maximum(value, found))
-    return torch.where(value[:, :1] < 0.0, value, largest)
+    largest = functools.reduce(torch.maximum, [value, *found])
+    return torch.where(value[:, :1] < 0.0, value, _counted(largest))
 
 
 def enter(states: Iterable[Any]) -> None:

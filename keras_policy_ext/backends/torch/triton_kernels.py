@@ -91,14 +91,41 @@ def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
         previous: (3, width), contiguous.
     """
     settled = torch.empty_like(previous)
+    _settle_into(settled, source, value, [], previous)
+    return settled
+
+
+def merge(
+    source: Any, value: Tensor, observed: list[Tensor], state: Tensor
+) -> None:
+    """Change a state in place, as the assignment of a value changes it.
+
+    Args:
+        source: A `DelayedSource`.
+        value: (3, width), contiguous.
+        observed: At most two observations, (3, width) and contiguous, which
+            are merged with the value first.
+        state: (3, width), contiguous.
+    """
+    _settle_into(state, source, value, observed, state)
+
+
+def _settle_into(
+    settled: Tensor,
+    source: Any,
+    value: Tensor,
+    observed: list[Tensor],
+    previous: Tensor,
+) -> None:
     settle_kernel[(3,)](
         value,
+        *[*observed, value, value][:2],
         previous,
         settled,
+        OBSERVED=len(observed),
         KERNEL_ROW=OPERANDS.index("kernel"),
         **state_constants(source),
     )
-    return settled
 
 
 def state_constants(source: Any) -> dict[str, Any]:
@@ -297,8 +324,26 @@ def _is_observation(given, place, FIRST: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    """Return the larger of two numbers; NaN if one is NaN."""
+    return tl.where(a != a, a, tl.where(b != b, b, tl.maximum(a, b)))
+
+
+@triton.jit
+def _merged(given, found, place, inside):
+    """Merge observations: see `observations.merged`."""
+    found = _larger(given, found)
+    slots = tl.sum((inside & (place > 0) & (found != 0.0)).to(tl.float32), 0)
+    uses = _larger(found, _UNIT * slots)
+    first = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    return tl.where(first < 0.0, given, tl.where(place == 0, uses, found))
+
+
+@triton.jit
 def settle_kernel(
     value,
+    latest,
+    earlier,
     previous,
     settled,
     TOPS: tl.constexpr,
@@ -308,15 +353,23 @@ def settle_kernel(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
+    OBSERVED: tl.constexpr,
     KERNEL_ROW: tl.constexpr,
 ):
     """Write the new row of each operand's state.
 
-    See `settle` and `StateLayout.settle`. There is one program per operand.
+    See `merge` and `StateLayout.settle`. There is one program per operand. It
+    may write where it has read `previous`.
     """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside = place < WIDTH
     given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
+    if OBSERVED > 0:
+        found = tl.load(latest + row * WIDTH + place, mask=inside, other=0.0)
+        if OBSERVED > 1:
+            other = tl.load(earlier + row * WIDTH + place, mask=inside, other=0.0)
+            found = _larger(found, other)
+        given = _merged(given, found, place, inside)
     before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
     used, stored, seen = _scale_before(
         previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
@@ -329,13 +382,14 @@ def settle_kernel(
     observed = tl.where(place == 0, _SEALED, observed)
 
     # A state that is assigned is sealed, and zeros leave what was.
-    first = tl.load(value + row * WIDTH)
+    first = tl.sum(tl.where(place == 0, given, 0.0), 0)
     seal = tl.where(tl.abs(first - _SEALED) <= _ROUNDING, _SEALED, first)
     state = tl.where(place == 0, seal, given)
     other = tl.where(first < 0.0, state, before)
     unseen = tl.where(place == 0, _UNSEEN, 0.0)
     other = tl.where(first > 0.0, unseen, other)
     found = tl.where(_is_observation(given, place, FIRST), observed, other)
+    tl.debug_barrier()
     tl.store(settled + row * WIDTH + place, found, mask=inside)
 
 
