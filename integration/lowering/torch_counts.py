@@ -86,7 +86,7 @@ class CountedCasts:
     def supports(self, *operands):
         """See `BothLayouts.supports` and `StateKernels.supports`."""
 
-    def quantize(self, matrix, asked, known, observe):
+    def quantize(self, matrix, asked, known, wanted):
         """See `quantize_both_ways`: what it launches.
 
         `test_casts.py` of `integration/triton` compares both.
@@ -102,12 +102,12 @@ class CountedCasts:
             self.counter.enter("zeros", [amaxes])
             self.counter.enter("triton amax", [matrix, amaxes])
         else:
-            written += [amaxes] if observe else []
+            written += [amaxes] if wanted.amax else []
             if known.unseen is not None and not known.seen_lately:
                 # If nothing is unseen, it reads the flag and ends.
                 self.counter.enter("triton amax", [known.unseen])
         self.counter.enter("triton cast", [matrix, *written])
-        return Both(values, across, scale, amaxes if observe else None)
+        return Both(values, across, scale, amaxes if wanted.amax else None)
 
     def history_scales(self, source, state):
         """See `triton_kernels.history_scales`."""

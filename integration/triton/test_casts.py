@@ -25,7 +25,7 @@ from torch_counts import dense_step
 import keras_policy_ext as kpe
 from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import backends, contractions, kernels, recipes
-from keras_policy_ext.backends.both_layouts import ScaleHint
+from keras_policy_ext.backends.both_layouts import ScaleHint, Wanted
 from keras_policy_ext.backends.torch import casts, observations, triton_kernels
 from keras_policy_ext.backends.torch.backend import BACKEND
 from keras_policy_ext.backends.torch.casts import TritonCasts, TritonStates
@@ -71,7 +71,7 @@ def quantized(x, scale, format_name=FORMATS[0], unseen=None, seen_lately=False):
     known = ScaleHint(torch.tensor(scale), unseen, rule, seen_lately)
     asked = recipes.Quantization(format=format_name)
     return triton_kernels.quantize_both_ways(
-        x, asked, known, observe=True, by_integers=True
+        x, asked, known, Wanted(amax=True), by_integers=True
     )
 
 
@@ -135,7 +135,7 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
     asked = recipes.Quantization(format=FORMATS[1], scale_rounding=rounding)
     known = ScaleHint(None, None, ScaleRule(inverted=False))
     found = triton_kernels.quantize_both_ways(
-        x, asked, known, observe=True, by_integers=True
+        x, asked, known, Wanted(amax=True), by_integers=True
     )
     expected = scaling.scale_from_amax(
         scaling.amax(x), FORMATS[1], power_of_two=rounding == "up"

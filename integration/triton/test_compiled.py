@@ -32,10 +32,11 @@ capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]
 asked = recipes.Quantization(format=format_name)
 known = ScaleHint("a scale", "a flag", ScaleRule(inverted=True))
 block = {"ROWS": triton_kernels.ROWS, "COLUMNS": triton_kernels.COLUMNS}
+tile = triton_kernels.tile_constants((4096, 4096))
 cast = {
-    **triton_kernels.cast_constants(asked, known),
+    **triton_kernels.cast_constants(asked, known, (4096, 4096)),
     "OBSERVE": True,
-    "BY_INTEGERS": False,
+    **triton_kernels.conversion_constants(False),
     **block,
 }
 state = triton_kernels.state_constants(source_of(recipes.DelayedScaling()))
@@ -47,7 +48,8 @@ casts = "cast", "cast of what was seen lately"
 kernels = {
     name: (
         triton_kernels.cast_kernel,
-        "x:bf16 scale:fp32 unseen:i1 used:fp32 values:u8 across:u8 amaxes:i32",
+        "x:bf16 scale:fp32 unseen:i1 used:fp32 values:u8 across:u8 "
+        "amaxes:fp32 sums:fp32",
         matrix,
         {**cast, "by_column": 1, "FOUND_BEFORE": name == casts[0]},
     )
@@ -55,9 +57,9 @@ kernels = {
 } | {
     "amax": (
         triton_kernels.amax_kernel,
-        "x:bf16 wanted:i1 amaxes:i32",
+        "x:bf16 wanted:i1 amaxes:fp32",
         matrix,
-        {**block, "by_column": 1, "ALWAYS": False},
+        {**tile, **block, "by_column": 1, "ALWAYS": False, "INDEX": 0},
     ),
     "history": (
         triton_kernels.history_kernel,

@@ -214,6 +214,8 @@ class TritonCasts(BothLayouts):
             tests.
     """
 
+    sums_columns = True
+
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
 
@@ -235,10 +237,9 @@ class TritonCasts(BothLayouts):
         known: ScaleHint,
         wanted: Wanted,
     ) -> Both:
-        observe = wanted.amax
         if is_real(matrix):
             return triton_kernels.quantize_both_ways(
-                matrix, asked, known, observe, self.interpreted
+                matrix, asked, known, wanted, self.interpreted
             )
         dtype, wide = getattr(torch, asked.format), torch.float32
         m, k = matrix.shape
@@ -248,7 +249,8 @@ class TritonCasts(BothLayouts):
             matrix.new_empty((m, k), dtype=dtype),
             matrix.new_empty((k, m), dtype=dtype),
             matrix.new_empty((), dtype=wide),
-            matrix.new_empty(parts, dtype=wide) if observe else None,
+            matrix.new_empty(parts, dtype=wide) if wanted.amax else None,
+            matrix.new_empty(k, dtype=wide) if wanted.column_sums else None,
         )
 
 
@@ -387,7 +389,8 @@ def _gives_our_codes() -> bool:
             expected = _bits(narrow_cast(x, scale, name))
             known = ScaleHint(scale, None, ScaleRule(inverted=True))
             asked = Quantization(format=name)
-            both = triton_kernels.quantize_both_ways(x, asked, known, True)
+            wanted = Wanted(amax=True)
+            both = triton_kernels.quantize_both_ways(x, asked, known, wanted)
             found, across = _bits(both.values), _bits(both.across)
             if not torch.equal(found, expected):
                 return False

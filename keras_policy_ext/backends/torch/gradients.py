@@ -181,6 +181,7 @@ class Differentiable(ReverseMode):
         if not observe and kernel.requires_grad and not _is_parameter(kernel):
             residuals = operation.bound.observed(residuals, inputs, kernel)
         ctx.shapes = residuals.shapes
+        ctx.sums = bias is not None and bound.takes_bias(bias, inputs, kernel)
         ctx.save_for_backward(*state, *residuals.leaves())
         return _no_view(outputs)
 
@@ -211,13 +212,18 @@ class Differentiable(ReverseMode):
         if ctx.operation.training is False and ctx.uses_state:
             saved = _with_amax(how, ctx.links[1], saved)
         # Under create_graph=True, or for a batch of gradients.
+        bias_shape = ctx.bias_shape if ctx.needs_input_grad[2] else None
+        bias_grad = None
         if again:
             gradients = linked(how, outputs_grad, ctx.links, saved)
+        elif bias_shape is not None and ctx.sums:
+            *gradients, bias_grad = _all_gradients(
+                how, outputs_grad, saved, bias_shape
+            )
         else:
             gradients = _gradients(how, outputs_grad, saved)
-        bias_grad = None
-        if ctx.needs_input_grad[2]:
-            bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
+        if bias_shape is not None and bias_grad is None:
+            bias_grad = outputs_grad.sum_to_size(bias_shape)
         return None, None, bias_grad, *gradients
 
 
@@ -253,16 +259,29 @@ def _gradients(
         outputs_grad: The gradient of the outputs.
         saved: The state, if there is one, and the leaves of the residuals.
     """
+    return _all_gradients(how, outputs_grad, saved, None)[:-1]
+
+
+def _all_gradients(
+    how: Any,
+    outputs_grad: Tensor,
+    saved: tuple[Tensor, ...],
+    bias_shape: Shape | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `_gradients`, and that of a bias of a shape."""
     operation, shapes, needed, uses_state = how
     state, leaves = saved[:uses_state], saved[uses_state:]
     with torch.no_grad(), no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
-            operation.bound.residuals(leaves, shapes),
-            outputs_grad,
-            state,
-            needed=needed,
+        inputs_grad, kernel_grad, state_grad, bias_grad = (
+            operation.bound.backward(
+                operation.bound.residuals(leaves, shapes),
+                outputs_grad,
+                state,
+                needed,
+                bias_shape,
+            )
         )
-    return inputs_grad, kernel_grad, *state_grad
+    return inputs_grad, kernel_grad, *state_grad, bias_grad
 
 
 def linked(

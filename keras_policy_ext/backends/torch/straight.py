@@ -130,7 +130,7 @@ class Cast:
                 asked, hint, (m, k), index, place, not self._has_state, sums
             ),
             "OBSERVE": observe and self._has_state,
-            "BY_INTEGERS": straight.interpreted,
+            **kernels.conversion_constants(straight.interpreted),
             **block,
         }
         self._launch = Launch(kernels.cast_kernel, grid, constants)
@@ -232,6 +232,8 @@ class Straight:
         # On a CPU, which interprets, the results must not change.
         on_cpu = bound.device.maker == "cpu"
         self.adds = self.outputs_dtype in HALVES and not on_cpu
+        # Triton's interpreter does not round to 16 bits as a GPU does.
+        self.sums_dtype = torch.float32 if interpreted else self.outputs_dtype
         self._passes: dict[Any, Passes | None] = {}
 
     def of(
@@ -347,8 +349,8 @@ class Passes:
             )
         self._add_up = Launch(
             kernels.sums_kernel,
-            (-(-self._n // _COLUMNS_ADDED),),
-            {"PARTS": 64, "BLOCK": _COLUMNS_ADDED},
+            (-(-self._n // kernels.SUMMED),),
+            kernels.sums_constants(),
         )
 
     def forward(
@@ -465,9 +467,11 @@ class Passes:
             if len(self._kernel_shape) != 2:
                 kernel_grad = _as_shape(kernel_grad, self._kernel_shape)
         if needed[2]:
-            dtype = straight.outputs_dtype
+            dtype = straight.sums_dtype
             bias_grad = _EMPTY(self._n, dtype=dtype, device=device)
             self._add_up(stream, sums, bias_grad, sums.shape[0], self._n)
+            if dtype != straight.outputs_dtype:
+                bias_grad = bias_grad.to(straight.outputs_dtype)
             if len(self.columns) != 1:
                 bias_grad = _as_shape(bias_grad, self.columns)
         if state is not None and observe:
@@ -500,9 +504,6 @@ class Passes:
             self._casts[key] = found
         return found
 
-
-_COLUMNS_ADDED = 32
-"""The number of columns whose sums one program adds up."""
 
 _as_shape = torch.ops.aten._unsafe_view.default
 """Reshapes a new tensor. Autograd does not take the result for a view."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from keras_policy_ext import formats
-from keras_policy_ext.backends.both_layouts import Both, ScaleHint
+from keras_policy_ext.backends.both_layouts import Both, ScaleHint, Wanted
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -406,7 +406,7 @@ def quantize_both_ways(
     x: Tensor,
     asked: Quantization,
     known: ScaleHint,
-    observe: bool,
+    wanted: Wanted,
     by_integers: bool = False,
 ) -> Both:
     """Quantize a matrix to float8; write it and its transpose.
@@ -417,7 +417,7 @@ def quantize_both_ways(
         known: What is known of that scale. If the scale may be unknown, a
             separate pass computes the amax. A kernel decides this on the
             device, so that the host does not wait.
-        observe: Whether to return the amax.
+        wanted: What to return beside the codes.
         by_integers: Whether to compute codes by integer arithmetic. Triton's
             interpreter needs it: its own conversion is wrong.
     """
@@ -445,7 +445,9 @@ def quantize_both_ways(
         )
     dtype = getattr(torch, asked.format)
     values, across = _empty(x, (m, k), dtype), _empty(x, (k, m), dtype)
-    scale = _empty(x, (), torch.float32)
+    scale = parts = _empty(x, (), torch.float32)
+    if wanted.column_sums:
+        parts = _empty(x, (grid[0], k), torch.float32)
     cast_kernel[grid](
         x,
         known.scale if given else amaxes,
@@ -454,17 +456,23 @@ def quantize_both_ways(
         values,
         across,
         amaxes,
-        scale,
+        parts,
         m,
         k,
         *strides,
-        **cast_constants(asked, known, (m, k)),
-        OBSERVE=observe and given,
-        BY_INTEGERS=by_integers,
+        **cast_constants(asked, known, (m, k), sums=wanted.column_sums),
+        OBSERVE=wanted.amax and given,
+        **conversion_constants(by_integers),
         **block,
     )
-    found = amaxes.view(torch.float32) if observe else None
-    return Both(values, across, scale, found)
+    amax = amaxes.view(torch.float32) if wanted.amax else None
+    sums = None
+    if wanted.column_sums:
+        sums = _empty(x, (k,), torch.float32)
+        sums_kernel[(triton.cdiv(k, SUMMED),)](
+            parts, sums, grid[0], k, **sums_constants()
+        )
+    return Both(values, across, scale, amax, sums)
 
 
 def number_of_tiles(m: Any, k: Any) -> Any:
@@ -480,11 +488,27 @@ def _zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int32, device=x.device)
 
 
+SUMMED = 32
+"""The number of columns whose sums one program adds up."""
+
+
+def sums_constants() -> dict[str, int]:
+    """Return the compile-time constants of `sums_kernel`."""
+    return {"PARTS": 64, "BLOCK": SUMMED}
+
+
 def tile_constants(shape: tuple[int, int]) -> dict[str, bool]:
     """Return whether tiles fit a matrix, and if it needs 64-bit indices."""
     m, k = shape
     fits = m % ROWS == 0 and k % COLUMNS == 0
     return {"EVEN": fits, "WIDE": m * k >= 2**31}
+
+
+def conversion_constants(by_integers: bool) -> dict[str, bool]:
+    """Return how `cast_kernel` converts; see `quantize_both_ways`."""
+    # NVIDIA's conversion saturates, and keeps NaN.
+    saturates = not by_integers and torch.version.hip is None
+    return {"BY_INTEGERS": by_integers, "SATURATES": saturates}
 
 
 def cast_constants(
@@ -721,6 +745,7 @@ def cast_kernel(
     WIDE: tl.constexpr,
     OBSERVE: tl.constexpr,
     BY_INTEGERS: tl.constexpr,
+    SATURATES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -768,13 +793,22 @@ def cast_kernel(
     if SUMS:
         tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
     number = _quotient(numbers, chosen)
-    number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
-    if BY_INTEGERS:
-        code = _codes_of(number, MANTISSA, LOWEST, SHIFT, SUBNORMALS)
-        code = code.to(tl.uint8)
-    else:
+    is_nan = numbers != numbers
+    if SATURATES:
         code = number.to(FORMAT).to(tl.uint8, bitcast=True)
-    code = tl.where(numbers == numbers, code, NAN).to(tl.uint8)
+        # The hardware writes 0x7F. A condition in place of a number would do,
+        # but with a single conversion to a wider type Triton 3.6 transposes
+        # what was before that, and computes all codes twice.
+        is_nan = is_nan.to(tl.uint8)
+        code = (code | is_nan) if NAN == 0x7F else (code ^ is_nan)
+    else:
+        number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
+        if BY_INTEGERS:
+            code = _codes_of(number, MANTISSA, LOWEST, SHIFT, SUBNORMALS)
+            code = code.to(tl.uint8)
+        else:
+            code = number.to(FORMAT).to(tl.uint8, bitcast=True)
+        code = tl.where(is_nan, NAN, code).to(tl.uint8)
     bytes_here = values.to(tl.pointer_type(tl.uint8), bitcast=True)
     bytes_there = across.to(tl.pointer_type(tl.uint8), bitcast=True)
     here = bytes_here + i[:, None] * k + j[None, :]
