@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -130,7 +131,7 @@ def row(policy, context=contextlib.nullcontext, optimizer=False):
         if not optimizer:
             for state in filter(kpe.loops.is_state, variables):
                 state.uses = 0
-        return [b - a for a, b in zip(times, times[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise(times)]
 
     return step, context
 
@@ -155,10 +156,11 @@ def measure(rounds, inner=5):
                 times = [step() for _ in range(inner)]
             if number >= 3:
                 found[name] += times
-    return {
-        name: [statistics.median(part) / 1e3 for part in zip(*times, strict=True)]
-        for name, times in found.items()
-    }
+    medians = {}
+    for name, times in found.items():
+        parts = zip(*times, strict=True)
+        medians[name] = [statistics.median(part) / 1e3 for part in parts]
+    return medians
 
 
 def main():

@@ -239,8 +239,8 @@ class Engine:
         decode: Takes codes and the name of a format; returns the values.
         states: Kernels for the state arithmetic, the best first. The source's
             own arithmetic in `keras.ops` is the fallback.
-        straight: Takes a `BoundPlan` of two plain matrices, each operand cast
-            in both layouts. Returns its passes as lists of kernels, or None.
+        straight: Takes a `BoundPlan` that multiplies its operands as plain
+            matrices. Returns its passes as lists of kernels, or None.
     """
 
     name: str

@@ -16,7 +16,6 @@ from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Einsum
 from keras_policy_ext.contractions.operands import (
     BoundOperand,
-    OperandInBothLayouts,
     Selections,
     bind_operand,
 )
@@ -252,17 +251,11 @@ class BoundPlan:
 
     @property
     def _is_plain(self) -> bool:
-        """True if it multiplies plain matrices, each cast in both layouts."""
-        is_einsum = type(self.plan.contraction) is Einsum
-        return (
-            is_einsum
-            and self.plan.contraction.form.is_plain
-            and self.plan.gathering is None
-            and all(
-                isinstance(operand, OperandInBothLayouts)
-                for operand in self._operands.values()
-            )
-        )
+        """True if it multiplies the operands as plain matrices."""
+        contraction = self.plan.contraction
+        is_einsum = type(contraction) is Einsum
+        is_whole = self.plan.gathering is None
+        return is_einsum and is_whole and contraction.form.is_plain
 
     @property
     def _operands(self) -> dict[str, BoundOperand]:

@@ -1,9 +1,10 @@
 """PyTorch on a GPU: most layers' passes, as lists of kernels found once.
 
-A plan is bound to such a list if it multiplies two matrices of float8 values
-with one scale each, which one cast writes in both layouts. The general path of
-`contractions.bound_plan` computes the same bits. Its decisions take the host
-longer than a GPU takes for the step.
+A plan is bound to such a list if it multiplies two plain matrices of float8
+values, and one cast writes each operand in both layouts: with one scale, or
+with a scale for each row that a matmul reads. The general path of
+`contractions.bound_plan` computes the same bits. There, to decide what to
+launch takes the host longer than the step takes a GPU.
 """
 
 from __future__ import annotations
@@ -18,22 +19,31 @@ import torch
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.both_layouts import ScaleHint
 from keras_policy_ext.backends.interface import Shape
-from keras_policy_ext.backends.torch import casts, observations
-from keras_policy_ext.backends.torch.scaled_mm import ALIGNMENT, HALVES, ScaledMM
+from keras_policy_ext.backends.matmuls import ROW
+from keras_policy_ext.backends.torch import backend, casts, observations
+from keras_policy_ext.backends.torch.scaled_mm import (
+    ALIGNMENT,
+    HALVES,
+    ScaledMM,
+    ScaledMMOfRows,
+)
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import CurrentSource, DelayedSource
-from keras_policy_ext.recipes import OPERANDS
+from keras_policy_ext.recipes import MATMULS, OPERANDS, matmuls_of
 
 if casts.HAS_TRITON:
     from keras_policy_ext.backends.torch import triton_kernels as kernels
 
-_EMPTY = torch.empty
+_empty = torch.empty
+
+_FLOAT32 = torch.float32
 
 _WIDTH = 8
 """The distance of the scales of two operands, each with a marked scale."""
 
 _DTYPES = "bfloat16", "float16", "float32"
+
 
 class Launch:
     """A Triton kernel with its grid and constants, started directly.
@@ -81,7 +91,7 @@ class Launch:
 
 
 class Cast:
-    """The cast of an operand of one shape, in both layouts.
+    """The cast of an operand of one shape with one scale, in both layouts.
 
     Args:
         straight: The passes that it is part of.
@@ -141,17 +151,22 @@ class Cast:
             self._find_amax = Launch(kernels.amax_kernel, grid, how)
 
     def __call__(
-        self, x: Tensor, scales: Tensor, unseen: Tensor, used: Tensor, stream: int
+        self,
+        stream: int,
+        x: Tensor,
+        scales: Tensor,
+        unseen: Tensor,
+        used: Tensor,
     ) -> tuple[Tensor, ...]:
         """Quantize a matrix.
 
         Args:
+            stream: See `Launch`.
             x: The matrix.
             scales: Scales read from the state; zeros that become amaxes
                 without a state, int32.
             unseen: Which operands were never observed.
             used: Gets the scale.
-            stream: See `Launch`.
 
         Returns:
             The codes, those of the transpose, the amax of each tile, and the
@@ -159,25 +174,86 @@ class Cast:
             asked for.
         """
         device = x.device
-        values = _EMPTY(self._shape, dtype=self._dtype, device=device)
-        across = _EMPTY(self._across, dtype=self._dtype, device=device)
+        values = _empty(self._shape, dtype=self._dtype, device=device)
+        across = _empty(self._across, dtype=self._dtype, device=device)
         amaxes = sums = used
         if self._has_state:
-            amaxes = _EMPTY(self._tiles, dtype=torch.float32, device=device)
+            amaxes = _empty(self._tiles, dtype=_FLOAT32, device=device)
         if self._sums is not None:
-            sums = _EMPTY(self._sums, dtype=torch.float32, device=device)
+            sums = _empty(self._sums, dtype=_FLOAT32, device=device)
         found = amaxes if self._has_state else scales
         if self._find_amax is not None:
             self._find_amax(stream, x, unseen, found, *self._sizes)
-        self._launch(
-            stream, x, scales, unseen, used, values, across, found, sums,
-            *self._sizes,
-        )
+        made = values, across, found, sums
+        self._launch(stream, x, scales, unseen, used, *made, *self._sizes)
         return values, across, amaxes, sums
 
 
+class CastOfRows:
+    """The cast of an operand of one shape with a scale for each row.
+
+    It writes the transpose with a scale for each column.
+
+    Args:
+        straight: The passes that it is part of.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        matrix: A matrix of its shape and strides.
+        sums: See `Cast`.
+    """
+
+    def __init__(
+        self, straight: Straight, operand: str, matrix: Tensor, sums: bool
+    ):
+        m, k = matrix.shape
+        rows, columns = kernels.ROWS, kernels.COLUMNS
+        grid = -(-m // rows), -(-k // columns)
+        asked = straight.quantizations[operand]
+        self._dtype = getattr(torch, asked.format)
+        self._shape, self._across, self._count = (m, k), (k, m), m + k
+        # As the matmuls want them: a column of the first operand's scales.
+        is_kernel, is_inputs = operand == "kernel", operand == "inputs"
+        self._row_shape = (1, m) if is_kernel else (m, 1)
+        self._column_shape = (k, 1) if is_inputs else (1, k)
+        self._sums = (grid[0], k) if sums else None
+        self._sizes = m, k, *matrix.stride()
+        block = {"ROWS": rows, "COLUMNS": columns}
+        block |= kernels.tile_constants((m, k))
+        # The outputs use saturated values: see `OperandUse.quantize`.
+        marks = {"MARKS_ROWS": not is_inputs, "MARKS_COLUMNS": not is_kernel}
+        constants = {
+            **kernels.format_constants(asked),
+            **marks,
+            "SUMS": sums,
+            **kernels.conversion_constants(straight.interpreted),
+            **block,
+        }
+        self._find_amaxes = Launch(kernels.edges_kernel, grid, block)
+        self._launch = Launch(kernels.cast_rows_kernel, grid, constants)
+
+    def __call__(self, stream: int, x: Tensor) -> tuple[Tensor, ...]:
+        """Quantize a matrix.
+
+        Returns:
+            The codes, those of the transpose, the scales of the rows and of
+            the columns, and the sums of the columns.
+        """
+        device = x.device
+        amaxes = torch.zeros(self._count, dtype=torch.int32, device=device)
+        values = _empty(self._shape, dtype=self._dtype, device=device)
+        across = _empty(self._across, dtype=self._dtype, device=device)
+        of_rows = _empty(self._row_shape, dtype=_FLOAT32, device=device)
+        of_columns = _empty(self._column_shape, dtype=_FLOAT32, device=device)
+        sums = of_rows
+        if self._sums is not None:
+            sums = _empty(self._sums, dtype=_FLOAT32, device=device)
+        self._find_amaxes(stream, x, amaxes, *self._sizes)
+        made = values, across, of_rows, of_columns, sums
+        self._launch(stream, x, amaxes, *made, *self._sizes)
+        return made
+
+
 class Saved(NamedTuple):
-    """The tensors that a forward pass saves for the gradients.
+    """The tensors that a forward pass with one scale saves for the gradients.
 
     Attributes:
         inputs: (k, m), the codes of the transposed inputs.
@@ -204,8 +280,7 @@ class Straight:
     """The forward and the backward pass of a plan, as lists of kernels.
 
     Args:
-        bound: A `BoundPlan` of two plain matrices, whose operands are each
-            cast in both layouts.
+        bound: A `BoundPlan` of two plain matrices.
         interpreted: See `TritonCasts`.
 
     Attributes:
@@ -221,7 +296,12 @@ class Straight:
         self.rule = plan.source.rule
         self.source = plan.source if has_state else None
         self.may_be_unseen = has_state and plan.source.starts_from_current
-        self.quantizations = plan.operands.cast_for_both
+        self.quantizations = {
+            operand: plan.operands.quantizations[
+                operand, matmuls_of(operand)[0]
+            ]
+            for operand in OPERANDS
+        }
         self.differentiates = plan.training is not False or not has_state
         self.slot = 1 + plan.slot % SLOTS
         self.column = 0 if has_state else kernels.MARKED_AFTER
@@ -233,7 +313,7 @@ class Straight:
         on_cpu = bound.device.maker == "cpu"
         self.adds = self.outputs_dtype in HALVES and not on_cpu
         # Triton's interpreter does not round to 16 bits as a GPU does.
-        self.sums_dtype = torch.float32 if interpreted else self.outputs_dtype
+        self.sums_dtype = _FLOAT32 if interpreted else self.outputs_dtype
         self._passes: dict[Any, Passes | None] = {}
 
     def of(
@@ -249,10 +329,15 @@ class Straight:
         key = inputs, kernel, device
         found = self._passes.get(key, self)
         if found is self:
-            fits = self.fits(inputs, kernel, device)
-            found = Passes(self, inputs, kernel, device) if fits else None
-            self._passes[key] = found
+            fits = self.fits(*key)
+            found = self._passes[key] = self.made(*key) if fits else None
         return found
+
+    def made(
+        self, inputs: Shape, kernel: Shape, device: torch.device
+    ) -> Passes:
+        """Return new passes; see `of`."""
+        return Passes(self, inputs, kernel, device)
 
     def fits(self, inputs: Shape, kernel: Shape, device: torch.device) -> bool:
         """Return True if the hardware accepts the sizes; see `of`."""
@@ -268,9 +353,7 @@ class Straight:
         m, k, n = map(math.prod, groups)
         return m, k, n
 
-    def empty(
-        self, inputs: Tensor, kernel: Tensor, keep: bool
-    ) -> list[Tensor]:
+    def empty(self, inputs: Tensor, kernel: Tensor, keep: bool) -> list[Tensor]:
         """Return tensors of the shapes of the outputs and what is saved.
 
         Args:
@@ -281,21 +364,23 @@ class Straight:
         m, k, n = self.sizes(inputs.shape, kernel.shape)
         rows = inputs.shape[: len(inputs.shape) - self.contracted]
         shape = *rows, *kernel.shape[self.contracted :]
-        outputs = inputs.new_empty(shape, dtype=self.outputs_dtype)
-        if not keep:
-            return [outputs]
-        x, w = (
-            getattr(torch, self.quantizations[operand].format)
-            for operand in ("inputs", "kernel")
-        )
-        wide = torch.float32
-        found = [((k, m), x), ((k, n), w), ((2, _WIDTH), wide)]
+        found = [(shape, self.outputs_dtype)]
+        if keep:
+            x, w = (
+                getattr(torch, self.quantizations[operand].format)
+                for operand in ("inputs", "kernel")
+            )
+            found += [((k, m), x), ((k, n), w), *self.scales_saved(m, k, n)]
+        return [inputs.new_empty(size, dtype=dtype) for size, dtype in found]
+
+    def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
+        """Return shapes and dtypes of what is saved after the codes."""
+        found: list[Any] = [((2, _WIDTH), _FLOAT32)]
         if self.source is not None:
-            found += [((3,), wide), ((3,), torch.bool)]
             tiles = kernels.number_of_tiles
-            found += [((tiles(m, k),), wide), ((tiles(k, n),), wide)]
-        made = [inputs.new_empty(size, dtype=dtype) for size, dtype in found]
-        return [outputs, *made]
+            found += [((3,), _FLOAT32), ((3,), torch.bool)]
+            found += [((tiles(*each),), _FLOAT32) for each in ((m, k), (k, n))]
+        return found
 
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return saved tensors in the form of `Residuals.leaves`."""
@@ -308,6 +393,26 @@ class Straight:
         return found + [x for x in known if x is not None]
 
 
+class StraightOfRows(Straight):
+    """`Straight` with a scale for each row that a matmul reads."""
+
+    def made(
+        self, inputs: Shape, kernel: Shape, device: torch.device
+    ) -> Passes:
+        """Return new passes; see `of`."""
+        return PassesOfRows(self, inputs, kernel, device)
+
+    def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
+        """Return shapes and dtypes of what is saved after the codes."""
+        return [((k, 1), _FLOAT32), ((1, k), _FLOAT32)]
+
+    def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Return saved tensors in the form of `Residuals.leaves`."""
+        x, w, x_scale, w_scale = saved
+        scales = x_scale.reshape(1, 1, -1), w_scale.reshape(1, -1, 1)
+        return [x.mT[None], scales[0], w[None], scales[1]]
+
+
 class Passes:
     """Both passes for operands of one shape, on one device.
 
@@ -316,6 +421,9 @@ class Passes:
         inputs: The shape of the inputs.
         kernel: The shape of the kernel.
         device: Where both are.
+
+    Attributes:
+        columns: The shape of a bias.
     """
 
     def __init__(
@@ -332,26 +440,22 @@ class Passes:
         rows = inputs[: len(inputs) - straight.contracted]
         self._shape = *rows, *self.columns
         self._device, self._fast = device, device.type == "cuda"
-        self._tells = straight.interpreted or (
-            self._source is not None and casts.tells_the_host()
-        )
-        self._casts: dict[Any, Cast] = {}
         self._stream = _stream_of(device)
+        self._casts: dict[Any, Any] = {}
+        self._tells = False
         if self._source is not None:
+            self._tells = straight.interpreted or casts.tells_the_host()
             constants = kernels.state_constants(self._source)
             self._width = constants["WIDTH"]
             self._read = Launch(kernels.history_kernel, (3,), constants)
-            names = "WIDTH", "BLOCK"
-            some = {name: constants[name] for name in names}
-            some["PARTS"] = 4096
+            few = {name: constants[name] for name in ("WIDTH", "BLOCK")}
+            few["PARTS"] = 4096
             self._observe = Launch(
-                kernels.observation_kernel, (3,), some, num_warps=8
+                kernels.observation_kernel, (3,), few, num_warps=8
             )
-        self._add_up = Launch(
-            kernels.sums_kernel,
-            (-(-self._n // kernels.SUMMED),),
-            kernels.sums_constants(),
-        )
+        programs = (-(-self._n // kernels.SUMMED),)
+        constants = kernels.sums_constants()
+        self._add_up = Launch(kernels.sums_kernel, programs, constants)
 
     def forward(
         self,
@@ -361,7 +465,7 @@ class Passes:
         state: Tensor | None,
         observe: bool,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the outputs; return the tensors of `Saved` too.
+        """Compute the outputs; return the tensors to save for `backward` too.
 
         Args:
             inputs: See `BoundPlan.forward`.
@@ -370,47 +474,23 @@ class Passes:
             state: The state matrix of the recipe, or None.
             observe: See `BoundPlan.forward`.
         """
-        straight, device, stream = self._straight, self._device, self._stream()
+        straight = self._straight
         x = _matrix(inputs, self._m, self._k)
         w = _matrix(kernel, self._k, self._n)
-        used = _EMPTY((2, _WIDTH), dtype=torch.float32, device=device)
-        lately, known = True, ()
-        if state is None:
-            scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
-        else:
-            scales = _EMPTY(3, dtype=torch.float32, device=device)
-            unseen = _EMPTY(3, dtype=torch.bool, device=device)
-            told = observations.told(state) if self._tells else None
-            flags = unseen if told is None else told
-            self._read(stream, _aligned(state), scales, unseen, flags)
-            lately = observations.seen_lately(state)
-            known = scales, unseen
-        observe = observe and state is not None
-        xv, xa, x_amax, _ = self._cast("inputs", x, lately, observe)(
-            x, scales, unseen, used, stream
-        )
-        wv, wa, w_amax, _ = self._cast("kernel", w, lately, observe)(
-            w, scales, unseen, used, stream
-        )
-        x_scale, w_scale = used.select(1, 0).unbind(0)
+        operands, saved = self._operands(x, w, state, observe)
         added = None
         if bias is not None and straight.adds and bias.shape == self.columns:
             added = bias if bias.dim() == 1 else bias.reshape(-1)
         outputs = torch._scaled_mm(
-            xv,
-            wa.t(),
-            x_scale,
-            w_scale,
+            *operands,
             bias=added,
             out_dtype=straight.outputs_dtype,
             use_fast_accum=self._fast,
         )
-        if len(self._shape) != 2:
-            outputs = _as_shape(outputs, self._shape)
+        outputs = _shaped(outputs, self._shape)
         if bias is not None and added is None:
             outputs = outputs + bias
-        amaxes = (x_amax, w_amax) if observe else ()
-        return outputs, (xa, wv, used, *known, *amaxes)
+        return outputs, saved
 
     def backward(
         self,
@@ -427,86 +507,158 @@ class Passes:
             state: The state matrix of the recipe, or None.
             needed: Which of the first three gradients to compute.
         """
-        straight, device, stream = self._straight, self._device, self._stream()
-        kept = Saved(*saved)
+        straight = self._straight
         g = _matrix(outputs_grad, self._m, self._n)
-        used = _EMPTY(_WIDTH, dtype=torch.float32, device=device)
+        of_inputs, of_kernel, sums, state_grad = self._gradient(
+            saved, g, state, needed[2]
+        )
+        inputs_grad = kernel_grad = bias_grad = None
+        if needed[0]:
+            dtype = straight.outputs_dtype
+            inputs_grad = torch._scaled_mm(*of_inputs, out_dtype=dtype)
+            inputs_grad = _shaped(inputs_grad, self._inputs_shape)
+        if needed[1]:
+            dtype = straight.grad_dtype
+            kernel_grad = torch._scaled_mm(*of_kernel, out_dtype=dtype)
+            if dtype != straight.kernel_dtype:
+                kernel_grad = kernel_grad.to(straight.kernel_dtype)
+            kernel_grad = _shaped(kernel_grad, self._kernel_shape)
+        if needed[2]:
+            bias_grad = self._bias_grad(sums)
+        return [inputs_grad, kernel_grad, bias_grad, state_grad]
+
+    def _bias_grad(self, sums: Tensor) -> Tensor:
+        dtype = self._straight.sums_dtype
+        found = _empty(self._n, dtype=dtype, device=self._device)
+        self._add_up(self._stream(), sums, found, sums.shape[0], self._n)
+        if dtype != self._straight.outputs_dtype:
+            found = found.to(self._straight.outputs_dtype)
+        return _shaped(found, self.columns)
+
+    def _operands(
+        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Quantize; return arguments of `_scaled_mm`, and what to save."""
+        device, stream = self._device, self._stream()
+        used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
+        lately, known = True, ()
+        if state is None:
+            scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
+        else:
+            scales = _empty(3, dtype=_FLOAT32, device=device)
+            unseen = _empty(3, dtype=torch.bool, device=device)
+            told = observations.told(state) if self._tells else None
+            flags = unseen if told is None else told
+            self._read(stream, _aligned(state), scales, unseen, flags)
+            lately = observations.seen_lately(state)
+            known = scales, unseen
+        observe = observe and state is not None
+        how, read = (lately, observe, False), (scales, unseen, used)
+        cast = self._cast("inputs", x, how)
+        xv, xa, x_amax, _ = cast(stream, x, *read)
+        cast = self._cast("kernel", w, how)
+        wv, wa, w_amax, _ = cast(stream, w, *read)
+        x_scale, w_scale = used.select(1, 0).unbind(0)
+        amaxes = (x_amax, w_amax) if observe else ()
+        saved = xa, wv, used, *known, *amaxes
+        return (xv, wa.t(), x_scale, w_scale), saved
+
+    def _gradient(
+        self,
+        saved: Sequence[Tensor],
+        g: Tensor,
+        state: Tensor | None,
+        sums: bool,
+    ) -> tuple[Any, ...]:
+        """Quantize a gradient of the outputs for both matmuls.
+
+        Returns:
+            The arguments of `_scaled_mm` for the gradients of inputs and
+            kernel, the sums of columns, and the gradient of the state.
+        """
+        device, stream = self._device, self._stream()
+        kept, column = Saved(*saved), self._straight.column
+        used = _empty(_WIDTH, dtype=_FLOAT32, device=device)
         scales, unseen, lately = kept.scales, kept.unseen, True
         if state is None:
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
             lately = observations.seen_lately(state)
         observe = kept.inputs_amax is not None
-        gv, ga, g_amax, sums = self._cast(
-            "outputs_grad", g, lately, observe, needed[2]
-        )(g, scales, unseen, used, stream)
-        column = straight.column
+        cast = self._cast("outputs_grad", g, (lately, observe, sums))
+        gv, ga, g_amax, parts = cast(stream, g, scales, unseen, used)
         x_scale, w_scale = kept.used.select(1, column).unbind(0)
         g_scale = used.select(0, column)
-        inputs_grad = kernel_grad = bias_grad = state_grad = None
-        if needed[0]:
-            inputs_grad = torch._scaled_mm(
-                gv,
-                kept.kernel.t(),
-                g_scale,
-                w_scale,
-                out_dtype=straight.outputs_dtype,
-            )
-            if len(self._inputs_shape) != 2:
-                inputs_grad = _as_shape(inputs_grad, self._inputs_shape)
-        if needed[1]:
-            kernel_grad = torch._scaled_mm(
-                kept.inputs,
-                ga.t(),
-                x_scale,
-                g_scale,
-                out_dtype=straight.grad_dtype,
-            )
-            if straight.grad_dtype != straight.kernel_dtype:
-                kernel_grad = kernel_grad.to(straight.kernel_dtype)
-            if len(self._kernel_shape) != 2:
-                kernel_grad = _as_shape(kernel_grad, self._kernel_shape)
-        if needed[2]:
-            dtype = straight.sums_dtype
-            bias_grad = _EMPTY(self._n, dtype=dtype, device=device)
-            self._add_up(stream, sums, bias_grad, sums.shape[0], self._n)
-            if dtype != straight.outputs_dtype:
-                bias_grad = bias_grad.to(straight.outputs_dtype)
-            if len(self.columns) != 1:
-                bias_grad = _as_shape(bias_grad, self.columns)
+        state_grad = None
         if state is not None and observe:
-            state_grad = _EMPTY(
-                (3, self._width), dtype=torch.float32, device=device
-            )
+            state_grad = _empty((3, self._width), dtype=_FLOAT32, device=device)
             amaxes = kept.inputs_amax, kept.kernel_amax, g_amax
             counts = [amax.shape[0] for amax in amaxes]
-            self._observe(stream, *amaxes, *counts, state_grad, straight.slot)
+            slot = self._straight.slot
+            self._observe(stream, *amaxes, *counts, state_grad, slot)
         elif state is not None:
             state_grad = torch.zeros_like(state)
-        return [inputs_grad, kernel_grad, bias_grad, state_grad]
-
-    def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Return saved tensors in the form of `Residuals.leaves`."""
-        return self._straight.leaves(saved)
+        of_inputs = gv, kept.kernel.t(), g_scale, w_scale
+        of_kernel = kept.inputs, ga.t(), x_scale, g_scale
+        return of_inputs, of_kernel, parts, state_grad
 
     def _cast(
-        self,
-        operand: str,
-        matrix: Tensor,
-        lately: bool,
-        observe: bool,
-        sums: bool = False,
+        self, operand: str, matrix: Tensor, how: tuple[bool, bool, bool]
     ) -> Cast:
-        key = operand, matrix.stride(), lately, observe, sums
+        key = operand, matrix.stride(), how
         found = self._casts.get(key)
         if found is None:
-            found = Cast(self._straight, operand, matrix, *key[2:])
-            self._casts[key] = found
+            found = self._casts[key] = Cast(
+                self._straight, operand, matrix, *how
+            )
         return found
 
 
-_as_shape = torch.ops.aten._unsafe_view.default
-"""Reshapes a new tensor. Autograd does not take the result for a view."""
+class PassesOfRows(Passes):
+    """`Passes` with a scale for each row that a matmul reads."""
+
+    def _operands(
+        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        stream = self._stream()
+        cast = self._cast_of_rows("inputs", x, False)
+        xv, xa, x_rows, x_columns, _ = cast(stream, x)
+        cast = self._cast_of_rows("kernel", w, False)
+        wv, wa, w_rows, w_columns, _ = cast(stream, w)
+        saved = xa, wv, x_columns, w_rows
+        return (xv, wa.t(), x_rows, w_columns), saved
+
+    def _gradient(
+        self,
+        saved: Sequence[Tensor],
+        g: Tensor,
+        state: Tensor | None,
+        sums: bool,
+    ) -> tuple[Any, ...]:
+        xa, wv, x_scale, w_scale = saved
+        cast = self._cast_of_rows("outputs_grad", g, sums)
+        gv, ga, of_rows, of_columns, parts = cast(self._stream(), g)
+        of_inputs = gv, wv.t(), of_rows, w_scale
+        return of_inputs, (xa, ga.t(), x_scale, of_columns), parts, None
+
+    def _cast_of_rows(
+        self, operand: str, matrix: Tensor, sums: bool
+    ) -> CastOfRows:
+        key = operand, matrix.stride(), sums
+        found = self._casts.get(key)
+        if found is None:
+            found = self._casts[key] = CastOfRows(
+                self._straight, operand, matrix, sums
+            )
+        return found
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def _shaped(x: Tensor, shape: Shape) -> Tensor:
+    """Reshape a new tensor; autograd does not take the result for a view."""
+    return x if len(shape) == x.dim() else _unsafe_view(x, shape)
 
 
 def _matrix(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -535,19 +687,49 @@ def bind(bound: Any) -> Straight | None:
     Args:
         bound: See `Straight`.
     """
-    both, source = bound.engine.both_layouts, bound.plan.source
+    both, plan = bound.engine.both_layouts, bound.plan
     if not casts.HAS_TRITON or type(both) is not casts.TritonCasts:
         return None
-    if type(source) not in (DelayedSource, CurrentSource):
+    asked = [
+        plan.operands.quantizations[operand, matmul]
+        for matmul, operands in MATMULS.items()
+        for operand in operands
+    ]
+    if any(each is None or each.rounding != "nearest" for each in asked):
         return None
-    if any(type(each) is not ScaledMM for each, _ in bound.selections.values()):
-        return None
-    asked = bound.plan.operands.cast_for_both.values()
     formats = {each.format for each in asked}
-    dtypes = {bound.plan.inputs_dtype, bound.plan.kernel_dtype}
+    dtypes = {plan.inputs_dtype, plan.kernel_dtype}
     if not formats <= {*FAMILIES["ocp"]} or not dtypes <= {*_DTYPES}:
         return None
     if not both.interpreted and casts.lacking() is not None:
         return None
-    return Straight(bound, both.interpreted)
+    chosen = {type(kernel) for kernel, _ in bound.selections.values()}
+    if chosen == {ScaledMM} and _in_both_layouts(plan):
+        return Straight(bound, both.interpreted)
+    if chosen == {ScaledMMOfRows} and _in_rows(plan, asked, bound.device):
+        return StraightOfRows(bound, both.interpreted)
+    return None
 
+
+def _in_both_layouts(plan: Any) -> bool:
+    """Return True if one cast with one scale serves both uses of operands."""
+    return type(plan.source) in (DelayedSource, CurrentSource) and all(
+        plan.operands.cast_for_both.values()
+    )
+
+
+def _in_rows(plan: Any, asked: list[Any], device: Any) -> bool:
+    """Return True if the rows that matmuls read have scales in the matmul."""
+    return (
+        type(plan.source) is CurrentSource
+        and len({*asked}) == 1
+        and asked[0].format == "float8_e4m3fn"
+        and asked[0].tile == ROW
+        and asked[0].scale_format == "float32"
+        and asked[0].hadamard is None
+        and asked[0].constant_scale is None
+        and plan.inputs_dtype == "bfloat16"
+        and backend.scales_rows(
+            torch.device("cpu" if device.maker == "cpu" else "cuda")
+        )
+    )

@@ -367,7 +367,9 @@ def settle_kernel(
     if OBSERVED > 0:
         found = tl.load(latest + row * WIDTH + place, mask=inside, other=0.0)
         if OBSERVED > 1:
-            other = tl.load(earlier + row * WIDTH + place, mask=inside, other=0.0)
+            other = tl.load(
+                earlier + row * WIDTH + place, mask=inside, other=0.0
+            )
             found = _larger(found, other)
         given = _merged(given, found, place, inside)
     before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
@@ -531,14 +533,26 @@ def cast_constants(
         marked: Whether to write the marked scale too.
         sums: Whether to write the sums of the tile's columns.
     """
-    found = formats.get(asked.format)
-    lowest, shift = casting.grid_constants(asked.format)
     return {
         "GIVEN": known.scale is not None,
         "MAYBE_UNSEEN": known.unseen is not None,
         "FOUND_BEFORE": not known.seen_lately,
         "INVERTED": known.rule.inverted,
-        "TOP": found.max / 2.0**known.rule.margin,
+        "INDEX": index,
+        "PLACE": place,
+        "MARKED": marked,
+        "SUMS": sums,
+        **tile_constants(shape),
+        **format_constants(asked, known.rule.margin),
+    }
+
+
+def format_constants(asked: Quantization, margin: int = 0) -> dict[str, Any]:
+    """Return the compile-time constants of a format and its scales."""
+    found = formats.get(asked.format)
+    lowest, shift = casting.grid_constants(asked.format)
+    return {
+        "TOP": found.max / 2.0**margin,
         "POWER_OF_TWO": asked.scale_rounding == "up",
         "LIMIT": found.max,
         "FORMAT": _TRITON_DTYPES[asked.format],
@@ -547,11 +561,6 @@ def cast_constants(
         "SHIFT": shift,
         "SUBNORMALS": 1.0 / found.smallest_subnormal,
         "NAN": 0x7E if found.has_inf else 0x7F,
-        "INDEX": index,
-        "PLACE": place,
-        "MARKED": marked,
-        "SUMS": sums,
-        **tile_constants(shape),
     }
 
 
@@ -595,10 +604,8 @@ def _tile(
     i, j, inside = _places(row, column, m, k, EVEN, WIDE, ROWS, COLUMNS)
     places = x + i[:, None] * by_row + j[None, :] * by_column
     if EVEN:
-        found = tl.load(places)
-    else:
-        found = tl.load(places, mask=inside, other=0.0)
-    return found.to(tl.float32)
+        return tl.load(places).to(tl.float32)
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -645,18 +652,19 @@ def _amax_of_all(
 
 
 @triton.jit
-def _quotient(x, scale):
+def _quotient(x, scale, smallest):
     """Compute `x / scale`, correctly rounded wherever a code depends on it.
 
     It uses the reciprocal and one correction (P. Markstein, "Computation of
     elementary functions on the IBM RISC System/6000 processor", 1990), half of
     the instructions of a division. Infinity, NaN and the signs of zeros are
-    preserved. It divides if a correction could be subnormal.
+    preserved. It divides if a correction could be subnormal: `smallest` is the
+    smallest scale.
     """
-    if scale < 2.0**-60:
+    if smallest < 2.0**-60:
         quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
     else:
-        reciprocal = tl.div_rn(1.0, scale)
+        reciprocal = tl.div_rn(1.0 + 0.0 * scale, scale)
         first = x * reciprocal
         error = tl.fma(-first, tl.zeros_like(x) + scale, x)
         corrected = tl.fma(error, tl.zeros_like(x) + reciprocal, first)
@@ -683,6 +691,53 @@ def _codes_of(
     subnormal = (rounded * SUBNORMALS).to(tl.int32)
     code = tl.where(magnitude >= LOWEST, normal, subnormal)
     return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _code(
+    numbers,
+    scale,
+    smallest,
+    LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    NAN: tl.constexpr,
+    BY_INTEGERS: tl.constexpr,
+    SATURATES: tl.constexpr,
+):
+    """Return the float8 codes of a tile divided by a scale."""
+    number = _quotient(numbers, scale, smallest)
+    is_nan = numbers != numbers
+    if SATURATES:
+        code = number.to(FORMAT).to(tl.uint8, bitcast=True)
+        # The hardware writes 0x7F. A condition in place of a number would do,
+        # but with a single conversion to a wider type Triton 3.6 transposes
+        # what was before that, and computes all codes twice.
+        is_nan = is_nan.to(tl.uint8)
+        code = (code | is_nan) if NAN == 0x7F else (code ^ is_nan)
+    else:
+        number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
+        if BY_INTEGERS:
+            code = _codes_of(number, MANTISSA, LOWEST, SHIFT, SUBNORMALS)
+            code = code.to(tl.uint8)
+        else:
+            code = number.to(FORMAT).to(tl.uint8, bitcast=True)
+        code = tl.where(is_nan, NAN, code).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _store(to, i, j, columns, code, inside, EVEN: tl.constexpr):
+    """Write the codes of rows i and columns j into a matrix of float8."""
+    codes = to.to(tl.pointer_type(tl.uint8), bitcast=True)
+    places = codes + i[:, None] * columns + j[None, :]
+    if EVEN:
+        tl.store(places, code)
+    else:
+        tl.store(places, code, mask=inside)
 
 
 @triton.jit
@@ -792,33 +847,152 @@ def cast_kernel(
     i, j, inside = _places(row, column, m, k, EVEN, WIDE, ROWS, COLUMNS)
     if SUMS:
         tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
-    number = _quotient(numbers, chosen)
-    is_nan = numbers != numbers
-    if SATURATES:
-        code = number.to(FORMAT).to(tl.uint8, bitcast=True)
-        # The hardware writes 0x7F. A condition in place of a number would do,
-        # but with a single conversion to a wider type Triton 3.6 transposes
-        # what was before that, and computes all codes twice.
-        is_nan = is_nan.to(tl.uint8)
-        code = (code | is_nan) if NAN == 0x7F else (code ^ is_nan)
-    else:
-        number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
-        if BY_INTEGERS:
-            code = _codes_of(number, MANTISSA, LOWEST, SHIFT, SUBNORMALS)
-            code = code.to(tl.uint8)
-        else:
-            code = number.to(FORMAT).to(tl.uint8, bitcast=True)
-        code = tl.where(is_nan, NAN, code).to(tl.uint8)
-    bytes_here = values.to(tl.pointer_type(tl.uint8), bitcast=True)
-    bytes_there = across.to(tl.pointer_type(tl.uint8), bitcast=True)
-    here = bytes_here + i[:, None] * k + j[None, :]
-    there = bytes_there + j[:, None] * m + i[None, :]
-    if EVEN:
-        tl.store(here, code)
-        tl.store(there, tl.trans(code))
-    else:
-        tl.store(here, code, mask=inside)
-        tl.store(there, tl.trans(code), mask=tl.trans(inside))
+    code = _code(
+        numbers,
+        chosen,
+        chosen,
+        LIMIT,
+        FORMAT,
+        MANTISSA,
+        LOWEST,
+        SHIFT,
+        SUBNORMALS,
+        NAN,
+        BY_INTEGERS,
+        SATURATES,
+    )
+    _store(values, i, j, k, code, inside, EVEN)
+    _store(across, j, i, m, tl.trans(code), tl.trans(inside), EVEN)
+
+
+@triton.jit
+def edges_kernel(
+    x,
+    amaxes,
+    m,
+    k,
+    by_row,
+    by_column,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Raise the amaxes of m rows and of k columns, int32 bits, by a tile."""
+    row, column = tl.program_id(0), tl.program_id(1)
+    numbers = _tile(
+        x, row, column, m, k, by_row, by_column, EVEN, WIDE, ROWS, COLUMNS
+    )
+    bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    i, j, _ = _places(row, column, m, k, EVEN, WIDE, ROWS, COLUMNS)
+    tl.atomic_max(amaxes + i, tl.max(bits, 1), mask=i < m)
+    tl.atomic_max(amaxes + m + j, tl.max(bits, 0), mask=j < k)
+
+
+@triton.jit
+def _scales_of(
+    amaxes,
+    place,
+    inside,
+    scales,
+    is_first,
+    TOP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MARKED: tl.constexpr,
+):
+    """Return the scales of rows; the first programs write them too."""
+    bits = tl.load(amaxes + place, mask=inside, other=0)
+    amax = bits.to(tl.float32, bitcast=True)
+    found = scale_of(amax, 1.0, TOP, False, POWER_OF_TWO)
+    marked = found * (amax * 0.0 + 1.0) if MARKED else found
+    if is_first:
+        tl.store(scales + place, marked, mask=inside)
+    return found
+
+
+@triton.jit
+def cast_rows_kernel(
+    x,
+    amaxes,
+    values,
+    across,
+    row_scales,
+    column_scales,
+    sums,
+    m,
+    k,
+    by_row,
+    by_column,
+    TOP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    NAN: tl.constexpr,
+    MARKS_ROWS: tl.constexpr,
+    MARKS_COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    BY_INTEGERS: tl.constexpr,
+    SATURATES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize a tile by the scales of its rows, and across by its columns."""
+    row, column = tl.program_id(0), tl.program_id(1)
+    numbers = _tile(
+        x, row, column, m, k, by_row, by_column, EVEN, WIDE, ROWS, COLUMNS
+    )
+    i, j, inside = _places(row, column, m, k, EVEN, WIDE, ROWS, COLUMNS)
+    of_rows = _scales_of(
+        amaxes, i, i < m, row_scales, column == 0, TOP, POWER_OF_TWO, MARKS_ROWS
+    )
+    of_columns = _scales_of(
+        amaxes + m,
+        j,
+        j < k,
+        column_scales,
+        row == 0,
+        TOP,
+        POWER_OF_TWO,
+        MARKS_COLUMNS,
+    )
+    if SUMS:
+        tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
+    code = _code(
+        numbers,
+        of_rows[:, None],
+        tl.min(of_rows, 0),
+        LIMIT,
+        FORMAT,
+        MANTISSA,
+        LOWEST,
+        SHIFT,
+        SUBNORMALS,
+        NAN,
+        BY_INTEGERS,
+        SATURATES,
+    )
+    _store(values, i, j, k, code, inside, EVEN)
+    code = _code(
+        numbers,
+        of_columns[None, :],
+        tl.min(of_columns, 0),
+        LIMIT,
+        FORMAT,
+        MANTISSA,
+        LOWEST,
+        SHIFT,
+        SUBNORMALS,
+        NAN,
+        BY_INTEGERS,
+        SATURATES,
+    )
+    _store(across, j, i, m, tl.trans(code), tl.trans(inside), EVEN)
 
 
 @triton.jit
