@@ -29,6 +29,7 @@ from keras_policy_ext.backends.torch import backend as torch_backend
 from keras_policy_ext.backends.torch import casts, observations, triton_kernels
 
 SIZE = 64
+BASE = "Keras, bfloat16"
 RECIPES = "delayed", "current", "rowwise"
 
 
@@ -60,6 +61,16 @@ def _product(a, b, *scales, out_dtype, **options):
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+@functools.cache
+def engine_of_a_gpu(straight):
+    """The same object for each block: plans are bound to it."""
+    changes = {"both_layouts": casts.TritonCasts(interpreted=True)}
+    changes["states"] = (casts.TritonStates(interpreted=True),)
+    if not straight:
+        changes["straight"] = lambda bound: None
+    return dataclasses.replace(backends.engine, **changes)
+
+
 @contextlib.contextmanager
 def on_a_gpu(straight=True):
     """The path of an H100, whose kernels are not started.
@@ -68,12 +79,7 @@ def on_a_gpu(straight=True):
         straight: Whether plans have their straight path.
     """
     h100 = devices.of_nvidia((9, 0), "compute capability (9, 0)")
-    changes = {"both_layouts": casts.TritonCasts(interpreted=True)}
-    changes["states"] = (casts.TritonStates(interpreted=True),)
-    if not straight:
-        changes["straight"] = lambda bound: None
-    found = backends.engine
-    engine = dataclasses.replace(found, **changes)
+    engine = engine_of_a_gpu(straight)
     told = observations.told
 
     def seen(parameter):
@@ -98,51 +104,56 @@ def on_a_gpu(straight=True):
         yield
 
 
-def row(policy, context=contextlib.nullcontext, optimizer=False):
-    """A function that times a step: forward, backward, and an update.
+class Row:
+    """A model and how its step runs.
 
     Args:
         policy: A recipe; None for bfloat16.
-        context: Returns the context of the steps.
-        optimizer: Whether to update by SGD.
+        context: Returns the context of its steps.
+        updates: Whether a step ends with an update by SGD.
     """
-    with kpe.policy_scope("mixed_bfloat16"):
-        model = dense(SIZE)
-    if policy:
-        kpe.convert(model, policy)
-    variables = model.trainable_variables
-    sgd = keras.optimizers.SGD(1e-9)
-    sgd.build(variables)
-    x = torch.randn(SIZE, SIZE).bfloat16()
-    outputs_grad = torch.randn(SIZE, SIZE).bfloat16()
 
-    def step():
-        operand = x.detach().requires_grad_()
+    def __init__(self, policy, context=contextlib.nullcontext, updates=False):
+        with kpe.policy_scope("mixed_bfloat16"):
+            self.model = dense(SIZE)
+        if policy:
+            kpe.convert(self.model, policy)
+        self.context, self.updates = context, updates
+        self.variables = self.model.trainable_variables
+        self.sgd = keras.optimizers.SGD(1e-9)
+        self.sgd.build(self.variables)
+        self.x = torch.randn(SIZE, SIZE).bfloat16()
+        self.outputs_grad = torch.randn(SIZE, SIZE).bfloat16()
+
+    def step(self):
+        """Run a step; return the times of its three parts, in ns."""
+        x = self.x.detach().requires_grad_()
         times = [time.perf_counter_ns()]
-        y = model(operand, training=True)
+        y = self.model(x, training=True)
         times.append(time.perf_counter_ns())
-        y.backward(outputs_grad)
+        y.backward(self.outputs_grad)
         times.append(time.perf_counter_ns())
-        with torch.no_grad():
-            if optimizer:
-                sgd.apply([v.value.grad for v in variables], variables)
+        if self.updates:
+            with torch.no_grad():
+                grads = [v.value.grad for v in self.variables]
+                self.sgd.apply(grads, self.variables)
         times.append(time.perf_counter_ns())
-        model.zero_grad(set_to_none=True)
-        if not optimizer:
-            for state in filter(kpe.loops.is_state, variables):
-                state.uses = 0
+        self.model.zero_grad(set_to_none=True)
+        for state in filter(kpe.loops.is_state, self.variables):
+            state.uses = 0
         return [b - a for a, b in itertools.pairwise(times)]
-
-    return step, context
 
 
 def rows():
     """All rows by their names."""
     general = functools.partial(on_a_gpu, False)
-    found = {"Keras, bfloat16": row(None, optimizer=True)}
+    found = {BASE: Row(None)}
     for recipe in RECIPES:
-        found[recipe] = row(recipe, on_a_gpu, optimizer=True)
-        found[f"{recipe}, general path"] = row(recipe, general, optimizer=True)
+        found[recipe] = Row(recipe, on_a_gpu)
+        found[f"{recipe}, general path"] = Row(recipe, general)
+    for recipe in (None, *RECIPES):
+        name = f"{recipe or BASE}, with SGD"
+        found[name] = Row(recipe, on_a_gpu, updates=True)
     return found
 
 
@@ -151,9 +162,9 @@ def measure(rounds, inner=5):
     made = rows()
     found = {name: [] for name in made}
     for number in range(rounds + 3):
-        for name, (step, context) in made.items():
-            with context():
-                times = [step() for _ in range(inner)]
+        for name, row in made.items():
+            with row.context():
+                times = [row.step() for _ in range(inner)]
             if number >= 3:
                 found[name] += times
     medians = {}
@@ -171,13 +182,13 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(options.rounds)
-    base = sum(found["Keras, bfloat16"][:2])
+    base = sum(found[BASE][:2])
     print(f"torch {torch.__version__}, keras {keras.__version__}; µs")
-    print(f"{'':28}forward backward   both  ratio update")
+    print(f"{'':30}forward backward   both  ratio update")
     for name, (forward, backward, update) in found.items():
         both = forward + backward
         print(
-            f"{name:28}{forward:7.0f} {backward:8.0f} {both:6.0f} "
+            f"{name:30}{forward:7.0f} {backward:8.0f} {both:6.0f} "
             f"{both / base:6.2f} {update:6.0f}"
         )
     if options.out:

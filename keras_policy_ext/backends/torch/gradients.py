@@ -60,9 +60,13 @@ def no_autocast(x: Tensor) -> Any:
 
     The device "meta" has no autocast to disable.
     """
-    if x.device.type == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return _AS_IT_IS
+    return torch.autocast(device, enabled=False)
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class ReverseMode(torch.autograd.Function):

@@ -87,11 +87,13 @@ class Observed:
         """Clear all observations, after another state was assigned."""
         self.taken()
         if self in _TOLD:
-            _TOLD[self].numpy()[:] = True
+            _TOLD[self][0].fill_(True)
 
 
-_TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
-"""The flags that `told` returns.
+_TOLD: weakref.WeakKeyDictionary[Observed, tuple[Tensor, memoryview]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The flags that `told` returns, and their bytes.
 
 They are not an attribute, since copies of a state would share it.
 """
@@ -230,11 +232,10 @@ def told(parameter: Tensor) -> Tensor | None:
             return None
         if not _FREE:
             _FREE.append(pinned_flags(parameter.shape[0], on_gpu))
-        unseen = _FREE.pop()
-        unseen.numpy()[:] = True
+        unseen = _FREE.pop().fill_(True)
         weakref.finalize(state.observed, _FREE.append, unseen)
-        _TOLD[state.observed] = unseen
-    return _TOLD[state.observed]
+        _TOLD[state.observed] = unseen, memoryview(unseen.numpy())
+    return _TOLD[state.observed][0]
 
 
 def pinned_flags(count: int, pinned: bool = True) -> Tensor:
@@ -245,8 +246,8 @@ def pinned_flags(count: int, pinned: bool = True) -> Tensor:
 def seen_lately(parameter: Tensor) -> bool:
     """Return True if a GPU reported that all operands were observed."""
     state = _STATES.get(id(parameter))
-    unseen = None if state is None else _TOLD.get(state.observed)
-    return unseen is not None and not unseen.numpy().any()
+    told = None if state is None else _TOLD.get(state.observed)
+    return told is not None and True not in told[1]
 
 
 def know_replicas(parameter: Tensor) -> None:
