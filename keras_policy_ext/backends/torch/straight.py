@@ -527,6 +527,10 @@ class Passes:
             bias_grad = self._bias_grad(sums)
         return [inputs_grad, kernel_grad, bias_grad, state_grad]
 
+    def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Return saved tensors in the form of `Residuals.leaves`."""
+        return self._straight.leaves(saved)
+
     def _bias_grad(self, sums: Tensor) -> Tensor:
         dtype = self._straight.sums_dtype
         found = _empty(self._n, dtype=dtype, device=self._device)

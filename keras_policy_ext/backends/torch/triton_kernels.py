@@ -334,7 +334,8 @@ def _merged(given, found, place, inside):
     """Merge observations: see `observations.merged`."""
     found = _larger(given, found)
     slots = tl.sum((inside & (place > 0) & (found != 0.0)).to(tl.float32), 0)
-    uses = _larger(found, _UNIT * slots)
+    uses = tl.maximum(found, _UNIT * slots)
+    uses = tl.where(found != found, found, uses)
     first = tl.sum(tl.where(place == 0, given, 0.0), 0)
     return tl.where(first < 0.0, given, tl.where(place == 0, uses, found))
 
