@@ -26,7 +26,12 @@ import keras_policy_ext as kpe
 from keras_policy_ext import backends
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.torch import backend as torch_backend
-from keras_policy_ext.backends.torch import casts, observations, triton_kernels
+from keras_policy_ext.backends.torch import (
+    casts,
+    observations,
+    triton_casts,
+    triton_states,
+)
 
 SIZE = 64
 BASE = "Keras, bfloat16"
@@ -95,9 +100,10 @@ def on_a_gpu(straight=True):
         (torch, "_scaled_mm", _product),
         (observations, "told", seen),
     ]
-    for name, kernel in vars(triton_kernels).items():
-        if name.endswith("_kernel"):
-            patches.append((triton_kernels, name, Stub(kernel)))
+    for module in (triton_casts, triton_states):
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel"):
+                patches.append((module, name, Stub(kernel)))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(unittest.mock.patch.object(*patch))

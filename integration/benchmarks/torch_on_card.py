@@ -286,7 +286,7 @@ def kernels_of(step, repeats=3):
     }
 
 
-def compare(run, title, make, shape, names, compiled=None, need=20):
+def compare(run, title, make, shape, names, compiled=None, need=12):
     """Time a model under recipes, beside bfloat16, in one block."""
     steps, graphs = {}, {}
     for name in names:
@@ -318,7 +318,7 @@ def compare(run, title, make, shape, names, compiled=None, need=20):
             run.rows[f"{title}, {name}"] = row
             run.say(f"{title}, {name}: {row}")
     for name, step in steps.items():
-        if not run.has(10):
+        if not run.has(6):
             break
         with run.guarded(f"{title}, {name}, profiler"):
             found = kernels_of(step)
@@ -333,7 +333,7 @@ def in_a_cuda_graph(run, size, names):
     """Time forward and backward, captured in a CUDA graph."""
     times = {}
     for name in names:
-        if not run.has(12):
+        if not run.has(8):
             break
         with run.guarded(f"CUDA graph, {name}"):
             step = Step(functools.partial(dense, size), name, (size, size))
@@ -377,7 +377,7 @@ def of_torchao(run, size):
             run.say(f"{title}: {us:.0f} µs")
 
 
-def of_tiles(run, size):
+def of_casts(run, size):
     """Time the casts of one operand, with their bandwidth."""
     device = "cpu" if run.on_cpu else "cuda"
     both = backends.engine.both_layouts
@@ -401,44 +401,30 @@ def of_tiles(run, size):
 def measure(run):
     """All rows, the most important ones first."""
     size = run.size
-    square = functools.partial(dense, size)
     how = {"backend": "aot_eager"} if run.on_cpu else {}
-    dense_names = (BASE, *RECIPES)
-    compare(run, f"Dense {size}, eager", square, (size, size), dense_names)
-    compare(
-        run, f"Dense {size}, compiled", square, (size, size), dense_names, how
-    )
-    with run.guarded("casts"):
-        of_tiles(run, size)
-    twice = 2 * size
-    compare(
-        run,
-        f"Dense {twice}, compiled",
-        functools.partial(dense, twice),
-        (twice, twice),
-        (BASE, "delayed"),
-        how,
-    )
+    few, all_names = (BASE, "delayed"), (BASE, *RECIPES)
+
+    def squares(title, size, names, compiled=None, need=12):
+        make, shape = functools.partial(dense, size), (size, size)
+        title = f"Dense {size}, {title}"
+        compare(run, title, make, shape, names, compiled, need)
+
+    squares("eager", size, all_names)
+    squares("compiled", size, all_names, how)
     # Keras asks for flash attention by what breaks graphs. PyTorch chooses it.
     keras.config.disable_flash_attention()
     llama = SMALL_LLAMA if run.on_cpu else LLAMA
-    few = (BASE, "delayed")
     title = "Llama block, compiled"
-    compare(run, title, llama.model, llama.shape, few, how, 40)
+    compare(run, title, llama.model, llama.shape, few, how)
+    if not run.on_cpu:
+        squares("reduce-overhead", size, few, {"mode": "reduce-overhead"})
+    squares("compiled", 2 * size, few, how)
     if not run.on_cpu:
         in_a_cuda_graph(run, size, (BASE, "delayed", "current"))
-        overhead = {"mode": "reduce-overhead"}
-        title = f"Dense {size}, reduce-overhead"
-        compare(run, title, square, (size, size), few, overhead)
     of_torchao(run, size)
-    compare(
-        run,
-        f"Dense {twice}, compiled again",
-        functools.partial(dense, twice),
-        (twice, twice),
-        (BASE, "current", "rowwise"),
-        how,
-    )
+    with run.guarded("casts"):
+        of_casts(run, size)
+    squares("compiled again", 2 * size, (BASE, "current", "rowwise"), how)
 
 
 def table(run):

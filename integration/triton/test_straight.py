@@ -20,7 +20,11 @@ import keras_policy_ext as kpe
 from fake_gpus import fake
 from keras_policy_ext import backends, contractions, kernels
 from keras_policy_ext.backends.torch import backend as torch_backend
-from keras_policy_ext.backends.torch import observations, triton_kernels
+from keras_policy_ext.backends.torch import (
+    observations,
+    triton_casts,
+    triton_states,
+)
 from keras_policy_ext.backends.torch.backend import BACKEND
 from keras_policy_ext.backends.torch.casts import TritonCasts, TritonStates
 from keras_policy_ext.contractions import plan as plans
@@ -227,10 +231,11 @@ def test_a_steady_step_starts_few_kernels(engine, monkeypatch, recipe):
             started.append(self.name)
             return self.kernel[grid]
 
-    for name, kernel in [*vars(triton_kernels).items()]:
-        if name.endswith("_kernel"):
-            noting = Noting(name.removesuffix("_kernel"), kernel)
-            monkeypatch.setattr(triton_kernels, name, noting)
+    for module in (triton_casts, triton_states):
+        for name, kernel in [*vars(module).items()]:
+            if name.endswith("_kernel"):
+                noting = Noting(name.removesuffix("_kernel"), kernel)
+                monkeypatch.setattr(module, name, noting)
     make, shape = LAYERS["Dense"]
     layer = layer_of(make, policy, shape)
     steps(layer, shape, 2)

@@ -62,7 +62,7 @@ def passes(device, dtype="bfloat16", recipe="current", **kwargs):
             True,
         )
         y, residuals = plan.bound.forward(x, w, (), False, bias)
-        dx, dw, _ = plan.bound.backward(residuals, g, ())
+        dx, dw, *_ = plan.bound.backward(residuals, g, ())
     return y, dx, dw
 
 

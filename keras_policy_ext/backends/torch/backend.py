@@ -157,15 +157,21 @@ def _sums_in_float32(dtype: str, halves: bool) -> bool:
 
 def _found() -> Device:
     if torch.cuda.is_available():
-        if torch.version.hip:
-            name = torch.cuda.get_device_properties(0).gcnArchName
-            return devices.of_amd(name, name.partition(":")[0])
-        capability = torch.cuda.get_device_capability()
-        title = f"compute capability {capability}"
-        return devices.of_nvidia(capability, title)
+        return gpu_of(torch.cuda.current_device())
     if torch.backends.mps.is_available():
         return devices.KNOWN["mps"]
     return devices.KNOWN["cpu_bf16" if _multiplies_bfloat16() else "cpu"]
+
+
+@functools.cache
+def gpu_of(index: int) -> Device:
+    """Return the `Device` of a GPU; CUDA is asked once."""
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(0).gcnArchName
+        return devices.of_amd(name, name.partition(":")[0])
+    capability = torch.cuda.get_device_capability(index)
+    title = f"compute capability {capability}"
+    return devices.of_nvidia(capability, title)
 
 
 @functools.cache
@@ -302,9 +308,18 @@ class TorchBackend(Backend):
         counts = is_real(x) and not x.is_inference()
         return x._version if counts else None
 
-    @torch.compiler.disable
     @override
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
+        # Only there: eagerly the decorator takes longer than the kernel.
+        if torch.compiler.is_compiling():
+            return self._assigned_apart(variable, value)
+        return self._assigned(variable, value)
+
+    @torch.compiler.disable
+    def _assigned_apart(self, variable: Any, value: Tensor) -> Tensor:
+        return self._assigned(variable, value)
+
+    def _assigned(self, variable: Any, value: Tensor) -> Tensor:
         with torch.no_grad():
             found, state = observations.taken(variable, value), variable.value
             merge = self._merge_of(variable, state)
@@ -316,12 +331,17 @@ class TorchBackend(Backend):
 
     def _merge_of(self, variable: Any, state: Tensor) -> Any:
         """Return what changes a state in place, in one kernel; or None."""
-        if variable_values.is_stateless() or not state.is_contiguous():
+        first: Any = (
+            backends.engine.states[0] if backends.engine.states else None
+        )
+        if not (state.is_cuda or getattr(first, "interpreted", False)):
             return None
         source = source_of(variable.recipe, variable.matrices)
         states = backends.engine.state_kernels_for(source, state)
-        merge = getattr(states, "merge", None)
-        return merge and functools.partial(merge, source)
+        is_apart = variable_values.is_stateless() or not state.is_contiguous()
+        if is_apart or not hasattr(states, "merge"):
+            return None
+        return functools.partial(states.merge, source)
 
     @override
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:

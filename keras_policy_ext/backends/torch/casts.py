@@ -203,7 +203,7 @@ def _round_to_format(x: Tensor, dtype: str) -> Tensor:
 # Builds of PyTorch for CUDA bring Triton along, others do not.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from keras_policy_ext.backends.torch import triton_kernels
+    from keras_policy_ext.backends.torch import triton_casts, triton_states
 
 
 class TritonCasts(BothLayouts):
@@ -238,12 +238,12 @@ class TritonCasts(BothLayouts):
         wanted: Wanted,
     ) -> Both:
         if is_real(matrix):
-            return triton_kernels.quantize_both_ways(
+            return triton_casts.quantize_both_ways(
                 matrix, asked, known, wanted, self.interpreted
             )
         dtype, wide = getattr(torch, asked.format), torch.float32
         m, k = matrix.shape
-        tiles = (triton_kernels.number_of_tiles(m, k),)
+        tiles = (triton_casts.number_of_tiles(m, k),)
         parts = () if known.scale is None else tiles
         return Both(
             matrix.new_empty((m, k), dtype=dtype),
@@ -278,18 +278,18 @@ class TritonStates(StateKernels):
         tells = self.interpreted or tells_the_host()
         told = observations.told(state) if tells else None
         matrix = state.contiguous()
-        return triton_kernels.history_scales(source, matrix, told)
+        return triton_states.history_scales(source, matrix, told)
 
     @override
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        return triton_kernels.observation(source, amaxes, slot)
+        return triton_states.observation(source, amaxes, slot)
 
     @override
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
         pair = value.contiguous(), previous.contiguous()
-        return triton_kernels.settle(source, *pair)
+        return triton_states.settle(source, *pair)
 
     def merge(
         self,
@@ -307,7 +307,7 @@ class TritonStates(StateKernels):
             state: The settled state before; contiguous.
         """
         given = [each.contiguous() for each in (value, *observed)]
-        triton_kernels.merge(source, given[0], given[1:], state)
+        triton_states.merge(source, given[0], given[1:], state)
         torch.autograd.graph.increment_version(state)
 
 
@@ -365,7 +365,7 @@ def tells_the_host() -> bool:
             state = torch.zeros(source.state_shape, device="cuda")
             state[:, 0], state[:, -1] = -1.0, 1.0
             told = observations.pinned_flags(len(state))
-            triton_kernels.history_scales(source, state, told)
+            triton_states.history_scales(source, state, told)
             torch.cuda.synchronize()
             return not told.any()
     # See `lacking`. The numbers are the same, so this is no error.
@@ -390,7 +390,7 @@ def _gives_our_codes() -> bool:
             known = ScaleHint(scale, None, ScaleRule(inverted=True))
             asked = Quantization(format=name)
             wanted = Wanted(amax=True)
-            both = triton_kernels.quantize_both_ways(x, asked, known, wanted)
+            both = triton_casts.quantize_both_ways(x, asked, known, wanted)
             found, across = _bits(both.values), _bits(both.across)
             if not torch.equal(found, expected):
                 return False

@@ -33,7 +33,7 @@ from keras_policy_ext.numerics.scale_sources import CurrentSource, DelayedSource
 from keras_policy_ext.recipes import MATMULS, OPERANDS, matmuls_of
 
 if casts.HAS_TRITON:
-    from keras_policy_ext.backends.torch import triton_kernels as kernels
+    from keras_policy_ext.backends.torch import triton_casts, triton_states
 
 _empty = torch.empty
 
@@ -112,8 +112,7 @@ class Cast:
         sums: bool = False,
     ):
         m, k = matrix.shape
-        rows, columns = kernels.ROWS, kernels.COLUMNS
-        grid = -(-m // rows), -(-k // columns)
+        grid = triton_casts.grid_of((m, k))
         asked = straight.quantizations[operand]
         self._dtype = getattr(torch, asked.format)
         self._shape, self._across = (m, k), (k, m)
@@ -134,21 +133,23 @@ class Cast:
             straight.rule,
             lately,
         )
-        block = {"ROWS": rows, "COLUMNS": columns}
-        constants = {
-            **kernels.cast_constants(
-                asked, hint, (m, k), index, place, not self._has_state, sums
-            ),
-            "OBSERVE": observe and self._has_state,
-            **kernels.conversion_constants(straight.interpreted),
-            **block,
-        }
-        self._launch = Launch(kernels.cast_kernel, grid, constants)
+        constants = triton_casts.cast_constants(
+            asked,
+            hint,
+            (m, k),
+            straight.interpreted,
+            INDEX=index,
+            PLACE=place,
+            MARKED=not self._has_state,
+            OBSERVE=observe and self._has_state,
+            SUMS=sums,
+        )
+        self._launch = Launch(triton_casts.cast_kernel, grid, constants)
         self._find_amax = None
         if not self._has_state or (may_be_unseen and not lately):
-            tile = {**kernels.tile_constants((m, k)), **block}
-            how = {"ALWAYS": not self._has_state, "INDEX": index, **tile}
-            self._find_amax = Launch(kernels.amax_kernel, grid, how)
+            how = {"ALWAYS": not self._has_state, "INDEX": index}
+            how["TILE"] = constants["TILE"]
+            self._find_amax = Launch(triton_casts.amax_kernel, grid, how)
 
     def __call__(
         self,
@@ -205,8 +206,7 @@ class CastOfRows:
         self, straight: Straight, operand: str, matrix: Tensor, sums: bool
     ):
         m, k = matrix.shape
-        rows, columns = kernels.ROWS, kernels.COLUMNS
-        grid = -(-m // rows), -(-k // columns)
+        grid = triton_casts.grid_of((m, k))
         asked = straight.quantizations[operand]
         self._dtype = getattr(torch, asked.format)
         self._shape, self._across, self._count = (m, k), (k, m), m + k
@@ -216,19 +216,17 @@ class CastOfRows:
         self._column_shape = (k, 1) if is_inputs else (1, k)
         self._sums = (grid[0], k) if sums else None
         self._sizes = m, k, *matrix.stride()
-        block = {"ROWS": rows, "COLUMNS": columns}
-        block |= kernels.tile_constants((m, k))
-        # The outputs use saturated values: see `OperandUse.quantize`.
-        marks = {"MARKS_ROWS": not is_inputs, "MARKS_COLUMNS": not is_kernel}
+        tile = {"TILE": triton_casts.tile_of((m, k))}
         constants = {
-            **kernels.format_constants(asked),
-            **marks,
+            **triton_casts.format_constants(asked, straight.interpreted),
+            # The outputs use saturated values: see `OperandUse.quantize`.
+            "MARKS_ROWS": not is_inputs,
+            "MARKS_COLUMNS": not is_kernel,
             "SUMS": sums,
-            **kernels.conversion_constants(straight.interpreted),
-            **block,
+            **tile,
         }
-        self._find_amaxes = Launch(kernels.edges_kernel, grid, block)
-        self._launch = Launch(kernels.cast_rows_kernel, grid, constants)
+        self._find_amaxes = Launch(triton_casts.edges_kernel, grid, tile)
+        self._launch = Launch(triton_casts.cast_rows_kernel, grid, constants)
 
     def __call__(self, stream: int, x: Tensor) -> tuple[Tensor, ...]:
         """Quantize a matrix.
@@ -277,7 +275,7 @@ class Saved(NamedTuple):
 
 
 class Straight:
-    """The forward and the backward pass of a plan, as lists of kernels.
+    """The forward and the backward pass of a plan, as lists of triton_states.
 
     Args:
         bound: A `BoundPlan` of two plain matrices.
@@ -304,7 +302,7 @@ class Straight:
         }
         self.differentiates = plan.training is not False or not has_state
         self.slot = 1 + plan.slot % SLOTS
-        self.column = 0 if has_state else kernels.MARKED_AFTER
+        self.column = 0 if has_state else triton_casts.MARKED_AFTER
         self.contracted = len(plan.contraction.form.contracted)
         self.outputs_dtype = getattr(torch, plan.inputs_dtype)
         self.kernel_dtype = getattr(torch, plan.kernel_dtype)
@@ -377,7 +375,7 @@ class Straight:
         """Return shapes and dtypes of what is saved after the codes."""
         found: list[Any] = [((2, _WIDTH), _FLOAT32)]
         if self.source is not None:
-            tiles = kernels.number_of_tiles
+            tiles = triton_casts.number_of_tiles
             found += [((3,), _FLOAT32), ((3,), torch.bool)]
             found += [((tiles(*each),), _FLOAT32) for each in ((m, k), (k, n))]
         return found
@@ -445,17 +443,17 @@ class Passes:
         self._tells = False
         if self._source is not None:
             self._tells = straight.interpreted or casts.tells_the_host()
-            constants = kernels.state_constants(self._source)
+            constants = triton_states.state_constants(self._source)
             self._width = constants["WIDTH"]
-            self._read = Launch(kernels.history_kernel, (3,), constants)
+            self._read = Launch(triton_states.history_kernel, (3,), constants)
             few = {name: constants[name] for name in ("WIDTH", "BLOCK")}
             few["PARTS"] = 4096
             self._observe = Launch(
-                kernels.observation_kernel, (3,), few, num_warps=8
+                triton_states.observation_kernel, (3,), few, num_warps=8
             )
-        programs = (-(-self._n // kernels.SUMMED),)
-        constants = kernels.sums_constants()
-        self._add_up = Launch(kernels.sums_kernel, programs, constants)
+        programs = (-(-self._n // triton_casts.SUMMED),)
+        constants = triton_casts.sums_constants()
+        self._add_up = Launch(triton_casts.sums_kernel, programs, constants)
 
     def forward(
         self,

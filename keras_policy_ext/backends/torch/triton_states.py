@@ -1,0 +1,389 @@
+"""PyTorch on CUDA: scales and states by Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from keras_policy_ext.numerics.observations import (
+    ROUNDING,
+    SLOTS,
+    UNIT,
+    UNSEEN,
+    VALID_MARK,
+)
+from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.recipes import OPERANDS
+
+Tensor = Any
+
+_ROUNDING = tl.constexpr(ROUNDING)
+_SEALED = tl.constexpr(VALID_MARK)
+_UNSEEN = tl.constexpr(UNSEEN)
+_UNIT = tl.constexpr(UNIT)
+_UNITS = tl.constexpr(1.0 / UNIT)
+
+
+def history_scales(
+    source: Any, state: Tensor, told: Tensor | None = None
+) -> HistoryScales:
+    """Read the scales of the three operands from a state, on a GPU.
+
+    Args:
+        source: A `DelayedSource`.
+        state: (3, width), contiguous.
+        told: Bool (3,), in memory that the host can read; `unseen` is written
+            here too.
+    """
+    scales = torch.empty(3, dtype=torch.float32, device=state.device)
+    unseen = torch.empty(3, dtype=torch.bool, device=state.device)
+    history_kernel[(3,)](
+        state,
+        scales,
+        unseen,
+        unseen if told is None else told,
+        **state_constants(source),
+    )
+    if source.starts_from_current:
+        return HistoryScales(scales, unseen)
+    return HistoryScales(scales, None)
+
+
+def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
+    """Return the amaxes of one use of a layer as a state's gradient.
+
+    Args:
+        source: A `DelayedSource`.
+        amaxes: Three float32 tensors, each a scalar or the amaxes of tiles.
+        slot: The number of this use of the layer in the step.
+    """
+    width = source.layout.width
+    found = amaxes[0].new_empty((3, width))
+    observation_kernel[(3,)](
+        *amaxes,
+        *(amax.numel() for amax in amaxes),
+        found,
+        1 + slot % SLOTS,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        PARTS=4096,
+        num_warps=8,
+    )
+    return found
+
+
+def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    """Return the new state after `value` is assigned to it, on a GPU.
+
+    Args:
+        source: A `DelayedSource`.
+        value: (3, width), contiguous.
+        previous: (3, width), contiguous.
+    """
+    settled = torch.empty_like(previous)
+    _settle_into(settled, source, value, [], previous)
+    return settled
+
+
+def merge(
+    source: Any, value: Tensor, observed: list[Tensor], state: Tensor
+) -> None:
+    """Change a state in place, as the assignment of a value changes it.
+
+    Args:
+        source: A `DelayedSource`.
+        value: (3, width), contiguous.
+        observed: At most two observations, (3, width) and contiguous, which
+            are merged with the value first.
+        state: (3, width), contiguous.
+    """
+    _settle_into(state, source, value, observed, state)
+
+
+def _settle_into(
+    settled: Tensor,
+    source: Any,
+    value: Tensor,
+    observed: list[Tensor],
+    previous: Tensor,
+) -> None:
+    settle_kernel[(3,)](
+        value,
+        *[*observed, value, value][:2],
+        previous,
+        settled,
+        OBSERVED=len(observed),
+        KERNEL_ROW=OPERANDS.index("kernel"),
+        **state_constants(source),
+    )
+
+
+def state_constants(source: Any) -> dict[str, Any]:
+    """Return the compile-time constants of the state kernels."""
+    width = source.layout.width
+    tops = [limit / 2.0**source.rule.margin for limit in source.limits]
+    return {
+        "TOPS": tuple(tops),
+        "INITIAL": source.initial,
+        "NEWEST_ONLY": source.recipe.amax_compute == "most_recent",
+        "FROM_CURRENT": source.starts_from_current,
+        "WIDTH": width,
+        "FIRST": 2 + SLOTS,
+        "BLOCK": triton.next_power_of_2(width),
+    }
+
+
+@triton.jit
+def _positive_finite(amax):
+    bits = amax.to(tl.int32, bitcast=True)
+    return (bits > 0) & (bits < 0x7F800000)
+
+
+@triton.jit
+def scale_of(
+    amax,
+    previous,
+    TOP,
+    INVERTED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Return the scale of an amax, or `previous` for an unusable amax.
+
+    An amax is unusable if it is 0 or not finite.
+
+    See `scaling.scale_of_multiplier` (if `INVERTED`) and
+    `scaling.scale_for_limit`. `TOP` is the largest value of the format,
+    without the margin.
+    """
+    normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
+    if INVERTED:
+        multiplier = tl.div_rn(TOP + 0.0 * normal, normal)
+        multiplier = tl.minimum(tl.maximum(multiplier, 2.0**-126), 2.0**126)
+        scale = tl.div_rn(1.0 + 0.0 * normal, multiplier)
+    else:
+        scale = tl.div_rn(normal, TOP + 0.0 * normal)
+        scale = tl.minimum(tl.maximum(scale, 2.0**-126), 2.0**127)
+        if POWER_OF_TWO:
+            bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
+            scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(_positive_finite(amax), scale, previous)
+
+
+@triton.jit
+def _is_intact(start, place, FIRST: tl.constexpr):
+    """Return True if a row was observed and no other code changed it."""
+    is_seal = place < FIRST - 1
+    seal = tl.where(place == 0, _SEALED, 0.0)
+    found = tl.load(start + place, mask=is_seal, other=0.0)
+    return tl.max((is_seal & (found != seal)).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def _scale_before(
+    state,
+    row,
+    place,
+    TOPS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Return an operand's scale, the last one used, and if it was observed."""
+    start = state + row * WIDTH
+    inside = (place >= FIRST) & (place < WIDTH)
+    history = tl.load(start + place, mask=inside, other=-float("inf"))
+    reduced = tl.max(history, 0)
+    if NEWEST_ONLY:
+        reduced = tl.load(start + FIRST)
+    intact = _is_intact(start, place, FIRST)
+    stored = tl.where(intact, tl.load(start + FIRST - 1), 0.0)
+    reduced = tl.where(intact, reduced, 0.0)
+    known = stored > 0.0
+    top = tl.where(row == 0, TOPS[0], tl.where(row == 1, TOPS[1], TOPS[2]))
+    previous = tl.where(known, stored, INITIAL)
+    scale = scale_of(reduced, previous, top, True, False)
+    return scale, stored, known | _positive_finite(reduced)
+
+
+@triton.jit
+def history_kernel(
+    state,
+    scales,
+    unseen,
+    told,
+    TOPS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    FROM_CURRENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write each operand's scale and whether it was never observed.
+
+    See `history_scales`. There is one program per operand.
+    """
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    scale, _stored, seen = _scale_before(
+        state, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
+    )
+    tl.store(scales + row, scale)
+    tl.store(unseen + row, seen == 0)
+    tl.store(told + row, seen == 0)
+
+
+@triton.jit
+def largest_of(amaxes, count, BLOCK: tl.constexpr):
+    """Return the largest magnitude of float32 values; NaN if one is NaN."""
+    found, place = tl.zeros((BLOCK,), tl.int32), tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        inside = start + place < count
+        some = tl.load(amaxes + start + place, mask=inside, other=0)
+        found = tl.maximum(found, some.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.max(found, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def observation_kernel(
+    first,
+    second,
+    third,
+    first_count,
+    second_count,
+    third_count,
+    found,
+    column,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write the observation of each operand's amax.
+
+    See `observation`. There is one program per operand.
+    """
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    if row == 0:
+        amax = largest_of(first, first_count, PARTS)
+    elif row == 1:
+        amax = largest_of(second, second_count, PARTS)
+    else:
+        amax = largest_of(third, third_count, PARTS)
+    entry = tl.where(place == column, amax * _UNIT, 0.0)
+    entry = tl.where(place == 0, _UNIT, entry)
+    tl.store(found + row * WIDTH + place, entry, mask=place < WIDTH)
+
+
+@triton.jit
+def _entered(
+    given,
+    previous,
+    row,
+    place,
+    KERNEL_ROW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Return a history with a new amax added, unless that is not finite."""
+    start = previous + row * WIDTH
+    amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
+    bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = tl.max(bits, 0) < 0x7F800000
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
+    mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
+    newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0)) * _UNITS
+    # The ring turns left: see `Layout._entered`.
+    older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
+    turned = tl.load(start + older, mask=place > FIRST, other=0.0)
+    before = tl.load(start + place, mask=place < WIDTH, other=0.0)
+    intact = _is_intact(start, place, FIRST)
+    turned = tl.where(intact, turned, 0.0)
+    rolled = tl.where(place == FIRST, newest, turned)
+    return tl.where(finite, rolled, tl.where(intact, before, 0.0))
+
+
+@triton.jit
+def _is_observation(given, place, FIRST: tl.constexpr):
+    """Return whether a row is an observation; see `StateLayout`."""
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
+    entered = (place > 0) & (place <= FIRST) & (given != 0.0)
+    seen = tl.where(place < FIRST - 1, 1.0, float("inf"))
+    seen = tl.where(entered, seen, 0.0)
+    whole = uses == tl.floor(uses)
+    return whole & (uses >= tl.sum(seen, 0)) & (uses > 0.0)
+
+
+@triton.jit
+def _larger(a, b):
+    """Return the larger of two numbers; NaN if one is NaN."""
+    return tl.where(a != a, a, tl.where(b != b, b, tl.maximum(a, b)))
+
+
+@triton.jit
+def _merged(given, found, place, inside):
+    """Merge observations: see `observations.merged`."""
+    found = _larger(given, found)
+    slots = tl.sum((inside & (place > 0) & (found != 0.0)).to(tl.float32), 0)
+    uses = tl.maximum(found, _UNIT * slots)
+    uses = tl.where(found != found, found, uses)
+    first = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    return tl.where(first < 0.0, given, tl.where(place == 0, uses, found))
+
+
+@triton.jit
+def settle_kernel(
+    value,
+    latest,
+    earlier,
+    previous,
+    settled,
+    TOPS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    NEWEST_ONLY: tl.constexpr,
+    FROM_CURRENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OBSERVED: tl.constexpr,
+    KERNEL_ROW: tl.constexpr,
+):
+    """Write the new row of each operand's state.
+
+    See `merge` and `StateLayout.settle`. There is one program per operand. It
+    may write where it has read `previous`.
+    """
+    row, place = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = place < WIDTH
+    given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
+    if OBSERVED > 0:
+        found = tl.load(latest + row * WIDTH + place, mask=inside, other=0.0)
+        if OBSERVED > 1:
+            other = tl.load(
+                earlier + row * WIDTH + place, mask=inside, other=0.0
+            )
+            found = _larger(found, other)
+        given = _merged(given, found, place, inside)
+    before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
+    used, stored, seen = _scale_before(
+        previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
+    )
+    if FROM_CURRENT:
+        used = tl.where(seen, used, stored)
+    history = _entered(given, previous, row, place, KERNEL_ROW, WIDTH, FIRST)
+    observed = tl.where(place >= FIRST, history, 0.0)
+    observed = tl.where(place == FIRST - 1, used, observed)
+    observed = tl.where(place == 0, _SEALED, observed)
+
+    # A state that is assigned is sealed, and zeros leave what was.
+    first = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    seal = tl.where(tl.abs(first - _SEALED) <= _ROUNDING, _SEALED, first)
+    state = tl.where(place == 0, seal, given)
+    other = tl.where(first < 0.0, state, before)
+    unseen = tl.where(place == 0, _UNSEEN, 0.0)
+    other = tl.where(first > 0.0, unseen, other)
+    found = tl.where(_is_observation(given, place, FIRST), observed, other)
+    tl.debug_barrier()
+    tl.store(settled + row * WIDTH + place, found, mask=inside)
