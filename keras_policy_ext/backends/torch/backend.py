@@ -331,13 +331,11 @@ class TorchBackend(Backend):
 
     def _merge_of(self, variable: Any, state: Tensor) -> Any:
         """Return what changes a state in place, in one kernel; or None."""
-        first: Any = (
-            backends.engine.states[0] if backends.engine.states else None
-        )
-        if not (state.is_cuda or getattr(first, "interpreted", False)):
+        known: Any = backends.engine.states[:1]
+        if not (state.is_cuda or any(each.interpreted for each in known)):
             return None
         source = source_of(variable.recipe, variable.matrices)
-        states = backends.engine.state_kernels_for(source, state)
+        states: Any = backends.engine.state_kernels_for(source, state)
         is_apart = variable_values.is_stateless() or not state.is_contiguous()
         if is_apart or not hasattr(states, "merge"):
             return None

@@ -325,11 +325,10 @@ class Straight:
             device: Where both are.
         """
         key = inputs, kernel, device
-        found = self._passes.get(key, self)
-        if found is self:
+        if key not in self._passes:
             fits = self.fits(*key)
-            found = self._passes[key] = self.made(*key) if fits else None
-        return found
+            self._passes[key] = self.made(*key) if fits else None
+        return self._passes[key]
 
     def made(
         self, inputs: Shape, kernel: Shape, device: torch.device
@@ -543,7 +542,7 @@ class Passes:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
         used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
-        lately, known = True, ()
+        lately, known = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
         if state is None:
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
@@ -594,8 +593,8 @@ class Passes:
         state_grad = None
         if state is not None and observe:
             state_grad = _empty((3, self._width), dtype=_FLOAT32, device=device)
-            amaxes = kept.inputs_amax, kept.kernel_amax, g_amax
-            counts = [amax.shape[0] for amax in amaxes]
+            amaxes: Any = kept.inputs_amax, kept.kernel_amax, g_amax
+            counts = [amax.numel() for amax in amaxes]
             slot = self._straight.slot
             self._observe(stream, *amaxes, *counts, state_grad, slot)
         elif state is not None:
