@@ -9,6 +9,8 @@ import keras
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from keras_policy_ext.backends.torch import backend as torch_backend
+
 
 @contextlib.contextmanager
 def fake_cuda():
@@ -46,6 +48,8 @@ def fake(monkeypatch, capability=None, architecture=None, mps=False, cuda=None):
     hip = "7.0" if architecture else None
     monkeypatch.setattr(torch.version, "hip", hip, raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    torch_backend.gpu_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda *device: capability
     )

@@ -80,13 +80,15 @@ class Counter(TorchDispatchMode):
 class CountedCasts:
     """Triton's kernels as what they are on a GPU. See `BothLayouts`."""
 
+    sums_columns = True
+
     def __init__(self, counter):
         self.counter = counter
 
     def supports(self, *operands):
         """See `BothLayouts.supports` and `StateKernels.supports`."""
 
-    def quantize(self, matrix, asked, known, observe):
+    def quantize(self, matrix, asked, known, wanted):
         """See `quantize_both_ways`: what it launches.
 
         `test_casts.py` of `integration/triton` compares both.
@@ -102,27 +104,34 @@ class CountedCasts:
             self.counter.enter("zeros", [amaxes])
             self.counter.enter("triton amax", [matrix, amaxes])
         else:
-            written += [amaxes] if observe else []
+            written += [amaxes] if wanted.amax else []
             if known.unseen is not None and not known.seen_lately:
                 # If nothing is unseen, it reads the flag and ends.
                 self.counter.enter("triton amax", [known.unseen])
+        sums = None
+        if wanted.column_sums:
+            sums, parts = torch.empty(k), torch.empty(-(-m // 64), k)
+            written.append(parts)
         self.counter.enter("triton cast", [matrix, *written])
-        return Both(values, across, scale, amaxes if observe else None)
+        if sums is not None:
+            self.counter.enter("triton sums", [parts, sums])
+        amax = amaxes if wanted.amax else None
+        return Both(values, across, scale, amax, sums)
 
     def history_scales(self, source, state):
-        """See `triton_kernels.history_scales`."""
+        """See `triton_states.history_scales`."""
         self.counter.enter("triton history", [state])
         scales, unseen = torch.empty(3), torch.empty(3, dtype=torch.bool)
         return HistoryScales(scales, unseen)
 
     def observation(self, source, amaxes, slot):
-        """See `triton_kernels.observation`."""
+        """See `triton_states.observation`."""
         found = torch.empty(source.state_shape)
         self.counter.enter("triton observation", [*amaxes, found])
         return found
 
     def settle(self, source, value, previous):
-        """See `triton_kernels.settle`."""
+        """See `triton_states.settle`."""
         self.counter.enter("triton settle", [value, previous, previous])
         return torch.empty_like(previous)
 
@@ -132,7 +141,7 @@ def tensors_in(tree):
 
 
 def number_of_tiles(m, k):
-    """See `triton_kernels.number_of_tiles`; Triton is not needed here."""
+    """See `triton_casts.number_of_tiles`; Triton is not needed here."""
     return -(-m // 64) * -(-k // 64)
 
 
@@ -165,10 +174,11 @@ def dense_step(size, recipe, triton, seen_lately=True):
         w, bias = torch.empty(size, size), torch.empty(size)
         with counter:
             if recipe is None:
-                gradient = _in_bfloat16(x, g, w, bias)
+                gradient, sums = _in_bfloat16(x, g, w, bias), g.sum(0)
             else:
-                gradient = _in_float8(x, g, w, bias, recipes.get(recipe))
-            bias.add_(g.sum(0).float(), alpha=-1e-3)
+                recipe = recipes.get(recipe)
+                gradient, sums = _in_float8(x, g, w, bias, recipe)
+            bias.add_(sums.float(), alpha=-1e-3)
             w.add_(gradient, alpha=-1e-3)
     return counter.kernels
 
@@ -188,11 +198,15 @@ def _in_float8(x, g, w, bias, recipe):
     plan = contractions.make_plan(
         contractions.Einsum("ab,bc->ac"), recipe, "bfloat16", "float32", True
     )
-    _, residuals = plan.bound.forward(x, w, state, True, bias.bfloat16())
-    _, gradient, observed = plan.bound.backward(residuals, g, state)
+    narrow, bound = bias.bfloat16(), plan.bound
+    _, residuals = bound.forward(x, w, state, True, narrow)
+    shape = bias.shape if bound.takes_bias(narrow, x, w) else None
+    _, gradient, observed, sums = bound.backward(
+        residuals, g, state, bias_shape=shape
+    )
     if state:
         contractions.settling(recipe)(observed[0], state[0])
-    return gradient
+    return gradient, g.sum(0) if sums is None else sums
 
 
 def summary(found, size):

@@ -23,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from keras_policy_ext import recipes
-from keras_policy_ext.backends.torch import triton_kernels, triton_moments
+from keras_policy_ext.backends.torch import triton_casts, triton_moments
+from keras_policy_ext.backends.torch import triton_states
 from keras_policy_ext.backends.both_layouts import ScaleHint
 from keras_policy_ext.numerics.scale_sources import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -31,49 +32,71 @@ from keras_policy_ext.numerics.scale_sources import source_of
 capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]
 asked = recipes.Quantization(format=format_name)
 known = ScaleHint("a scale", "a flag", ScaleRule(inverted=True))
-block = {"ROWS": triton_kernels.ROWS, "COLUMNS": triton_kernels.COLUMNS}
-cast = {
-    **triton_kernels.cast_constants(asked, known),
-    "OBSERVE": True,
-    "BY_INTEGERS": False,
-    **block,
-}
-state = triton_kernels.state_constants(source_of(recipes.DelayedScaling()))
-settle = {**state, "KERNEL_ROW": 1}
+shape = 4096, 4096
+tile = {"TILE": triton_casts.tile_of(shape)}
+cast = triton_casts.cast_constants(asked, known, shape, False, OBSERVE=True)
+state = triton_states.state_constants(source_of(recipes.DelayedScaling()))
+settle = {**state, "KERNEL_ROW": 1, "OBSERVED": 2}
 observation = {"WIDTH": state["WIDTH"], "BLOCK": state["BLOCK"], "PARTS": 4096}
 counts = "first_count", "second_count", "third_count"
 matrix = {"m": "i32", "k": "i32", "by_row": "i32"}
 casts = "cast", "cast of what was seen lately"
+narrow = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}[format_name]
 kernels = {
     name: (
-        triton_kernels.cast_kernel,
-        "x:bf16 scale:fp32 unseen:i1 used:fp32 values:u8 across:u8 amaxes:i32",
+        triton_casts.cast_kernel,
+        f"x:bf16 scale:fp32 unseen:i1 used:fp32 values:{narrow} "
+        f"across:{narrow} amaxes:fp32 sums:fp32",
         matrix,
         {**cast, "by_column": 1, "FOUND_BEFORE": name == casts[0]},
     )
     for name in casts
 } | {
     "amax": (
-        triton_kernels.amax_kernel,
-        "x:bf16 wanted:i1 amaxes:i32",
+        triton_casts.amax_kernel,
+        "x:bf16 wanted:i1 amaxes:fp32",
         matrix,
-        {**block, "by_column": 1, "ALWAYS": False},
+        {**tile, "by_column": 1, "ALWAYS": False, "INDEX": 0},
+    ),
+    "edges": (
+        triton_casts.edges_kernel,
+        "x:bf16 amaxes:i32",
+        matrix,
+        {**tile, "by_column": 1},
+    ),
+    "cast of rows": (
+        triton_casts.cast_rows_kernel,
+        f"x:bf16 amaxes:i32 values:{narrow} across:{narrow} row_scales:fp32 "
+        "column_scales:fp32 sums:fp32",
+        matrix,
+        {
+            **triton_casts.format_constants(asked, False),
+            **tile,
+            **dict.fromkeys(("MARKS_ROWS", "MARKS_COLUMNS", "SUMS"), True),
+            "by_column": 1,
+        },
+    ),
+    "sums": (
+        triton_casts.sums_kernel,
+        "sums:fp32 found:bf16",
+        {"parts": "i32", "k": "i32"},
+        triton_casts.sums_constants(),
     ),
     "history": (
-        triton_kernels.history_kernel,
+        triton_states.history_kernel,
         "state:fp32 scales:fp32 unseen:i1 told:i1",
         {},
         state,
     ),
     "observation": (
-        triton_kernels.observation_kernel,
+        triton_states.observation_kernel,
         "first:fp32 second:fp32 third:fp32 found:fp32",
         dict.fromkeys(("column", *counts), "i32"),
         observation,
     ),
     "settle": (
-        triton_kernels.settle_kernel,
-        "value:fp32 previous:fp32 settled:fp32",
+        triton_states.settle_kernel,
+        "value:fp32 latest:fp32 earlier:fp32 previous:fp32 settled:fp32",
         {},
         settle,
     ),
@@ -138,6 +161,7 @@ def compiled(capability, name, format_name="float8_e4m3fn"):
     "name",
     [
         *("amax", "history", "observation", "settle"),
+        *("edges", "cast of rows", "sums"),
         *("quantize moments", "dequantize moments", "key of a moment"),
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from keras import ops
-
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import (
@@ -157,7 +155,7 @@ def read_both(
     observe = wanted.amax
     wanted = wanted._replace(amax=observe or scales is None)
     found = both.quantize(matrix[0], asked, known, wanted)
-    scale = ops.reshape(found.scale, (1, 1, 1))
+    scale = found.scale[None, None, None]
     first = Quantized(found.values[None], scale, asked)
     second = Quantized(found.across.mT[None], scale, asked)
     if scales is None:

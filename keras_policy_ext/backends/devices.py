@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Iterator
 
@@ -361,8 +362,11 @@ pretended = _pretended.get
 """Return the device set by the innermost `pretend` block, or None."""
 
 
+@functools.cache
 def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
     """Return the `Device` of an NVIDIA GPU with this compute capability.
+
+    It is the same object each time: a plan is bound anew to another one.
 
     Unlisted newer devices are assumed to have what every device has since Ada:
     float8 matmuls with one scale per tensor.
@@ -377,16 +381,19 @@ def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
     return dataclasses.replace(found, title=title)
 
 
+@functools.cache
 def of_amd(architecture: str, title: str) -> Device:
     """Return the `Device` of an AMD architecture such as `gfx942:sramecc+`."""
     return _of(AMD.get(architecture.partition(":")[0]), title)
 
 
+@functools.cache
 def of_google(kind: str) -> Device:
     """Return the `Device` of a TPU, found by the name that JAX gives it."""
     return _of(TPUS.get(kind), kind)
 
 
+@functools.cache
 def unknown(title: str) -> Device:
     """Return a `Device` that emulates all float8 matmuls in float32."""
     return Device(title=title, maker="unknown")

@@ -72,7 +72,13 @@ class Operation(Hashable, Protocol):
 
 
 class BoundOperation(Protocol):
-    """The forward and backward pass of an `Operation` on a device."""
+    """The forward and backward pass of an `Operation` on a device.
+
+    Attributes:
+        straight: Both passes as lists of kernels; see `Engine`.
+    """
+
+    straight: Any
 
     def forward(
         self,

@@ -239,6 +239,8 @@ class Engine:
         decode: Takes codes and the name of a format; returns the values.
         states: Kernels for the state arithmetic, the best first. The source's
             own arithmetic in `keras.ops` is the fallback.
+        straight: Takes a `BoundPlan` that multiplies its operands as plain
+            matrices. Returns its passes as lists of kernels, or None.
     """
 
     name: str
@@ -255,6 +257,7 @@ class Engine:
     encode: Callable[[Tensor, str], Tensor] = casting.encode
     decode: Callable[[Tensor, str], Tensor] = casting.decode
     states: tuple[StateKernels, ...] = ()
+    straight: Callable[[Any], Any] = lambda bound: None
 
     @property
     def cast_in_training(self) -> Cast:

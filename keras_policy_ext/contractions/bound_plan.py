@@ -223,6 +223,8 @@ class BoundPlan:
         inputs: How the inputs are quantized.
         kernel: How the kernel is quantized.
         outputs_grad: How the gradient of the outputs is quantized.
+        straight: Both passes as lists of kernels; None for most contractions
+            that are not of a layer like `Dense`, and on most devices.
     """
 
     def __init__(self, plan: Any, engine: Engine, device: Device):
@@ -241,6 +243,19 @@ class BoundPlan:
         self._observes_amaxes = plan.source.observes_amaxes
         self._observes_kernel_alone = plan.training is False
         self._kernel_dtype = plan.kernel_dtype
+        self.straight = engine.straight(self) if self._is_plain else None
+
+    def dtype_of(self, matmul: str) -> str:
+        """Return the dtype in which a matmul writes the output."""
+        return _dtype_of(self.plan, matmul, self.selections[matmul][0])
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if it multiplies the operands as plain matrices."""
+        contraction = self.plan.contraction
+        is_einsum = type(contraction) is Einsum
+        is_whole = self.plan.gathering is None
+        return is_einsum and is_whole and contraction.form.is_plain
 
     @property
     def _operands(self) -> dict[str, BoundOperand]:

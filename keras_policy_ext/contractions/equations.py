@@ -127,6 +127,14 @@ class Form(NamedTuple):
     columns: str
     contracted: str
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the matrices are the operands, with axes flattened only."""
+        rows, columns, contracted = self.rows, self.columns, self.contracted
+        terms = rows + contracted, contracted + columns, rows + columns
+        is_matrix = bool(rows and columns and contracted)
+        return is_matrix and terms == (self.first, self.second, self.out)
+
     def sizes(self, inputs: Tensor, kernel: Any) -> Sizes:
         """Return the size of each letter of the equation, by letter.
 

@@ -62,6 +62,11 @@ class FrozenPlan:
         return self.recipe.activations is None
 
     @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Return the kind of kernel for each matmul, and the reason."""
+        return (self.choice,)
+
+    @property
     def choice(self) -> Choice:
         """Return the kind of kernel that runs the matmul, and the reason."""
         if self._asked("inputs") is None:
@@ -334,7 +339,7 @@ def frozen_plan(
     """
     framework = backends.current
     if framework.is_compiling():
-        return FrozenPlan(contraction, recipe, axes, dtype, prefer=None)
+        return FrozenPlan(contraction, recipe, axes, dtype, None, False)
     return _plan_of(
         contraction,
         recipe,

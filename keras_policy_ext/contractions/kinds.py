@@ -23,6 +23,7 @@ from keras_policy_ext.backends.matmuls import (
 )
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.equations import Form, axes_alone, form_of
+from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.tiles import tile_amax
 from keras_policy_ext.recipes import EACH_MATRIX, Quantization
@@ -187,7 +188,7 @@ class Einsum:
         columns = [sizes[c] for c in form.columns]
         if list(bias.shape) != columns or not form.out.endswith(form.columns):
             return None
-        return ops.reshape(bias, (-1,))
+        return primitives.current.reshape(bias, (-1,))
 
     def product(
         self,

@@ -165,6 +165,11 @@ class Plan:
         return self.bound.selections[matmul]
 
     @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Return the kind of kernel for each matmul, and the reason."""
+        return tuple(choice for _, choice in self.bound.selections.values())
+
+    @property
     def choice(self) -> Choice:
         """Return the kind of kernel for the outputs, and the reason."""
         return self.choose("forward")[1]
@@ -205,7 +210,8 @@ def make_plan(
     framework = backends.current
     known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
-        return Plan(*known, prefer=None)
+        # All fields: torch 2.11 would look up defaults in each call.
+        return Plan(*known, None, False, None)
     here = preferred(), framework.traces_for_xla()
     return plan_of(*known, *here, gathering)
 

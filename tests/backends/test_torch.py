@@ -22,7 +22,6 @@ if keras.backend.backend() != "torch":
     )
 
 import torch
-import torch.nn.functional as F
 
 from fake_gpus import fake_cuda
 from keras_policy_ext.backends import devices
@@ -101,10 +100,10 @@ def three_matmuls(equation, sizes, gradient, empty):
 )
 def test_fake_cuda_refuses_a_wrong_layout(cuda, first, second, message):
     """Or else the tests above would show nothing."""
-    one, tensorwise = cuda(dtype="float32"), F.ScalingType.TensorWise
+    one = cuda(dtype="float32")
     a, b = first(cuda), second(cuda)
     with pytest.raises(RuntimeError, match=message):
-        F.scaled_mm(a, b, one, tensorwise, one, tensorwise)
+        torch._scaled_mm(a, b, one, one)
 
 
 def test_padding_appends_zeros_and_keeps_the_numbers():
@@ -210,12 +209,12 @@ def test_scales_that_are_parts_of_a_tensor_are_aligned(monkeypatch):
     """CuBLASLt refuses a scale at an address that 16 does not divide."""
     addresses = []
 
-    def multiplied(a, scale_a, kind, b, scale_b, *rest, **options):
+    def multiplied(a, b, scale_a, scale_b, **options):
         addresses.extend((scale_a.data_ptr(), scale_b.data_ptr()))
-        return right(a, scale_a, kind, b, scale_b, *rest, **options)
+        return right(a, b, scale_a, scale_b, **options)
 
-    right = F.scaled_mm
-    monkeypatch.setattr(F, "scaled_mm", multiplied)
+    right = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
     scales = torch.tensor([2.0, 0.5, 4.0])
     values = torch.ones(1, 16, 16).to(torch.float8_e4m3fn)
     whole = recipes.Quantization(format="float8_e4m3fn")

@@ -5,7 +5,7 @@ import dataclasses
 import keras
 import pytest
 
-from keras_policy_ext import backends, contractions, formats, kernels
+from keras_policy_ext import backends, contractions, formats, kernels, recipes
 from keras_policy_ext.numerics import casting
 
 if keras.backend.backend() != "torch":
@@ -51,6 +51,16 @@ def test_cards_of_nvidia_without_float8_units_emulate(monkeypatch, name):
 def test_cards_of_nvidia_with_float8_units_are_native(monkeypatch, name):
     fake(monkeypatch, NATIVE[name])
     assert kernels.select(FORWARD).kind == "native"
+
+
+@pytest.mark.parametrize("name", ["H200", "MI300"])
+def test_a_plan_is_bound_to_a_gpu_once(monkeypatch, name):
+    """Another object for the same GPU would bind it anew, at each use."""
+    fake(monkeypatch, *(AMD[name][:2] if name in AMD else [NATIVE[name]]))
+    plan = contractions.make_plan(
+        FORWARD, recipes.CurrentScaling(), "bfloat16", "float32"
+    )
+    assert plan.bound is plan.bound
 
 
 @pytest.mark.parametrize("name", AMD)

@@ -14,7 +14,6 @@ if keras.backend.backend() != "torch":
     )
 
 import torch
-import torch.nn.functional as F
 
 from fake_gpus import fake_cuda
 from keras_policy_ext.backends import devices
@@ -26,17 +25,17 @@ SHAPES = {"x": (32, 48), "w": (48, 64), "g": (32, 64), "bias": (64,)}
 
 @pytest.fixture
 def scaled_mm(monkeypatch):
-    """The calls of `scaled_mm`: dtypes of results, and what was added."""
-    calls, real = [], F.scaled_mm
+    """The calls of `_scaled_mm`: dtypes of results, and what was added."""
+    calls, real = [], torch._scaled_mm
 
-    def called(*args, bias=None, output_dtype=None, **kwargs):
-        calls.append((output_dtype, bias))
-        y = real(*args, output_dtype=torch.float32, **kwargs)
+    def called(*args, bias=None, out_dtype=None, **kwargs):
+        calls.append((out_dtype, bias))
+        y = real(*args, out_dtype=torch.float32, **kwargs)
         # In float32, and rounded once: so does an epilogue of cuBLAS.
         y = y if bias is None else y + bias.float()
-        return y.to(output_dtype)
+        return y.to(out_dtype)
 
-    monkeypatch.setattr(F, "scaled_mm", called)
+    monkeypatch.setattr(torch, "_scaled_mm", called)
     return calls
 
 
@@ -63,7 +62,7 @@ def passes(device, dtype="bfloat16", recipe="current", **kwargs):
             True,
         )
         y, residuals = plan.bound.forward(x, w, (), False, bias)
-        dx, dw, _ = plan.bound.backward(residuals, g, ())
+        dx, dw, *_ = plan.bound.backward(residuals, g, ())
     return y, dx, dw
 
 
@@ -166,13 +165,13 @@ def test_a_bias_is_of_the_columns_or_is_added_after(
 
 
 def test_zeros_are_added_to_the_columns_that_pad_the_result(monkeypatch):
-    real, sizes = F.scaled_mm, []
+    real, sizes = torch._scaled_mm, []
 
     def called(a, b, *args, bias, **kwargs):
         sizes.append((tuple(bias.shape), b.shape[1]))
         return real(a, b, *args, bias=bias, **kwargs)
 
-    monkeypatch.setattr(F, "scaled_mm", called)
+    monkeypatch.setattr(torch, "_scaled_mm", called)
     with fake_cuda() as empty:
         one = empty(1, 1, 1, dtype="float32")
         a, b = whole(empty(1, 17, 16), one), whole(empty(1, 33, 16), one)

@@ -98,14 +98,15 @@ def test_scales_of_rows_that_torch_does_not_take_come_after(monkeypatch, pair):
 
 
 def kinds_of_calls(monkeypatch):
-    """What `scaled_mm` is asked for, from here on."""
-    seen, scaled_mm = [], F.scaled_mm
+    """What `_scaled_mm` is asked for, from here on."""
+    seen, scaled_mm = [], torch._scaled_mm
 
-    def watched(*args, **kwargs):
-        seen.append((args[3].name, args[5].name, kwargs["output_dtype"]))
-        return scaled_mm(*args, **kwargs)
+    def watched(a, b, *scales, **kwargs):
+        kinds = ["RowWise" if each.dim() else "TensorWise" for each in scales]
+        seen.append((*kinds, kwargs["out_dtype"]))
+        return scaled_mm(a, b, *scales, **kwargs)
 
-    monkeypatch.setattr(F, "scaled_mm", watched)
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
     return seen
 
 

@@ -17,6 +17,7 @@ import torch._dynamo as dynamo
 
 from cases import needs_whole_graphs
 from keras_policy_ext import contractions, recipes
+from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.torch import operators as torch_operators
 from keras_policy_ext.numerics.scale_sources import source_of
 
@@ -224,21 +225,11 @@ def test_operations_that_look_alike_keep_apart():
         return Same()
 
     contraction = contractions.Einsum("ab,bc->ac")
-    found = [
-        torch_operators._name_of(
-            contractions.Plan,
-            contractions.Einsum,
-            ("ab,bc->ac",),
-            recipe(name),
-            "float32",
-            "float32",
-            True,
-            0,
-            "auto",
-            False,
-        )
+    plans = [
+        contractions.Plan(contraction, recipe(name), "float32", "float32")
         for name in ("float8_e4m3fn", "float8_e4m3fn")
     ]
+    found = [torch_operators._written(plan) for plan in plans]
     assert found[0] != found[1]
     plans = [torch_operators._OPERATIONS[name] for name in found]
     assert {plan.contraction for plan in plans} == {contraction}
@@ -278,7 +269,7 @@ def test_residuals_of_other_shapes_or_dtypes_need_another_name(name):
     found = [f"{x.dtype}{list(x.shape)}" for x in residuals.leaves()]
     written = " ".join(found).replace("torch.", "").replace(", ", ",")
     assert written == KEPT[name], "write it here, and raise _KEPT_AS"
-    assert torch_operators._KEPT_AS == 3
+    assert torch_operators._KEPT_AS == 4
 
 
 def test_operators_are_named_by_how_residuals_are_kept(monkeypatch):
@@ -292,6 +283,22 @@ def test_operators_are_named_by_how_residuals_are_kept(monkeypatch):
     before = torch_operators._written(plan)
     monkeypatch.setattr(torch_operators, "_KEPT_AS", 1)
     assert torch_operators._written(plan) != before
+
+
+def test_operators_are_named_by_their_kernels():
+    """A disk may have a graph that was compiled for other kernels."""
+    how = (
+        contractions.Einsum("ab,bc->ac"),
+        recipes.CurrentScaling(),
+        "bfloat16",
+        "float32",
+    )
+    plan = contractions.make_plan(*how, True)
+    emulated = torch_operators._written(plan)
+    with devices.pretend("h200"):
+        native = torch_operators._written(plan)
+    assert "scaled_mm on CUDA" in native
+    assert native != emulated
 
 
 def test_a_second_derivative_is_refused_in_a_graph_too():

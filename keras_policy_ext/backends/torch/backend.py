@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
@@ -47,6 +47,7 @@ from keras_policy_ext.backends.torch.gradients import (
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
+from keras_policy_ext.numerics.scale_sources import source_of
 
 CUDA_OF_BLOCKS = (12, 9)
 CUDA_OF_MX = (12, 8)
@@ -156,15 +157,21 @@ def _sums_in_float32(dtype: str, halves: bool) -> bool:
 
 def _found() -> Device:
     if torch.cuda.is_available():
-        if torch.version.hip:
-            name = torch.cuda.get_device_properties(0).gcnArchName
-            return devices.of_amd(name, name.partition(":")[0])
-        capability = torch.cuda.get_device_capability()
-        title = f"compute capability {capability}"
-        return devices.of_nvidia(capability, title)
+        return gpu_of(torch.cuda.current_device())
     if torch.backends.mps.is_available():
         return devices.KNOWN["mps"]
     return devices.KNOWN["cpu_bf16" if _multiplies_bfloat16() else "cpu"]
+
+
+@functools.cache
+def gpu_of(index: int) -> Device:
+    """Return the `Device` of a GPU; CUDA is asked once."""
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(0).gcnArchName
+        return devices.of_amd(name, name.partition(":")[0])
+    capability = torch.cuda.get_device_capability(index)
+    title = f"compute capability {capability}"
+    return devices.of_nvidia(capability, title)
 
 
 @functools.cache
@@ -255,7 +262,7 @@ class TorchBackend(Backend):
         if not is_known(x) or x.dim() or x.dtype != torch.float32:
             return None
         # What is exported or compiled is still to come.
-        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+        if is_exporting() or torch.compiler.is_compiling():
             return None
         return x.item()
 
@@ -263,7 +270,7 @@ class TorchBackend(Backend):
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
         # Taken for granted on a GPU, which does not read a subnormal number as
         # 0, and which would have to be waited for.
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() or is_exporting():
             return False
         if not (is_known(a) and is_known(b)):
             return a.device.type != "cpu"
@@ -301,13 +308,38 @@ class TorchBackend(Backend):
         counts = is_real(x) and not x.is_inference()
         return x._version if counts else None
 
-    @torch.compiler.disable
     @override
     def assigned(self, variable: Any, value: Tensor) -> Tensor:
+        # Only there: eagerly the decorator takes longer than the kernel.
+        if torch.compiler.is_compiling():
+            return self._assigned_apart(variable, value)
+        return self._assigned(variable, value)
+
+    @torch.compiler.disable
+    def _assigned_apart(self, variable: Any, value: Tensor) -> Tensor:
+        return self._assigned(variable, value)
+
+    def _assigned(self, variable: Any, value: Tensor) -> Tensor:
         with torch.no_grad():
-            value = observations.with_observed(variable, value)
-            previous = variable.value
-            return super().settle(variable.settling, value, previous)
+            found, state = observations.taken(variable, value), variable.value
+            merge = self._merge_of(variable, state)
+            if merge is not None:
+                merge(value, found, state)
+                return state
+            value = observations.merged(value, found)
+            return super().settle(variable.settling, value, state)
+
+    def _merge_of(self, variable: Any, state: Tensor) -> Any:
+        """Return what changes a state in place, in one kernel; or None."""
+        known: Any = backends.engine.states[:1]
+        if not (state.is_cuda or any(each.interpreted for each in known)):
+            return None
+        source = source_of(variable.recipe, variable.matrices)
+        states: Any = backends.engine.state_kernels_for(source, state)
+        is_apart = variable_values.is_stateless() or not state.is_contiguous()
+        if is_apart or not hasattr(states, "merge"):
+            return None
+        return functools.partial(states.merge, source)
 
     @override
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
@@ -394,11 +426,11 @@ class TorchBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return _run_exported(operation, inputs, kernel, state)
         if torch.compiler.is_dynamo_compiling():
             refuse_compiled_transforms()
-            return operators.run(operation, inputs, kernel, *state)
+            return operators.run(operation, None, inputs, kernel, *state)
         return _run(operation, None, inputs, kernel, *state)
 
     @override
@@ -406,9 +438,12 @@ class TorchBackend(Backend):
         self, bias: Tensor, operation: Operation, *tensors: Tensor
     ) -> Tensor:
         # A GPU's matmul may add it itself.
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            return _run(operation, bias, *tensors)
+        if is_exporting() or not torch.compiler.is_dynamo_compiling():
             return super().run_and_add(bias, operation, *tensors)
-        return _run(operation, bias, *tensors)
+        refuse_compiled_transforms()
+        return operators.run(operation, bias, *tensors)
 
     @override
     def marked_gradients(
@@ -633,6 +668,16 @@ def is_real(x: Tensor) -> bool:
     Tensors of other types are placeholders for data.
     """
     return type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Return True inside `torch.export`, also where its compiler traces.
+
+    The compiler of torch 2.11 takes `torch.compiler.is_exporting()` for True.
+    It runs this function in its place, once for each graph.
+    """
+    return bool(torch.compiler.is_exporting())
 
 
 def is_known(x: Tensor) -> bool:

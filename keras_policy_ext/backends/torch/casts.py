@@ -57,7 +57,7 @@ def cast(
     Compiled and exported functions stay in float32: their graphs have no cast
     to float8 and back.
     """
-    if torch.compiler.is_exporting():
+    if backend.is_exporting():
         values = _clipped(x, scale, dtype, is_factor)
         return _signed_like(x, _round_to_format(values, dtype), dtype)
     if torch.compiler.is_compiling():
@@ -165,7 +165,7 @@ def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
     """Give rounded values the signs of `x`, if the format has -0."""
     if not casting.format_of(dtype).has_negative_zero:
         return rounded
-    if torch.compiler.is_exporting():
+    if backend.is_exporting():
         return rounded.copysign(x)
     return rounded.copysign_(x)
 
@@ -203,7 +203,7 @@ def _round_to_format(x: Tensor, dtype: str) -> Tensor:
 # Builds of PyTorch for CUDA bring Triton along, others do not.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from keras_policy_ext.backends.torch import triton_kernels
+    from keras_policy_ext.backends.torch import triton_casts, triton_states
 
 
 class TritonCasts(BothLayouts):
@@ -213,6 +213,8 @@ class TritonCasts(BothLayouts):
         interpreted: Whether to run on any device, in Triton's interpreter; for
             tests.
     """
+
+    sums_columns = True
 
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
@@ -235,20 +237,20 @@ class TritonCasts(BothLayouts):
         known: ScaleHint,
         wanted: Wanted,
     ) -> Both:
-        observe = wanted.amax
         if is_real(matrix):
-            return triton_kernels.quantize_both_ways(
-                matrix, asked, known, observe, self.interpreted
+            return triton_casts.quantize_both_ways(
+                matrix, asked, known, wanted, self.interpreted
             )
         dtype, wide = getattr(torch, asked.format), torch.float32
         m, k = matrix.shape
-        tiles = (triton_kernels.number_of_tiles(m, k),)
+        tiles = (triton_casts.number_of_tiles(m, k),)
         parts = () if known.scale is None else tiles
         return Both(
             matrix.new_empty((m, k), dtype=dtype),
             matrix.new_empty((k, m), dtype=dtype),
             matrix.new_empty((), dtype=wide),
-            matrix.new_empty(parts, dtype=wide) if observe else None,
+            matrix.new_empty(parts, dtype=wide) if wanted.amax else None,
+            matrix.new_empty(k, dtype=wide) if wanted.column_sums else None,
         )
 
 
@@ -276,18 +278,37 @@ class TritonStates(StateKernels):
         tells = self.interpreted or tells_the_host()
         told = observations.told(state) if tells else None
         matrix = state.contiguous()
-        return triton_kernels.history_scales(source, matrix, told)
+        return triton_states.history_scales(source, matrix, told)
 
     @override
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        return triton_kernels.observation(source, amaxes, slot)
+        return triton_states.observation(source, amaxes, slot)
 
     @override
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
         pair = value.contiguous(), previous.contiguous()
-        return triton_kernels.settle(source, *pair)
+        return triton_states.settle(source, *pair)
+
+    def merge(
+        self,
+        source: Any,
+        value: Tensor,
+        observed: list[Tensor],
+        state: Tensor,
+    ) -> None:
+        """Merge a value and observations into a state, in place.
+
+        Args:
+            source: The source of the scales.
+            value: As for `settle`.
+            observed: Observations since the last step, at most two.
+            state: The settled state before; contiguous.
+        """
+        given = [each.contiguous() for each in (value, *observed)]
+        triton_states.merge(source, given[0], given[1:], state)
+        torch.autograd.graph.increment_version(state)
 
 
 def _refusal(x: Tensor, interpreted: bool) -> str | None:
@@ -344,7 +365,7 @@ def tells_the_host() -> bool:
             state = torch.zeros(source.state_shape, device="cuda")
             state[:, 0], state[:, -1] = -1.0, 1.0
             told = observations.pinned_flags(len(state))
-            triton_kernels.history_scales(source, state, told)
+            triton_states.history_scales(source, state, told)
             torch.cuda.synchronize()
             return not told.any()
     # See `lacking`. The numbers are the same, so this is no error.
@@ -368,7 +389,8 @@ def _gives_our_codes() -> bool:
             expected = _bits(narrow_cast(x, scale, name))
             known = ScaleHint(scale, None, ScaleRule(inverted=True))
             asked = Quantization(format=name)
-            both = triton_kernels.quantize_both_ways(x, asked, known, True)
+            wanted = Wanted(amax=True)
+            both = triton_casts.quantize_both_ways(x, asked, known, wanted)
             found, across = _bits(both.values), _bits(both.across)
             if not torch.equal(found, expected):
                 return False

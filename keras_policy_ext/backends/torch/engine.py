@@ -23,7 +23,7 @@ from keras_policy_ext.backends.emulated import (
 )
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import Engine, StateKernels
-from keras_policy_ext.backends.torch import backend, casts
+from keras_policy_ext.backends.torch import backend, casts, straight
 from keras_policy_ext.backends.torch.backend import is_known, is_real
 from keras_policy_ext.backends.torch.scaled_mm import (
     ScaledMM,
@@ -182,7 +182,7 @@ class CpuStates(StateKernels):
         there = is_real(state) and state.device.type == "cpu"
         if not there or state.dtype != torch.float32:
             return "this state has no float32 numbers on a CPU"
-        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+        if backend.is_exporting() or torch.compiler.is_compiling():
             return "a compiler does not see what NumPy does"
         return None
 
@@ -368,6 +368,7 @@ ENGINE = Engine(
     widen=casts.widen,
     both_layouts=casts.TritonCasts(),
     states=(casts.TritonStates(), CpuStates()),
+    straight=straight.bind,
 )
 
 

@@ -60,9 +60,13 @@ def no_autocast(x: Tensor) -> Any:
 
     The device "meta" has no autocast to disable.
     """
-    if x.device.type == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return _AS_IT_IS
+    return torch.autocast(device, enabled=False)
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class ReverseMode(torch.autograd.Function):
@@ -160,15 +164,28 @@ class Differentiable(ReverseMode):
     ) -> Tensor:
         """Return the outputs plus the bias; save tensors for the gradient."""
         observe = operation.training is not False
-        outputs, residuals = operation.bound.forward(
-            inputs, kernel, state, observe, bias
-        )
-        if not observe and kernel.requires_grad and not _is_parameter(kernel):
-            residuals = operation.bound.observed(residuals, inputs, kernel)
-        ctx.operation, ctx.shapes = operation, residuals.shapes
-        ctx.links = links
+        bound = operation.bound
+        ctx.operation, ctx.links = operation, links
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.uses_state = bool(state)
+        ctx.shapes = inputs.shape, kernel.shape
+        ctx.passes = None
+        if bound.straight is not None and bound.straight.differentiates:
+            ctx.passes = bound.straight.of(
+                inputs.shape, kernel.shape, inputs.device
+            )
+        if ctx.passes is not None:
+            matrix = state[0] if state else None
+            outputs, saved = ctx.passes.forward(
+                inputs, kernel, bias, matrix, observe
+            )
+            ctx.save_for_backward(*state, *saved)
+            return outputs
+        outputs, residuals = bound.forward(inputs, kernel, state, observe, bias)
+        if not observe and kernel.requires_grad and not _is_parameter(kernel):
+            residuals = operation.bound.observed(residuals, inputs, kernel)
+        ctx.shapes = residuals.shapes
+        ctx.sums = bias is not None and bound.takes_bias(bias, inputs, kernel)
         ctx.save_for_backward(*state, *residuals.leaves())
         return _no_view(outputs)
 
@@ -177,17 +194,40 @@ class Differentiable(ReverseMode):
         """Return a gradient, or None, for each argument of `forward`."""
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
+        again = torch.is_grad_enabled() or are_transforms_active()
+        if ctx.passes is not None:
+            state, saved = saved[: ctx.uses_state], saved[ctx.uses_state :]
+            if not again:
+                # A bias of another shape is no bias of the matmul.
+                of_bias = ctx.needs_input_grad[2]
+                summed = of_bias and ctx.bias_shape == ctx.passes.columns
+                *grads, bias_grad, state_grad = ctx.passes.backward(
+                    saved,
+                    outputs_grad,
+                    state[0] if state else None,
+                    (*needed, summed),
+                )
+                if of_bias and not summed:
+                    bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
+                state_grads = (state_grad,) if state else ()
+                return None, None, bias_grad, *grads, *state_grads
+            saved = *state, *ctx.passes.leaves(saved)
         how = ctx.operation, ctx.shapes, needed, ctx.uses_state
         if ctx.operation.training is False and ctx.uses_state:
             saved = _with_amax(how, ctx.links[1], saved)
         # Under create_graph=True, or for a batch of gradients.
-        if torch.is_grad_enabled() or are_transforms_active():
+        bias_shape = ctx.bias_shape if ctx.needs_input_grad[2] else None
+        bias_grad = None
+        if again:
             gradients = linked(how, outputs_grad, ctx.links, saved)
+        elif bias_shape is not None and ctx.sums:
+            *gradients, bias_grad = _all_gradients(
+                how, outputs_grad, saved, bias_shape
+            )
         else:
             gradients = _gradients(how, outputs_grad, saved)
-        bias_grad = None
-        if ctx.needs_input_grad[2]:
-            bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
+        if bias_shape is not None and bias_grad is None:
+            bias_grad = outputs_grad.sum_to_size(bias_shape)
         return None, None, bias_grad, *gradients
 
 
@@ -223,16 +263,29 @@ def _gradients(
         outputs_grad: The gradient of the outputs.
         saved: The state, if there is one, and the leaves of the residuals.
     """
+    return _all_gradients(how, outputs_grad, saved, None)[:-1]
+
+
+def _all_gradients(
+    how: Any,
+    outputs_grad: Tensor,
+    saved: tuple[Tensor, ...],
+    bias_shape: Shape | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `_gradients`, and that of a bias of a shape."""
     operation, shapes, needed, uses_state = how
     state, leaves = saved[:uses_state], saved[uses_state:]
     with torch.no_grad(), no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
-            operation.bound.residuals(leaves, shapes),
-            outputs_grad,
-            state,
-            needed=needed,
+        inputs_grad, kernel_grad, state_grad, bias_grad = (
+            operation.bound.backward(
+                operation.bound.residuals(leaves, shapes),
+                outputs_grad,
+                state,
+                needed,
+                bias_shape,
+            )
         )
-    return inputs_grad, kernel_grad, *state_grad
+    return inputs_grad, kernel_grad, *state_grad, bias_grad
 
 
 def linked(

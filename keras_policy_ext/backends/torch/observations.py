@@ -87,11 +87,13 @@ class Observed:
         """Clear all observations, after another state was assigned."""
         self.taken()
         if self in _TOLD:
-            _TOLD[self].numpy()[:] = True
+            _TOLD[self][0].fill_(True)
 
 
-_TOLD: weakref.WeakKeyDictionary[Observed, Tensor] = weakref.WeakKeyDictionary()
-"""The flags that `told` returns.
+_TOLD: weakref.WeakKeyDictionary[Observed, tuple[Tensor, memoryview]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The flags that `told` returns, and their bytes.
 
 They are not an attribute, since copies of a state would share it.
 """
@@ -126,30 +128,45 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(take)
 
 
-def with_observed(variable: Any, value: Tensor) -> Tensor:
-    """Return a value for a state, merged with the stored observations.
+def taken(variable: Any, value: Tensor) -> list[Tensor]:
+    """Return a state's stored observations, and clear them.
 
     Args:
         variable: A state variable.
-        value: Float32 (operands, width): an observation, a settled state or
-            zeros; or the tensor in the variable itself, which an optimizer
-            that accumulates gradients assigns until it takes its step.
+        value: What is assigned to it, as for `merged`.
 
     Returns:
-        The same shape; rows that are settled are those of `value`.
+        At most two observations, of replicas that share them one.
     """
     observed = variable.observed
     if value is variable.value:
         observed.keep()
-        return value
-    found = observed.taken()
+        return []
     if observed.group is not None and not _is_settled(value):
-        (found,) = _over_replicas([variable], [found])
+        found = _over_replicas([variable], [observed.taken()])
+    else:
+        found = [observed.latest, observed.earlier]
+        observed.latest = observed.earlier = observed.gradient = None
     observed.group = None
-    if found is None:
+    return [each for each in found if each is not None]
+
+
+def merged(value: Tensor, found: list[Tensor]) -> Tensor:
+    """Return a value for a state, merged with observations.
+
+    Args:
+        value: Float32 (operands, width): an observation, a settled state or
+            zeros; or the tensor in the variable itself, which an optimizer
+            that accumulates gradients assigns until it takes its step.
+        found: From `taken`.
+
+    Returns:
+        The same shape; rows that are settled are those of `value`.
+    """
+    if not found:
         return value
-    largest = _counted(torch.maximum(value, found))
-    return torch.where(value[:, :1] < 0.0, value, largest)
+    largest = functools.reduce(torch.maximum, [value, *found])
+    return torch.where(value[:, :1] < 0.0, value, _counted(largest))
 
 
 def enter(states: Iterable[Any]) -> None:
@@ -215,11 +232,10 @@ def told(parameter: Tensor) -> Tensor | None:
             return None
         if not _FREE:
             _FREE.append(pinned_flags(parameter.shape[0], on_gpu))
-        unseen = _FREE.pop()
-        unseen.numpy()[:] = True
+        unseen = _FREE.pop().fill_(True)
         weakref.finalize(state.observed, _FREE.append, unseen)
-        _TOLD[state.observed] = unseen
-    return _TOLD[state.observed]
+        _TOLD[state.observed] = unseen, memoryview(unseen.numpy())
+    return _TOLD[state.observed][0]
 
 
 def pinned_flags(count: int, pinned: bool = True) -> Tensor:
@@ -230,8 +246,8 @@ def pinned_flags(count: int, pinned: bool = True) -> Tensor:
 def seen_lately(parameter: Tensor) -> bool:
     """Return True if a GPU reported that all operands were observed."""
     state = _STATES.get(id(parameter))
-    unseen = None if state is None else _TOLD.get(state.observed)
-    return unseen is not None and not unseen.numpy().any()
+    told = None if state is None else _TOLD.get(state.observed)
+    return told is not None and True not in told[1]
 
 
 def know_replicas(parameter: Tensor) -> None:

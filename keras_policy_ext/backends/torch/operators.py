@@ -7,7 +7,8 @@ a third longer on a CPU, and a minute to compile (torch 2.13, 2 cores).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,37 +27,87 @@ _OPERATIONS: dict[str, Operation | FrozenOperation] = {}
 
 
 def run(
-    operation: Operation, inputs: Tensor, kernel: Tensor, *state: Tensor
+    operation: Operation,
+    bias: Tensor | None,
+    inputs: Tensor,
+    kernel: Tensor,
+    *state: Tensor,
 ) -> Tensor:
-    """Run an operation as a custom operator; return the outputs.
+    """Run an operation as a custom operator; return the outputs plus the bias.
+
+    The operator adds the bias if it runs straight. Elsewhere the compiler
+    adds it, perhaps with what comes next.
 
     Args:
-        operation: The operation. Its fields, and the fields of its first
-            field, are dataclass fields with values known to the compiler.
-        inputs: See `Operation.forward`.
-        kernel: See `Operation.forward`.
-        *state: See `Operation.forward`; at most one tensor.
+        operation: The operation. It and its fields are made of dataclasses
+            and of values known to the compiler.
+        bias: In the dtype of the outputs; None for none.
+        inputs: See `BoundOperation.forward`.
+        kernel: See `BoundOperation.forward`.
+        *state: See `BoundOperation.forward`; at most one tensor.
     """
     name = _written(operation)
     matrix = state[0] if state else None
     keep = torch.is_grad_enabled() and any(
         [tensor.requires_grad for tensor in (inputs, kernel, *state)]
     )
-    return _forward(name, inputs, kernel, matrix, keep)[0]
+    added = None
+    if bias is not None and kernel.shape[_summed(name) :] == bias.shape:
+        added = bias
+    outputs = _forward(name, inputs, kernel, matrix, added, keep)[0]
+    return outputs if bias is added else outputs + bias
+
+
+@torch.compiler.assume_constant_result
+def _summed(name: str) -> int:
+    """Return how many axes of a kernel are summed, if it runs straight.
+
+    Else return so many that no axes are left for a bias.
+    """
+    operation: Any = _OPERATIONS[name]
+    straight = operation.bound.straight
+    return _MANY if straight is None else int(straight.contracted)
+
+
+_MANY = 1 << 10
+
+
+def _straight(bound: Any, keep: bool) -> Any:
+    """Return the straight passes of a bound operation, or None."""
+    straight = bound.straight
+    if straight is None or (keep and not straight.differentiates):
+        return None
+    return straight
 
 
 def _written(operation: Any) -> str:
-    """Return the name under which an operation is registered.
+    """Return the name under which an operation is registered."""
+    return _name_of(_in_pieces(operation))
 
-    An object that was created inside a graph cannot be passed out of it; its
-    fields can.
+
+def _in_pieces(value: Any) -> Any:
+    """Return a dataclass as its class and fields, and theirs; else the value.
+
+    An object that was created inside a graph cannot be passed out of it, and
+    with torch 2.11 no dataclass can; classes and numbers can.
     """
-    first, *rest = [getattr(operation, n) for n in operation.__match_args__]
-    fields = tuple([getattr(first, n) for n in first.__match_args__])
-    return _name_of(type(operation), type(first), fields, *rest)
+    # `is_dataclass` asks the class, for which torch 2.11 ends the graph.
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    names = [each.name for each in dataclasses.fields(value) if each.init]
+    return type(value), tuple([_in_pieces(getattr(value, n)) for n in names])
 
 
-_KEPT_AS = 3
+def _of_pieces(pieces: Any) -> Any:
+    """Return the value of which `_in_pieces` made these pieces."""
+    kind = pieces[0] if isinstance(pieces, tuple) and pieces else None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        return pieces
+    names = [each.name for each in dataclasses.fields(kind) if each.init]
+    return kind(**dict(zip(names, map(_of_pieces, pieces[1]), strict=True)))
+
+
+_KEPT_AS = 4
 """The version of the residuals; increase it if their shapes or dtypes change.
 
 Inductor looks up compiled graphs, in any process, by the names and shapes of
@@ -65,12 +116,12 @@ an operator's arguments. It assumes that the results are unchanged.
 
 
 @torch.compiler.assume_constant_result
-def _name_of(
-    operation_class: Any, first_class: Any, fields: Any, *rest: Any
-) -> str:
+def _name_of(pieces: Any) -> str:
     """Register an operation; return a name that is equal in any process."""
-    operation = operation_class(first_class(*fields), *rest).resolved()
-    name = text = f"{operation!r}, kept as {_KEPT_AS}"
+    operation = _of_pieces(pieces).resolved()
+    # What is compiled and kept on a disk is of these kernels alone.
+    kernels = "; ".join([": ".join(choice) for choice in operation.choices])
+    name = text = f"{operation!r}, by {kernels}, kept as {_KEPT_AS}"
     number = 1
     while _OPERATIONS.setdefault(name, operation) != operation:
         # Another recipe, of a class that is called the same.
@@ -79,12 +130,35 @@ def _name_of(
     return name
 
 
-@torch.library.custom_op("keras_policy_ext::forward", mutates_args=())
+def _operator(name: str) -> Callable[[Any], Any]:
+    """Return a decorator that registers a function as an operator.
+
+    It is called with less in between than one of `torch.library.custom_op`,
+    which looks at each call for results that share memory (torch 2.11: a
+    quarter of the time that the host takes).
+
+    Args:
+        name: The name, apart from that of the package.
+    """
+
+    def register(function: Any) -> Any:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        tag = torch.Tag.pt2_compliant_tag
+        qualified = f"keras_policy_ext::{name}"
+        torch.library.define(qualified, schema, tags=(tag,))
+        torch.library.impl(qualified, "default")(function)
+        return getattr(torch.ops.keras_policy_ext, name).default
+
+    return register
+
+
+@_operator("forward")
 def _forward(
     name: str,
     inputs: torch.Tensor,
     kernel: torch.Tensor,
     state: torch.Tensor | None,
+    bias: torch.Tensor | None,
     keep: bool,
 ) -> list[torch.Tensor]:
     """Return the outputs and, if `keep` is set, the tensors to save."""
@@ -92,9 +166,14 @@ def _forward(
     observe = keep and operation.training is not False
     if keep and state is not None:
         observations.know_replicas_in_graph()
+    straight = _straight(operation.bound, keep)
+    passes = straight and straight.of(inputs.shape, kernel.shape, inputs.device)
+    if passes:
+        outputs, saved = passes.forward(inputs, kernel, bias, state, observe)
+        return [outputs, *saved] if keep else [outputs]
     with no_autocast(inputs):
         outputs, residuals = operation.bound.forward(
-            inputs, kernel, _listed(state), observe
+            inputs, kernel, _listed(state), observe, bias
         )
         if keep and not observe:
             residuals = operation.bound.observed(residuals, inputs, kernel)
@@ -105,21 +184,30 @@ def _forward(
     return found[before:]
 
 
-@_forward.register_fake
+@torch.library.register_fake("keras_policy_ext::forward")
 def _(
-    name: str, inputs: Tensor, kernel: Tensor, state: Tensor | None, keep: bool
+    name: str,
+    inputs: Tensor,
+    kernel: Tensor,
+    state: Tensor | None,
+    bias: Tensor | None,
+    keep: bool,
 ) -> list[Tensor]:
-    # Observing needs no branch, which could not be chosen without numbers.
     operation: Any = _OPERATIONS[name]
-    outputs, residuals = operation.bound.forward(
-        inputs, kernel, _listed(state), observe=True
+    bound = operation.bound
+    straight = _straight(bound, keep)
+    if straight and straight.fits(inputs.shape, kernel.shape, inputs.device):
+        return straight.empty(inputs, kernel, keep)
+    # Observing needs no branch, which could not be chosen without numbers.
+    outputs, residuals = bound.forward(
+        inputs, kernel, _listed(state), observe=True, bias=bias
     )
     if not keep:
         return [torch.empty_like(outputs)]
     return [torch.empty_like(x) for x in (outputs, *residuals.leaves())]
 
 
-@torch.library.custom_op("keras_policy_ext::backward", mutates_args=())
+@_operator("backward")
 def _backward(
     name: str,
     leaves: Sequence[torch.Tensor],
@@ -127,29 +215,39 @@ def _backward(
     state: torch.Tensor | None,
     shapes: Sequence[int],
     rank: int,
+    bias_shape: Sequence[int],
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Return the needed gradients, and the gradient of a state if there is one.
 
     `shapes` holds the sizes of the inputs, `rank` of them, then those of the
-    kernel.
+    kernel. `needed` is of the inputs, the kernel and the bias.
     """
     operation: Any = _OPERATIONS[name]
+    bound = operation.bound
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
-    residuals = operation.bound.residuals(leaves, sizes)
+    straight = _straight(bound, True)
+    passes = straight and straight.of(*sizes, outputs_grad.device)
+    if passes:
+        found = passes.backward(leaves, outputs_grad, state, needed)
+        return [x for x in found if x is not None]
+    residuals = bound.residuals(leaves, sizes)
+    bias_grad = None
     with no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
+        inputs_grad, kernel_grad, state_grad, _ = bound.backward(
             residuals, outputs_grad, _listed(state), (needed[0], needed[1])
         )
+        if needed[2]:
+            bias_grad = outputs_grad.sum_to_size(tuple(bias_shape))
     found = [outputs_grad, *_listed(state), *leaves]
     before = len(found)
-    for tensor in (inputs_grad, kernel_grad, *state_grad):
+    for tensor in (inputs_grad, kernel_grad, bias_grad, *state_grad):
         if tensor is not None:
             found.append(apart(tensor.contiguous(), found))
     return found[before:]
 
 
-@_backward.register_fake
+@torch.library.register_fake("keras_policy_ext::backward")
 def _(
     name: str,
     leaves: Sequence[Tensor],
@@ -157,30 +255,35 @@ def _(
     state: Tensor | None,
     shapes: Sequence[int],
     rank: int,
+    bias_shape: Sequence[int],
     needed: Sequence[bool],
 ) -> list[Tensor]:
+    operation: Any = _OPERATIONS[name]
+    dtype = getattr(torch, operation.kernel_dtype)
     found = []
     if needed[0]:
         found.append(outputs_grad.new_empty(shapes[:rank]))
     if needed[1]:
-        operation: Any = _OPERATIONS[name]
-        dtype = getattr(torch, operation.kernel_dtype)
         found.append(outputs_grad.new_empty(shapes[rank:], dtype=dtype))
+    if needed[2]:
+        found.append(outputs_grad.new_empty(bias_shape))
     return found + [torch.empty_like(matrix) for matrix in _listed(state)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    name, x, kernel, state, _ = inputs
+    name, x, kernel, state, bias, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.name, ctx.uses_state = name, state is not None
     ctx.shapes, ctx.rank = [*x.shape, *kernel.shape], len(x.shape)
+    ctx.bias_shape = [] if bias is None else list(bias.shape)
     ctx.save_for_backward(*_listed(state), *output[1:])
 
 
 def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
     saved = ctx.saved_tensors
     state = saved[0] if ctx.uses_state else None
-    needed = ctx.needs_input_grad[1:3]
+    needs = ctx.needs_input_grad
+    needed = [needs[1], needs[2], needs[4]]
     found = iter(
         _backward(
             ctx.name,
@@ -189,19 +292,25 @@ def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
             state,
             ctx.shapes,
             ctx.rank,
-            list(needed),
+            ctx.bias_shape,
+            needed,
         )
     )
-    of_operands = [next(found) if wanted else None for wanted in needed]
-    return None, *of_operands, next(found, None), None
+    inputs_grad, kernel_grad, bias_grad = (
+        next(found) if wanted else None for wanted in needed
+    )
+    state_grad = next(found, None)
+    return None, inputs_grad, kernel_grad, state_grad, bias_grad, None
 
 
 def _refuse(ctx: Any, *gradients: Any) -> Any:
     raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
-_backward.register_autograd(_refuse)
+torch.library.register_autograd(
+    "keras_policy_ext::forward", _gradients, setup_context=_save
+)
+torch.library.register_autograd("keras_policy_ext::backward", _refuse)
 
 
 def run_frozen(

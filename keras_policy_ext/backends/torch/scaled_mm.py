@@ -126,7 +126,23 @@ class ScaledMMOfRows(NativeMatmul):
 
     If PyTorch has no kernel that takes them, the scales multiply the output in
     float32.
+
+    Args:
+        bias: See `ScaledMM`; bfloat16.
     """
+
+    def __init__(self, bias: Tensor | None = None):
+        self._bias = bias
+
+    def adding(self, bias: Tensor) -> ScaledMMOfRows | None:
+        """Return a kernel that adds a bias before it rounds, or None.
+
+        On a CPU the results must not change. Elsewhere PyTorch's kernel has
+        to take the scales.
+        """
+        can = bias.dtype == torch.bfloat16 and bias.device.type != "cpu"
+        can = can and torch_devices.scales_rows(bias.device)
+        return ScaledMMOfRows(bias) if can else None
 
     @override
     def reads(self, request: Request) -> bool:
@@ -151,11 +167,12 @@ class ScaledMMOfRows(NativeMatmul):
         # All that PyTorch's own kernel is made for on every device.
         plain = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
         if plain and torch_devices.scales_rows(x.device):
-            scales = _row_scales(a), _row_scales(b)
-            return _scaled_mm(x, y, *scales, torch.bfloat16, fast).unsqueeze(0)
+            how = *(_row_scales(a), _row_scales(b)), torch.bfloat16, fast
+            return _scaled_mm(x, y, *how, self._bias).unsqueeze(0)
         one = a.scale.new_ones(())
         product = _scaled_mm(x, y, one, one, torch.float32, fast).unsqueeze(0)
         product = times_scales(product, a, b, torch.Tensor.mul_)
+        product = product if self._bias is None else product + self._bias
         return product.to(getattr(torch, dtype))
 
 
@@ -376,21 +393,19 @@ def _scaled_mm(
         a, b = _padded(a), _padded(b)
     if bias is not None and b.shape[1] > columns:
         bias = F.pad(bias, (0, b.shape[1] - columns))
-    kind = F.ScalingType.TensorWise
     if scale_a.dim():
-        kind = F.ScalingType.RowWise
         over = a.shape[0] - rows, b.shape[1] - columns
         scale_a = F.pad(scale_a, (0, over[0]), value=1.0).unsqueeze(1)
         scale_b = F.pad(scale_b, (0, over[1]), value=1.0).unsqueeze(0)
-    product = F.scaled_mm(
+    # Not `F.scaled_mm`: a CPU lacks it in torch 2.11, and its checks in Python
+    # take longer than the call.
+    product = torch._scaled_mm(
         _contiguous(a),
         _contiguous(b.t()).t(),
         _aligned(scale_a),
-        kind,
         _aligned(scale_b),
-        kind,
         bias=bias,
-        output_dtype=dtype,
+        out_dtype=dtype,
         use_fast_accum=fast and a.device.type == "cuda",
     )
     return product.narrow(0, 0, rows).narrow(1, 0, columns)

@@ -1,4 +1,4 @@
-"""PyTorch on CUDA: casts, scales and states by Triton kernels."""
+"""PyTorch on CUDA: scales and states by Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from keras_policy_ext import formats
-from keras_policy_ext.backends.both_layouts import Both, ScaleHint
-from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SLOTS,
@@ -19,7 +16,7 @@ from keras_policy_ext.numerics.observations import (
     VALID_MARK,
 )
 from keras_policy_ext.numerics.scale_sources import HistoryScales
-from keras_policy_ext.recipes import OPERANDS, Quantization
+from keras_policy_ext.recipes import OPERANDS
 
 Tensor = Any
 
@@ -87,14 +84,41 @@ def settle(source: Any, value: Tensor, previous: Tensor) -> Tensor:
         previous: (3, width), contiguous.
     """
     settled = torch.empty_like(previous)
+    _settle_into(settled, source, value, [], previous)
+    return settled
+
+
+def merge(
+    source: Any, value: Tensor, observed: list[Tensor], state: Tensor
+) -> None:
+    """Change a state in place, as the assignment of a value changes it.
+
+    Args:
+        source: A `DelayedSource`.
+        value: (3, width), contiguous.
+        observed: At most two observations, (3, width) and contiguous, which
+            are merged with the value first.
+        state: (3, width), contiguous.
+    """
+    _settle_into(state, source, value, observed, state)
+
+
+def _settle_into(
+    settled: Tensor,
+    source: Any,
+    value: Tensor,
+    observed: list[Tensor],
+    previous: Tensor,
+) -> None:
     settle_kernel[(3,)](
         value,
+        *[*observed, value, value][:2],
         previous,
         settled,
+        OBSERVED=len(observed),
         KERNEL_ROW=OPERANDS.index("kernel"),
         **state_constants(source),
     )
-    return settled
 
 
 def state_constants(source: Any) -> dict[str, Any]:
@@ -293,8 +317,27 @@ def _is_observation(given, place, FIRST: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    """Return the larger of two numbers; NaN if one is NaN."""
+    return tl.where(a != a, a, tl.where(b != b, b, tl.maximum(a, b)))
+
+
+@triton.jit
+def _merged(given, found, place, inside):
+    """Merge observations: see `observations.merged`."""
+    found = _larger(given, found)
+    slots = tl.sum((inside & (place > 0) & (found != 0.0)).to(tl.float32), 0)
+    uses = tl.maximum(found, _UNIT * slots)
+    uses = tl.where(found != found, found, uses)
+    first = tl.sum(tl.where(place == 0, given, 0.0), 0)
+    return tl.where(first < 0.0, given, tl.where(place == 0, uses, found))
+
+
+@triton.jit
 def settle_kernel(
     value,
+    latest,
+    earlier,
     previous,
     settled,
     TOPS: tl.constexpr,
@@ -304,15 +347,25 @@ def settle_kernel(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
+    OBSERVED: tl.constexpr,
     KERNEL_ROW: tl.constexpr,
 ):
     """Write the new row of each operand's state.
 
-    See `settle` and `StateLayout.settle`. There is one program per operand.
+    See `merge` and `StateLayout.settle`. There is one program per operand. It
+    may write where it has read `previous`.
     """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     inside = place < WIDTH
     given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
+    if OBSERVED > 0:
+        found = tl.load(latest + row * WIDTH + place, mask=inside, other=0.0)
+        if OBSERVED > 1:
+            other = tl.load(
+                earlier + row * WIDTH + place, mask=inside, other=0.0
+            )
+            found = _larger(found, other)
+        given = _merged(given, found, place, inside)
     before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
     used, stored, seen = _scale_before(
         previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
@@ -325,324 +378,12 @@ def settle_kernel(
     observed = tl.where(place == 0, _SEALED, observed)
 
     # A state that is assigned is sealed, and zeros leave what was.
-    first = tl.load(value + row * WIDTH)
+    first = tl.sum(tl.where(place == 0, given, 0.0), 0)
     seal = tl.where(tl.abs(first - _SEALED) <= _ROUNDING, _SEALED, first)
     state = tl.where(place == 0, seal, given)
     other = tl.where(first < 0.0, state, before)
     unseen = tl.where(place == 0, _UNSEEN, 0.0)
     other = tl.where(first > 0.0, unseen, other)
     found = tl.where(_is_observation(given, place, FIRST), observed, other)
+    tl.debug_barrier()
     tl.store(settled + row * WIDTH + place, found, mask=inside)
-
-
-ROWS, COLUMNS = 64, 64
-"""The tile of one program."""
-
-_TRITON_DTYPES = {
-    "float8_e4m3fn": tl.float8e4nv,
-    "float8_e5m2": tl.float8e5,
-}
-
-
-def quantize_both_ways(
-    x: Tensor,
-    asked: Quantization,
-    known: ScaleHint,
-    observe: bool,
-    by_integers: bool = False,
-) -> Both:
-    """Quantize a matrix to float8; write it and its transpose.
-
-    Args:
-        x: (m, k), bfloat16, float16 or float32.
-        asked: How to quantize it, with one scale.
-        known: What is known of that scale. If the scale may be unknown, a
-            separate pass computes the amax. A kernel decides this on the
-            device, so that the host does not wait.
-        observe: Whether to return the amax.
-        by_integers: Whether to compute codes by integer arithmetic. Triton's
-            interpreter needs it: its own conversion is wrong.
-    """
-    m, k = x.shape
-    given = known.scale is not None
-    grid = (triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))
-    strides = x.stride(0), x.stride(1)
-    block = {"ROWS": ROWS, "COLUMNS": COLUMNS}
-    # One for each tile, which its program writes, or one that all raise.
-    amaxes = _int32(x, (number_of_tiles(m, k),)) if given else _zero(x)
-    unseen = known.unseen if known.unseen is not None else amaxes
-    if not given or (known.unseen is not None and not known.seen_lately):
-        amax_kernel[grid](
-            x, unseen, amaxes, m, k, *strides, ALWAYS=not given, **block
-        )
-    values, across = (
-        torch.empty(shape, dtype=torch.uint8, device=x.device)
-        for shape in ((m, k), (k, m))
-    )
-    scale = torch.empty((), dtype=torch.float32, device=x.device)
-    cast_kernel[grid](
-        x,
-        known.scale if given else amaxes,
-        unseen,
-        scale,
-        values,
-        across,
-        amaxes,
-        m,
-        k,
-        *strides,
-        **cast_constants(asked, known),
-        OBSERVE=observe and given,
-        BY_INTEGERS=by_integers,
-        **block,
-    )
-    dtype = getattr(torch, asked.format)
-    return Both(
-        values.view(dtype),
-        across.view(dtype),
-        scale,
-        amaxes.view(torch.float32) if observe else None,
-    )
-
-
-def number_of_tiles(m: Any, k: Any) -> Any:
-    """Return the number of tiles of an (m, k) matrix, rounded up."""
-    return -(-m // ROWS) * -(-k // COLUMNS)
-
-
-def _int32(x: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=x.device)
-
-
-def _zero(x: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device=x.device)
-
-
-def cast_constants(asked: Quantization, known: ScaleHint) -> dict[str, Any]:
-    """Return the compile-time constants of `cast_kernel`."""
-    found = formats.get(asked.format)
-    lowest, shift = casting.grid_constants(asked.format)
-    return {
-        "GIVEN": known.scale is not None,
-        "MAYBE_UNSEEN": known.unseen is not None,
-        "FOUND_BEFORE": not known.seen_lately,
-        "INVERTED": known.rule.inverted,
-        "TOP": found.max / 2.0**known.rule.margin,
-        "POWER_OF_TWO": asked.scale_rounding == "up",
-        "LIMIT": found.max,
-        "FORMAT": _TRITON_DTYPES[asked.format],
-        "MANTISSA": found.mantissa_bits,
-        "LOWEST": lowest,
-        "SHIFT": shift,
-        "SUBNORMALS": 1.0 / found.smallest_subnormal,
-        "NAN": 0x7E if found.has_inf else 0x7F,
-    }
-
-
-@triton.jit
-def _tile(
-    x,
-    row,
-    column,
-    m,
-    k,
-    by_row,
-    by_column,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Load a tile in float32; return the tile, its indices and its mask."""
-    i = row * ROWS + tl.arange(0, ROWS)
-    j = column * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (i[:, None] < m) & (j[None, :] < k)
-    rows, columns = i[:, None].to(tl.int64), j[None, :].to(tl.int64)
-    places = x + rows * by_row + columns * by_column
-    return tl.load(places, mask=inside, other=0.0).to(tl.float32), i, j, inside
-
-
-@triton.jit
-def _largest(numbers):
-    """Return the bits of a tile's amax; the bits of NaN if one value is NaN.
-
-    Magnitudes are ordered like their bits, and NaN is the largest.
-    """
-    bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.max(bits, 1), 0)
-
-
-@triton.jit
-def _amax_of_all(
-    x, m, k, by_row, by_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Return the amax of a whole matrix, read by one program."""
-    found = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for row in range(0, tl.cdiv(m, ROWS)):
-        for column in range(0, tl.cdiv(k, COLUMNS)):
-            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
-            bits = tile[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            found = tl.maximum(found, bits)
-    return tl.max(tl.max(found, 1), 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _quotient(x, scale):
-    """Compute `x / scale`, correctly rounded wherever a code depends on it.
-
-    It uses the reciprocal and one correction (P. Markstein, "Computation of
-    elementary functions on the IBM RISC System/6000 processor", 1990), half of
-    the instructions of a division. Infinity, NaN and the signs of zeros are
-    preserved. It divides if a correction could be subnormal.
-    """
-    if scale < 2.0**-60:
-        quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
-    else:
-        reciprocal = tl.div_rn(1.0, scale)
-        first = x * reciprocal
-        error = tl.fma(-first, tl.zeros_like(x) + scale, x)
-        corrected = tl.fma(error, tl.zeros_like(x) + reciprocal, first)
-        within = (tl.abs(first) < 2.0**20) & (first != 0.0)
-        quotient = tl.where(within, corrected, first)
-    return quotient
-
-
-@triton.jit
-def _codes_of(
-    number,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SUBNORMALS: tl.constexpr,
-):
-    """Return the float8 codes of clipped values, by integer arithmetic."""
-    bits = number.to(tl.int32, bitcast=True)
-    exponent = tl.maximum(bits & 0x7F800000, LOWEST)
-    anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
-    rounded = tl.abs((number + anchor) - anchor)
-    magnitude = rounded.to(tl.int32, bitcast=True)
-    normal = (magnitude - LOWEST + 0x800000) >> (23 - MANTISSA)
-    subnormal = (rounded * SUBNORMALS).to(tl.int32)
-    code = tl.where(magnitude >= LOWEST, normal, subnormal)
-    return code | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _own_amax(
-    x,
-    amaxes,
-    m,
-    k,
-    by_row,
-    by_column,
-    FOUND_BEFORE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Return the amax of an operand that was never observed before."""
-    if FOUND_BEFORE:
-        tiles = tl.num_programs(0) * tl.num_programs(1)
-        amax = largest_of(amaxes, tiles, ROWS * COLUMNS)
-    else:
-        amax = _amax_of_all(x, m, k, by_row, by_column, ROWS, COLUMNS)
-    return amax
-
-
-@triton.jit
-def cast_kernel(
-    x,
-    scale,
-    unseen,
-    used,
-    values,
-    across,
-    amaxes,
-    m,
-    k,
-    by_row,
-    by_column,
-    GIVEN: tl.constexpr,
-    MAYBE_UNSEEN: tl.constexpr,
-    FOUND_BEFORE: tl.constexpr,
-    INVERTED: tl.constexpr,
-    TOP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    LIMIT: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SUBNORMALS: tl.constexpr,
-    NAN: tl.constexpr,
-    OBSERVE: tl.constexpr,
-    BY_INTEGERS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Quantize a tile; write it and its transpose.
-
-    The first program also writes the scale.
-    """
-    if GIVEN:
-        chosen = tl.load(scale)
-        if MAYBE_UNSEEN:
-            wanted = tl.load(unseen) != 0
-            if wanted:
-                amax = _own_amax(
-                    x,
-                    amaxes,
-                    m,
-                    k,
-                    by_row,
-                    by_column,
-                    FOUND_BEFORE,
-                    ROWS,
-                    COLUMNS,
-                )
-                chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
-    else:
-        amax = tl.load(amaxes).to(tl.float32, bitcast=True)
-        chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
-    row, column = tl.program_id(0), tl.program_id(1)
-    if (row == 0) & (column == 0):
-        tl.store(used, chosen)
-    numbers, i, j, inside = _tile(
-        x, row, column, m, k, by_row, by_column, ROWS, COLUMNS
-    )
-    if OBSERVE:
-        tl.store(amaxes + row * tl.num_programs(1) + column, _largest(numbers))
-    number = _quotient(numbers, chosen)
-    number = tl.minimum(tl.maximum(number, -LIMIT), LIMIT)
-    if BY_INTEGERS:
-        code = _codes_of(number, MANTISSA, LOWEST, SHIFT, SUBNORMALS)
-        code = code.to(tl.uint8)
-    else:
-        code = number.to(FORMAT).to(tl.uint8, bitcast=True)
-    code = tl.where(numbers == numbers, code, NAN).to(tl.uint8)
-    rows, columns = i[:, None].to(tl.int64), j[None, :].to(tl.int64)
-    tl.store(values + rows * k + columns, code, mask=inside)
-    rows, columns = i[None, :].to(tl.int64), j[:, None].to(tl.int64)
-    tl.store(across + columns * m + rows, tl.trans(code), mask=tl.trans(inside))
-
-
-@triton.jit
-def amax_kernel(
-    x,
-    wanted,
-    amaxes,
-    m,
-    k,
-    by_row,
-    by_column,
-    ALWAYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Write the amax of a matrix, or of each tile if a flag is set."""
-    row, column = tl.program_id(0), tl.program_id(1)
-    if ALWAYS:
-        tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
-        tl.atomic_max(amaxes, _largest(tile[0]))
-    else:
-        if tl.load(wanted) != 0:
-            tile = _tile(x, row, column, m, k, by_row, by_column, ROWS, COLUMNS)
-            place = row * tl.num_programs(1) + column
-            tl.store(amaxes + place, _largest(tile[0]))

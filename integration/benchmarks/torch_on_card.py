@@ -1,0 +1,482 @@
+"""What float8 gives on this GPU with PyTorch: rows beside bfloat16, in minutes.
+
+First it checks the numbers: codes of the casts, the straight path beside the
+general one, and a step of training. Then it times steps, interleaved with
+those in bfloat16, and adds up the kernels by the profiler. A row that fails is
+noted, and the next one runs. The table comes last.
+
+    KERAS_BACKEND=torch python integration/benchmarks/torch_on_card.py \
+        --limit 240 --out card.json
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import statistics
+import time
+
+import keras
+import numpy as np
+import torch
+import torch._dynamo
+from peers import Torchao
+from steps_of_layers import sgd
+from workloads import Llama, dense, normal
+
+import keras_policy_ext as kpe
+from keras_policy_ext import backends, kernels
+from keras_policy_ext.backends.both_layouts import ScaleHint, Wanted
+from keras_policy_ext.backends.torch import casts
+from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.scale_sources import ScaleRule
+from keras_policy_ext.recipes import Quantization
+
+RECIPES = "delayed", "current", "rowwise"
+BASE = "bfloat16"
+LLAMA = Llama(2, 2048, 4096, 14336, 32, 8)
+SMALL_LLAMA = Llama(2, 32, 64, 128, 2, 1)
+
+
+@dataclasses.dataclass
+class Run:
+    """What was found so far, and how much time is left."""
+
+    limit: float
+    on_cpu: bool
+    size: int
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    checks: dict = dataclasses.field(default_factory=dict)
+    rows: dict = dataclasses.field(default_factory=dict)
+    notes: list = dataclasses.field(default_factory=list)
+
+    @property
+    def seconds(self):
+        """Since the start."""
+        return time.monotonic() - self.started
+
+    def say(self, text):
+        """Print a line with the time."""
+        print(f"[{self.seconds:5.0f} s] {text}", flush=True)
+
+    @contextlib.contextmanager
+    def guarded(self, name):
+        """A block whose error is noted, so that the next one runs."""
+        try:
+            yield
+        except Exception as error:
+            text = f"{name}: {type(error).__name__}: {str(error)[:600]}"
+            self.notes.append(text)
+            self.say(f"FAILED {text}")
+
+    def has(self, seconds):
+        """Whether so much time is left."""
+        return self.limit - self.seconds > seconds
+
+
+def wait():
+    """Wait for the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# The numbers
+
+
+def codes_are_those_of_the_reference(run):
+    """The codes of the Triton casts, in both layouts."""
+    device = "cpu" if run.on_cpu else "cuda"
+    both = backends.engine.both_layouts
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    every = bits.to(torch.int16).view(torch.bfloat16).reshape(256, 256)
+    odd = torch.randn(145, 71) * 100.0
+    found = {}
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        for title, x in (("bfloat16", every), ("float32", odd)):
+            x = x.to(device)
+            scale = torch.tensor(0.37, device=device)
+            known = ScaleHint(scale, None, ScaleRule(inverted=True))
+            asked = Quantization(format=name)
+            cast = both.quantize(x, asked, known, Wanted(amax=True))
+            expected = casting.quantize(x, scale, name).view(torch.uint8)
+            sign = torch.where(torch.isnan(x), 0x80, 0).to(torch.uint8)
+            codes = cast.values.view(torch.uint8)
+            same = torch.equal(codes | sign, expected | sign)
+            turned = cast.across.view(torch.uint8).t()
+            found[f"{name} of {title}"] = same and torch.equal(turned, codes)
+    return found
+
+
+def straight_is_general(run):
+    """Whether the straight path has the bits of the general one."""
+    found = {}
+    engine = backends.engine
+    general = dataclasses.replace(engine, straight=lambda bound: None)
+    for recipe in RECIPES:
+        paths = []
+        for each in (engine, general):
+            backends.engine = each
+            try:
+                paths.append(_three_steps(recipe))
+            finally:
+                backends.engine = engine
+        took_it, _ = (path.pop("straight") for path in paths)
+        names = tuple(paths[0])
+        same = {
+            name: all(map(torch.equal, paths[0][name], paths[1][name]))
+            for name in names
+        }
+        if not run.on_cpu:
+            found[f"{recipe}: took the straight path"] = took_it
+        found |= {f"{recipe}: {name}": value for name, value in same.items()}
+    return found
+
+
+def _three_steps(recipe):
+    keras.utils.set_random_seed(0)
+    layer = kpe.layers.Dense(384, dtype=f"float8/{recipe}_from_mixed_bfloat16")
+    layer.build((None, 256))
+    found = collections.defaultdict(list)
+    for seed in range(3):
+        x = normal((512, 256), seed=seed).requires_grad_()
+        with kernels.prefer("native"):
+            y = layer(x, training=True)
+            y.backward(normal((512, 384), seed=seed + 7))
+        found["outputs"].append(y.detach().clone())
+        found["inputs_grad"].append(x.grad)
+        found["kernel_grad"].append(layer.kernel.value.grad.clone())
+        found["bias_grad"].append(layer.bias.value.grad.float().clone())
+        kpe.loops.settle(layer)
+        layer.zero_grad()
+        for state in layer.float8_state.matrices:
+            found["state"].append(state.value.detach().clone())
+    plan = layer.float8_state.last_call.plan
+    found["straight"] = plan.bound.straight is not None
+    return found
+
+
+def training_is_finite(run):
+    """Whether losses of a few steps are finite and fall."""
+    found = {}
+    for recipe in RECIPES:
+        keras.utils.set_random_seed(0)
+        with kpe.policy_scope("mixed_bfloat16"):
+            model = keras.Sequential(
+                [
+                    keras.Input((128,)),
+                    keras.layers.Dense(256, "relu"),
+                    keras.layers.Dense(128),
+                ]
+            )
+        kpe.convert(model, recipe)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.random.default_rng(0).normal(size=(64, 128)).astype("float32")
+        losses = [float(model.train_on_batch(x, x)) for _ in range(8)]
+        fell = bool(np.isfinite(losses).all() and losses[-1] < losses[0])
+        found[f"{recipe}: losses are finite and fall"] = fell
+    return found
+
+
+# Steps
+
+
+class Step:
+    """A step of a model: forward, backward, SGD.
+
+    Args:
+        make: Makes the model.
+        recipe: A recipe, or `BASE`.
+        shape: Of the inputs.
+        compiled: How torch.compile compiles the forward pass; None for not.
+    """
+
+    def __init__(self, make, recipe, shape, compiled=None):
+        keras.utils.set_random_seed(0)
+        with kpe.policy_scope("mixed_bfloat16"):
+            self.model = make()
+        if recipe != BASE:
+            kpe.convert(self.model, recipe)
+        self.variables = self.model.trainable_variables
+        self.optimizer = sgd()
+        self.optimizer.build(self.variables)
+        self.x, self.outputs_grad = normal(shape), None
+        self.call = functools.partial(self.model, training=True)
+        if compiled is not None:
+            # A function of its own, or the limit of recompiling is reached.
+            model = self.model
+            self.call = torch.compile(
+                lambda x: model(x, training=True), **compiled
+            )
+
+    def passes(self):
+        """Run forward and backward."""
+        x = self.x.detach().requires_grad_()
+        y = self.call(x)
+        if self.outputs_grad is None:
+            self.outputs_grad = normal(tuple(y.shape), seed=1).to(y.dtype)
+        y.backward(self.outputs_grad)
+
+    def __call__(self):
+        self.passes()
+        with torch.no_grad():
+            grads = [v.value.grad for v in self.variables]
+            self.optimizer.apply(grads, self.variables)
+        self.model.zero_grad()
+
+    def close(self):
+        """Let the memory go."""
+        self.model = self.call = self.variables = self.optimizer = None
+
+
+def timed(run, steps, rounds=7):
+    """The median time of each step in µs, interleaved."""
+    found = {name: [] for name in steps}
+    counts = {}
+    for name, step in steps.items():
+        for _ in range(4):
+            step()
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        once = time.perf_counter() - start
+        counts[name] = max(3, min(30, int(0.03 / max(once, 1e-6))))
+    for _ in range(rounds if not run.on_cpu else 1):
+        for name, step in steps.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(counts[name]):
+                step()
+            wait()
+            seconds = time.perf_counter() - start
+            found[name].append(seconds / counts[name] * 1e6)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def kernels_of(step, repeats=3):
+    """The kernels of a step by the profiler: their number, sum and names."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    step()
+    wait()
+    with profile(activities=activities) as seen:
+        for _ in range(repeats):
+            step()
+        wait()
+    sums = collections.defaultdict(lambda: [0, 0.0])
+    for event in seen.events():
+        if event.device_type.name == "CUDA":
+            sums[event.name][0] += 1
+            sums[event.name][1] += event.time_range.elapsed_us()
+    rows = sorted(sums.items(), key=lambda pair: -pair[1][1])
+    return {
+        "gpu_us": round(sum(us for _, (_, us) in rows) / repeats, 1),
+        "kernels": round(sum(n for _, (n, _) in rows) / repeats, 1),
+        "largest": [
+            [name[:70], round(n / repeats, 1), round(us / repeats, 1)]
+            for name, (n, us) in rows[:14]
+        ],
+    }
+
+
+def compare(run, title, make, shape, names, compiled=None, need=12):
+    """Time a model under recipes, beside bfloat16, in one block."""
+    steps, graphs = {}, {}
+    for name in names:
+        if not run.has(need):
+            run.notes.append(f"{title}, {name}: out of time")
+            continue
+        with run.guarded(f"{title}, {name}"):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            start = run.seconds
+            step = Step(make, name, shape, compiled)
+            for _ in range(3):
+                step()
+            wait()
+            counters = torch._dynamo.utils.counters
+            graphs[name] = counters["stats"].get("unique_graphs", 0)
+            steps[name] = step
+            run.say(f"{title}, {name}: ready after {run.seconds - start:.0f} s")
+    if not steps:
+        return
+    with run.guarded(f"{title}, times"):
+        times = timed(run, steps)
+        for name, us in times.items():
+            row = {"us": round(us, 1)}
+            if BASE in times:
+                row["times_as_fast"] = round(times[BASE] / us, 3)
+            if compiled is not None:
+                row["graphs"] = graphs[name]
+            run.rows[f"{title}, {name}"] = row
+            run.say(f"{title}, {name}: {row}")
+    for name, step in steps.items():
+        if not run.has(6):
+            break
+        with run.guarded(f"{title}, {name}, profiler"):
+            found = kernels_of(step)
+            run.rows.setdefault(f"{title}, {name}", {}).update(found)
+    for step in steps.values():
+        step.close()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def in_a_cuda_graph(run, size, names):
+    """Time forward and backward, captured in a CUDA graph."""
+    times = {}
+    for name in names:
+        if not run.has(8):
+            break
+        with run.guarded(f"CUDA graph, {name}"):
+            step = Step(functools.partial(dense, size), name, (size, size))
+            for _ in range(3):
+                step()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step.passes()
+            torch.cuda.current_stream().wait_stream(side)
+            step.model.zero_grad(set_to_none=True)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step.passes()
+            times |= timed(run, {name: graph.replay})
+            row = {"us": round(times[name], 1)}
+            if BASE in times:
+                row["times_as_fast"] = round(times[BASE] / times[name], 3)
+            run.rows[f"CUDA graph of passes, {size}, {name}"] = row
+            run.say(f"CUDA graph of passes, {size}, {name}: {row}")
+
+
+def of_torchao(run, size):
+    """Time torchao's layer, eager and compiled."""
+    if importlib.util.find_spec("torchao") is None:
+        run.notes.append("torchao is not installed: its rows are left out")
+        return
+    w = np.random.default_rng(0).standard_normal((size, size), dtype="f4")
+    for compiled in (True, False):
+        if not run.has(15):
+            return
+        how = "compiled" if compiled else "eager"
+        with run.guarded(f"torchao, {how}"):
+            torch._dynamo.reset()
+            operands = normal((size, size)), normal((size, size), seed=1)
+            layer = Torchao(w / size**0.5, *operands, compiled)
+            title = f"Dense {size}, {how}, torchao tensorwise"
+            us = timed(run, {title: layer.step})[title]
+            run.rows[title] = {"us": round(us, 1), **kernels_of(layer.step)}
+            run.say(f"{title}: {us:.0f} µs")
+
+
+def of_casts(run, size):
+    """Time the casts of one operand, with their bandwidth."""
+    device = "cpu" if run.on_cpu else "cuda"
+    both = backends.engine.both_layouts
+    x = torch.randn(size, size, device=device)
+    scale = torch.tensor(0.01, device=device)
+    known = ScaleHint(scale, None, ScaleRule(inverted=True))
+    for dtype in (torch.bfloat16, torch.float32):
+        for name in ("float8_e4m3fn", "float8_e5m2"):
+            operand, asked = x.to(dtype), Quantization(format=name)
+            cast = functools.partial(
+                both.quantize, operand, asked, known, Wanted(amax=True)
+            )
+            found = kernels_of(cast) if torch.cuda.is_available() else {}
+            us = found.get("gpu_us") or 1.0
+            moved = size * size * (operand.element_size() + 2)
+            title = f"cast of {str(dtype)[6:]} to {name}, {size}"
+            run.rows[title] = {"us": us, "TB/s": round(moved / us / 1e6, 2)}
+            run.say(f"{title}: {run.rows[title]}")
+
+
+def measure(run):
+    """All rows, the most important ones first."""
+    size = run.size
+    how = {"backend": "aot_eager"} if run.on_cpu else {}
+    few, all_names = (BASE, "delayed"), (BASE, *RECIPES)
+
+    def squares(title, size, names, compiled=None, need=12):
+        make, shape = functools.partial(dense, size), (size, size)
+        title = f"Dense {size}, {title}"
+        compare(run, title, make, shape, names, compiled, need)
+
+    squares("eager", size, all_names)
+    squares("compiled", size, all_names, how)
+    # Keras asks for flash attention by what breaks graphs. PyTorch chooses it.
+    keras.config.disable_flash_attention()
+    llama = SMALL_LLAMA if run.on_cpu else LLAMA
+    title = "Llama block, compiled"
+    compare(run, title, llama.model, llama.shape, few, how)
+    if not run.on_cpu:
+        squares("reduce-overhead", size, few, {"mode": "reduce-overhead"})
+    squares("compiled", 2 * size, few, how)
+    if not run.on_cpu:
+        in_a_cuda_graph(run, size, (BASE, "delayed", "current"))
+    of_torchao(run, size)
+    with run.guarded("casts"):
+        of_casts(run, size)
+    squares("compiled again", 2 * size, (BASE, "current", "rowwise"), how)
+
+
+def table(run):
+    """All that was found, in lines."""
+    lines = ["", f"{'':52}{'µs':>9}{'× bf16':>8}{'GPU µs':>8}{'graphs':>7}"]
+    for name, row in run.rows.items():
+        cells = [row.get(k, "") for k in ("us", "times_as_fast", "gpu_us")]
+        cells.append(row.get("graphs", ""))
+        pairs = zip(cells, (9, 8, 8, 7), strict=True)
+        line = "".join(f"{cell!s:>{width}}" for cell, width in pairs)
+        lines.append(f"{name[:52]:52}{line}")
+    lines.append("")
+    for name, row in run.rows.items():
+        if "largest" in row:
+            parts = (f"{n[:44]} x{k:g} {us:g}" for n, k, us in row["largest"])
+            lines.append(f"{name}: {'; '.join(parts)}")
+    lines += ["", *(f"noted: {note}" for note in run.notes)]
+    wrong = [name for name, same in run.checks.items() if not same]
+    lines.append(f"checks: {len(run.checks)}, wrong: {wrong or 'none'}")
+    return "\n".join(lines)
+
+
+def main():
+    """Run the checks and the rows, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=float, default=240.0)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--on-cpu", action="store_true")
+    options = parser.parse_args()
+    if not (options.on_cpu or torch.cuda.is_available()):
+        parser.error("no GPU is visible to PyTorch; --on-cpu tries the script")
+    run = Run(options.limit, options.on_cpu, options.size)
+    where = "a CPU" if run.on_cpu else torch.cuda.get_device_name()
+    run.say(f"torch {torch.__version__}, keras {keras.__version__}, {where}")
+    run.say(f"casts by Triton: {casts.lacking() or 'yes'}")
+    checks = [straight_is_general, training_is_finite]
+    if casts.lacking() is None:
+        checks.insert(0, codes_are_those_of_the_reference)
+    for check in checks:
+        with run.guarded(check.__name__):
+            found = check(run)
+            run.checks |= found
+            wrong = [name for name, same in found.items() if not same]
+            run.say(f"{check.__name__}: {len(found)} checks, wrong: {wrong}")
+    measure(run)
+    print(table(run), flush=True)
+    if options.out:
+        found = {"device": where, "torch": torch.__version__}
+        found |= {"checks": run.checks, "rows": run.rows, "notes": run.notes}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

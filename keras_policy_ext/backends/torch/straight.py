@@ -1,0 +1,736 @@
+"""PyTorch on a GPU: most layers' passes, as lists of kernels found once.
+
+A plan is bound to such a list if it multiplies two plain matrices of float8
+values, and one cast writes each operand in both layouts: with one scale, or
+with a scale for each row that a matmul reads. The general path of
+`contractions.bound_plan` computes the same bits. There, to decide what to
+launch takes the host longer than the step takes a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.both_layouts import ScaleHint
+from keras_policy_ext.backends.interface import Shape
+from keras_policy_ext.backends.matmuls import ROW
+from keras_policy_ext.backends.torch import backend, casts, observations
+from keras_policy_ext.backends.torch.scaled_mm import (
+    ALIGNMENT,
+    HALVES,
+    ScaledMM,
+    ScaledMMOfRows,
+)
+from keras_policy_ext.formats import FAMILIES
+from keras_policy_ext.numerics.observations import SLOTS
+from keras_policy_ext.numerics.scale_sources import CurrentSource, DelayedSource
+from keras_policy_ext.recipes import MATMULS, OPERANDS, matmuls_of
+
+if casts.HAS_TRITON:
+    from keras_policy_ext.backends.torch import triton_casts, triton_states
+
+_empty = torch.empty
+
+_FLOAT32 = torch.float32
+
+_WIDTH = 8
+"""The distance of the scales of two operands, each with a marked scale."""
+
+_DTYPES = "bfloat16", "float16", "float32"
+
+
+class Launch:
+    """A Triton kernel with its grid and constants, started directly.
+
+    All calls have tensors of the same dtypes, at addresses that 16 divides,
+    and the same sizes. So the kernel that the first call compiles is the one
+    for all. Triton itself takes 9 µs to find it, 0.3 µs to start it. It starts
+    kernels in this way (triton 3.6 to 3.9); its interpreter compiles nothing.
+
+    Args:
+        kernel: The function that Triton compiles.
+        grid: The number of programs along each axis.
+        constants: Its compile-time constants, by name.
+        **options: Such as `num_warps`.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        constants: dict[str, Any],
+        **options: Any,
+    ):
+        self._kernel, self._options = kernel, {**constants, **options}
+        self._grid = (*grid, 1, 1)[:3]
+        names = kernel.arg_names
+        self._constants = [constants[n] for n in names if n in constants]
+        self._start: Any = None
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        """Start the kernel.
+
+        Args:
+            stream: The address of the CUDA stream.
+            *arguments: Tensors and sizes, in the order of the kernel's.
+        """
+        if self._start is None:
+            made = self._kernel[self._grid](*arguments, **self._options)
+            if hasattr(made, "packed_metadata"):
+                self._how = made.function, made.packed_metadata, *(None,) * 3
+                self._start = made.run
+            return
+        constants = self._constants
+        self._start(*self._grid, stream, *self._how, *arguments, *constants)
+
+
+class Cast:
+    """The cast of an operand of one shape with one scale, in both layouts.
+
+    Args:
+        straight: The passes that it is part of.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        matrix: A matrix of its shape and strides.
+        lately: Whether the GPU has told that all operands were observed.
+        observe: Whether to write the amax of each tile.
+        sums: Whether to write sums of columns, a row for each row of tiles.
+    """
+
+    def __init__(
+        self,
+        straight: Straight,
+        operand: str,
+        matrix: Tensor,
+        lately: bool,
+        observe: bool,
+        sums: bool = False,
+    ):
+        m, k = matrix.shape
+        grid = triton_casts.grid_of((m, k))
+        asked = straight.quantizations[operand]
+        self._dtype = getattr(torch, asked.format)
+        self._shape, self._across = (m, k), (k, m)
+        self._tiles = grid[0] * grid[1]
+        self._sums = (grid[0], k) if sums else None
+        self._sizes = m, k, *matrix.stride()
+        self._has_state = straight.source is not None
+        index = OPERANDS.index(operand)
+        is_last = operand == "outputs_grad"
+        place = 0 if is_last or not index else _WIDTH
+        if not self._has_state:
+            index = 0 if is_last else index
+        may_be_unseen = straight.may_be_unseen
+        # Of a hint it only counts which of its tensors are there.
+        hint = ScaleHint(
+            matrix if self._has_state else None,
+            matrix if may_be_unseen else None,
+            straight.rule,
+            lately,
+        )
+        constants = triton_casts.cast_constants(
+            asked,
+            hint,
+            (m, k),
+            straight.interpreted,
+            INDEX=index,
+            PLACE=place,
+            MARKED=not self._has_state,
+            OBSERVE=observe and self._has_state,
+            SUMS=sums,
+        )
+        self._launch = Launch(triton_casts.cast_kernel, grid, constants)
+        self._find_amax = None
+        if not self._has_state or (may_be_unseen and not lately):
+            how = {"ALWAYS": not self._has_state, "INDEX": index}
+            how["TILE"] = constants["TILE"]
+            self._find_amax = Launch(triton_casts.amax_kernel, grid, how)
+
+    def __call__(
+        self,
+        stream: int,
+        x: Tensor,
+        scales: Tensor,
+        unseen: Tensor,
+        used: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Quantize a matrix.
+
+        Args:
+            stream: See `Launch`.
+            x: The matrix.
+            scales: Scales read from the state; zeros that become amaxes
+                without a state, int32.
+            unseen: Which operands were never observed.
+            used: Gets the scale.
+
+        Returns:
+            The codes, those of the transpose, the amax of each tile, and the
+            sums of the columns. The last two are `used` if they were not
+            asked for.
+        """
+        device = x.device
+        values = _empty(self._shape, dtype=self._dtype, device=device)
+        across = _empty(self._across, dtype=self._dtype, device=device)
+        amaxes = sums = used
+        if self._has_state:
+            amaxes = _empty(self._tiles, dtype=_FLOAT32, device=device)
+        if self._sums is not None:
+            sums = _empty(self._sums, dtype=_FLOAT32, device=device)
+        found = amaxes if self._has_state else scales
+        if self._find_amax is not None:
+            self._find_amax(stream, x, unseen, found, *self._sizes)
+        made = values, across, found, sums
+        self._launch(stream, x, scales, unseen, used, *made, *self._sizes)
+        return values, across, amaxes, sums
+
+
+class CastOfRows:
+    """The cast of an operand of one shape with a scale for each row.
+
+    It writes the transpose with a scale for each column.
+
+    Args:
+        straight: The passes that it is part of.
+        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
+        matrix: A matrix of its shape and strides.
+        sums: See `Cast`.
+    """
+
+    def __init__(
+        self, straight: Straight, operand: str, matrix: Tensor, sums: bool
+    ):
+        m, k = matrix.shape
+        grid = triton_casts.grid_of((m, k))
+        asked = straight.quantizations[operand]
+        self._dtype = getattr(torch, asked.format)
+        self._shape, self._across, self._count = (m, k), (k, m), m + k
+        # As the matmuls want them: a column of the first operand's scales.
+        is_kernel, is_inputs = operand == "kernel", operand == "inputs"
+        self._row_shape = (1, m) if is_kernel else (m, 1)
+        self._column_shape = (k, 1) if is_inputs else (1, k)
+        self._sums = (grid[0], k) if sums else None
+        self._sizes = m, k, *matrix.stride()
+        tile = {"TILE": triton_casts.tile_of((m, k))}
+        constants = {
+            **triton_casts.format_constants(asked, straight.interpreted),
+            # The outputs use saturated values: see `OperandUse.quantize`.
+            "MARKS_ROWS": not is_inputs,
+            "MARKS_COLUMNS": not is_kernel,
+            "SUMS": sums,
+            **tile,
+        }
+        self._find_amaxes = Launch(triton_casts.edges_kernel, grid, tile)
+        self._launch = Launch(triton_casts.cast_rows_kernel, grid, constants)
+
+    def __call__(self, stream: int, x: Tensor) -> tuple[Tensor, ...]:
+        """Quantize a matrix.
+
+        Returns:
+            The codes, those of the transpose, the scales of the rows and of
+            the columns, and the sums of the columns.
+        """
+        device = x.device
+        amaxes = torch.zeros(self._count, dtype=torch.int32, device=device)
+        values = _empty(self._shape, dtype=self._dtype, device=device)
+        across = _empty(self._across, dtype=self._dtype, device=device)
+        of_rows = _empty(self._row_shape, dtype=_FLOAT32, device=device)
+        of_columns = _empty(self._column_shape, dtype=_FLOAT32, device=device)
+        sums = of_rows
+        if self._sums is not None:
+            sums = _empty(self._sums, dtype=_FLOAT32, device=device)
+        self._find_amaxes(stream, x, amaxes, *self._sizes)
+        made = values, across, of_rows, of_columns, sums
+        self._launch(stream, x, amaxes, *made, *self._sizes)
+        return made
+
+
+class Saved(NamedTuple):
+    """The tensors that a forward pass with one scale saves for the gradients.
+
+    Attributes:
+        inputs: (k, m), the codes of the transposed inputs.
+        kernel: (k, n), the codes of the kernel.
+        used: Float32 (2, 8). A row begins with the scale of the inputs, or of
+            the kernel. Without a state, the marked scale is in column 4.
+        scales: Float32 (3,), read from the state; None without one, like what
+            follows.
+        unseen: Bool (3,), read from the state.
+        inputs_amax: The amax of each tile of the inputs; None if not observed.
+        kernel_amax: Likewise of the kernel.
+    """
+
+    inputs: Tensor
+    kernel: Tensor
+    used: Tensor
+    scales: Tensor | None = None
+    unseen: Tensor | None = None
+    inputs_amax: Tensor | None = None
+    kernel_amax: Tensor | None = None
+
+
+class Straight:
+    """The forward and the backward pass of a plan, as lists of triton_states.
+
+    Args:
+        bound: A `BoundPlan` of two plain matrices.
+        interpreted: See `TritonCasts`.
+
+    Attributes:
+        source: The `DelayedSource` of the plan; None without a state.
+        differentiates: Whether it computes the gradients too. Outside of
+            training a state observes the kernel alone.
+    """
+
+    def __init__(self, bound: Any, interpreted: bool):
+        plan = bound.plan
+        has_state = plan.source.state_shape is not None
+        self.interpreted = interpreted
+        self.rule = plan.source.rule
+        self.source = plan.source if has_state else None
+        self.may_be_unseen = has_state and plan.source.starts_from_current
+        self.quantizations = {
+            operand: plan.operands.quantizations[
+                operand, matmuls_of(operand)[0]
+            ]
+            for operand in OPERANDS
+        }
+        self.differentiates = plan.training is not False or not has_state
+        self.slot = 1 + plan.slot % SLOTS
+        self.column = 0 if has_state else triton_casts.MARKED_AFTER
+        self.contracted = len(plan.contraction.form.contracted)
+        self.outputs_dtype = getattr(torch, plan.inputs_dtype)
+        self.kernel_dtype = getattr(torch, plan.kernel_dtype)
+        self.grad_dtype = getattr(torch, bound.dtype_of("kernel_grad"))
+        # On a CPU, which interprets, the results must not change.
+        on_cpu = bound.device.maker == "cpu"
+        self.adds = self.outputs_dtype in HALVES and not on_cpu
+        # Triton's interpreter does not round to 16 bits as a GPU does.
+        self.sums_dtype = _FLOAT32 if interpreted else self.outputs_dtype
+        self._passes: dict[Any, Passes | None] = {}
+
+    def of(
+        self, inputs: Shape, kernel: Shape, device: torch.device
+    ) -> Passes | None:
+        """Return the passes for operands of these shapes; None if it has none.
+
+        Args:
+            inputs: The shape of the inputs.
+            kernel: The shape of the kernel.
+            device: Where both are.
+        """
+        key = inputs, kernel, device
+        if key not in self._passes:
+            fits = self.fits(*key)
+            self._passes[key] = self.made(*key) if fits else None
+        return self._passes[key]
+
+    def made(
+        self, inputs: Shape, kernel: Shape, device: torch.device
+    ) -> Passes:
+        """Return new passes; see `of`."""
+        return Passes(self, inputs, kernel, device)
+
+    def fits(self, inputs: Shape, kernel: Shape, device: torch.device) -> bool:
+        """Return True if the hardware accepts the sizes; see `of`."""
+        if not (self.interpreted or device.type == "cuda"):
+            return False
+        sizes = self.sizes(inputs, kernel)
+        return all(size and size % ALIGNMENT == 0 for size in sizes)
+
+    def sizes(self, inputs: Shape, kernel: Shape) -> tuple[int, int, int]:
+        """Return m, k and n of the product (m, k) @ (k, n)."""
+        count = self.contracted
+        groups = inputs[: len(inputs) - count], kernel[:count], kernel[count:]
+        m, k, n = map(math.prod, groups)
+        return m, k, n
+
+    def empty(self, inputs: Tensor, kernel: Tensor, keep: bool) -> list[Tensor]:
+        """Return tensors of the shapes of the outputs and what is saved.
+
+        Args:
+            inputs: See `BoundPlan.forward`; it may have no data.
+            kernel: See `BoundPlan.forward`; it may have no data.
+            keep: Whether anything is saved.
+        """
+        m, k, n = self.sizes(inputs.shape, kernel.shape)
+        rows = inputs.shape[: len(inputs.shape) - self.contracted]
+        shape = *rows, *kernel.shape[self.contracted :]
+        found = [(shape, self.outputs_dtype)]
+        if keep:
+            x, w = (
+                getattr(torch, self.quantizations[operand].format)
+                for operand in ("inputs", "kernel")
+            )
+            found += [((k, m), x), ((k, n), w), *self.scales_saved(m, k, n)]
+        return [inputs.new_empty(size, dtype=dtype) for size, dtype in found]
+
+    def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
+        """Return shapes and dtypes of what is saved after the codes."""
+        found: list[Any] = [((2, _WIDTH), _FLOAT32)]
+        if self.source is not None:
+            tiles = triton_casts.number_of_tiles
+            found += [((3,), _FLOAT32), ((3,), torch.bool)]
+            found += [((tiles(*each),), _FLOAT32) for each in ((m, k), (k, n))]
+        return found
+
+    def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Return saved tensors in the form of `Residuals.leaves`."""
+        each = Saved(*saved)
+        found = []
+        for codes, used in zip(each[:2], each.used.unbind(0), strict=True):
+            found += [codes.mT[None], used[self.column].reshape(1, 1, 1)]
+        known = [each.scales, each.unseen if self.may_be_unseen else None]
+        known += [each.inputs_amax, each.kernel_amax]
+        return found + [x for x in known if x is not None]
+
+
+class StraightOfRows(Straight):
+    """`Straight` with a scale for each row that a matmul reads."""
+
+    def made(
+        self, inputs: Shape, kernel: Shape, device: torch.device
+    ) -> Passes:
+        """Return new passes; see `of`."""
+        return PassesOfRows(self, inputs, kernel, device)
+
+    def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
+        """Return shapes and dtypes of what is saved after the codes."""
+        return [((k, 1), _FLOAT32), ((1, k), _FLOAT32)]
+
+    def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Return saved tensors in the form of `Residuals.leaves`."""
+        x, w, x_scale, w_scale = saved
+        scales = x_scale.reshape(1, 1, -1), w_scale.reshape(1, -1, 1)
+        return [x.mT[None], scales[0], w[None], scales[1]]
+
+
+class Passes:
+    """Both passes for operands of one shape, on one device.
+
+    Args:
+        straight: The passes of the plan.
+        inputs: The shape of the inputs.
+        kernel: The shape of the kernel.
+        device: Where both are.
+
+    Attributes:
+        columns: The shape of a bias.
+    """
+
+    def __init__(
+        self,
+        straight: Straight,
+        inputs: Shape,
+        kernel: Shape,
+        device: torch.device,
+    ):
+        self._straight, self._source = straight, straight.source
+        self._m, self._k, self._n = straight.sizes(inputs, kernel)
+        self._inputs_shape, self._kernel_shape = inputs, kernel
+        self.columns = kernel[straight.contracted :]
+        rows = inputs[: len(inputs) - straight.contracted]
+        self._shape = *rows, *self.columns
+        self._device, self._fast = device, device.type == "cuda"
+        self._stream = _stream_of(device)
+        self._casts: dict[Any, Any] = {}
+        self._tells = False
+        if self._source is not None:
+            self._tells = straight.interpreted or casts.tells_the_host()
+            constants = triton_states.state_constants(self._source)
+            self._width = constants["WIDTH"]
+            self._read = Launch(triton_states.history_kernel, (3,), constants)
+            few = {name: constants[name] for name in ("WIDTH", "BLOCK")}
+            few["PARTS"] = 4096
+            self._observe = Launch(
+                triton_states.observation_kernel, (3,), few, num_warps=8
+            )
+        programs = (-(-self._n // triton_casts.SUMMED),)
+        constants = triton_casts.sums_constants()
+        self._add_up = Launch(triton_casts.sums_kernel, programs, constants)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        state: Tensor | None,
+        observe: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the outputs; return the tensors to save for `backward` too.
+
+        Args:
+            inputs: See `BoundPlan.forward`.
+            kernel: See `BoundPlan.forward`.
+            bias: See `BoundPlan.forward`.
+            state: The state matrix of the recipe, or None.
+            observe: See `BoundPlan.forward`.
+        """
+        straight = self._straight
+        x = _matrix(inputs, self._m, self._k)
+        w = _matrix(kernel, self._k, self._n)
+        operands, saved = self._operands(x, w, state, observe)
+        added = None
+        if bias is not None and straight.adds and bias.shape == self.columns:
+            added = bias if bias.dim() == 1 else bias.reshape(-1)
+        outputs = torch._scaled_mm(
+            *operands,
+            bias=added,
+            out_dtype=straight.outputs_dtype,
+            use_fast_accum=self._fast,
+        )
+        outputs = _shaped(outputs, self._shape)
+        if bias is not None and added is None:
+            outputs = outputs + bias
+        return outputs, saved
+
+    def backward(
+        self,
+        saved: Sequence[Tensor],
+        outputs_grad: Tensor,
+        state: Tensor | None,
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Compute the gradients of inputs, kernel, bias and state.
+
+        Args:
+            saved: From `forward`.
+            outputs_grad: The gradient of the outputs.
+            state: The state matrix of the recipe, or None.
+            needed: Which of the first three gradients to compute.
+        """
+        straight = self._straight
+        g = _matrix(outputs_grad, self._m, self._n)
+        of_inputs, of_kernel, sums, state_grad = self._gradient(
+            saved, g, state, needed[2]
+        )
+        inputs_grad = kernel_grad = bias_grad = None
+        if needed[0]:
+            dtype = straight.outputs_dtype
+            inputs_grad = torch._scaled_mm(*of_inputs, out_dtype=dtype)
+            inputs_grad = _shaped(inputs_grad, self._inputs_shape)
+        if needed[1]:
+            dtype = straight.grad_dtype
+            kernel_grad = torch._scaled_mm(*of_kernel, out_dtype=dtype)
+            if dtype != straight.kernel_dtype:
+                kernel_grad = kernel_grad.to(straight.kernel_dtype)
+            kernel_grad = _shaped(kernel_grad, self._kernel_shape)
+        if needed[2]:
+            bias_grad = self._bias_grad(sums)
+        return [inputs_grad, kernel_grad, bias_grad, state_grad]
+
+    def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Return saved tensors in the form of `Residuals.leaves`."""
+        return self._straight.leaves(saved)
+
+    def _bias_grad(self, sums: Tensor) -> Tensor:
+        dtype = self._straight.sums_dtype
+        found = _empty(self._n, dtype=dtype, device=self._device)
+        self._add_up(self._stream(), sums, found, sums.shape[0], self._n)
+        if dtype != self._straight.outputs_dtype:
+            found = found.to(self._straight.outputs_dtype)
+        return _shaped(found, self.columns)
+
+    def _operands(
+        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Quantize; return arguments of `_scaled_mm`, and what to save."""
+        device, stream = self._device, self._stream()
+        used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
+        lately, known = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
+        if state is None:
+            scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
+        else:
+            scales = _empty(3, dtype=_FLOAT32, device=device)
+            unseen = _empty(3, dtype=torch.bool, device=device)
+            told = observations.told(state) if self._tells else None
+            flags = unseen if told is None else told
+            self._read(stream, _aligned(state), scales, unseen, flags)
+            lately = observations.seen_lately(state)
+            known = scales, unseen
+        observe = observe and state is not None
+        how, read = (lately, observe, False), (scales, unseen, used)
+        cast = self._cast("inputs", x, how)
+        xv, xa, x_amax, _ = cast(stream, x, *read)
+        cast = self._cast("kernel", w, how)
+        wv, wa, w_amax, _ = cast(stream, w, *read)
+        x_scale, w_scale = used.select(1, 0).unbind(0)
+        amaxes = (x_amax, w_amax) if observe else ()
+        saved = xa, wv, used, *known, *amaxes
+        return (xv, wa.t(), x_scale, w_scale), saved
+
+    def _gradient(
+        self,
+        saved: Sequence[Tensor],
+        g: Tensor,
+        state: Tensor | None,
+        sums: bool,
+    ) -> tuple[Any, ...]:
+        """Quantize a gradient of the outputs for both matmuls.
+
+        Returns:
+            The arguments of `_scaled_mm` for the gradients of inputs and
+            kernel, the sums of columns, and the gradient of the state.
+        """
+        device, stream = self._device, self._stream()
+        kept, column = Saved(*saved), self._straight.column
+        used = _empty(_WIDTH, dtype=_FLOAT32, device=device)
+        scales, unseen, lately = kept.scales, kept.unseen, True
+        if state is None:
+            scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
+        else:
+            lately = observations.seen_lately(state)
+        observe = kept.inputs_amax is not None
+        cast = self._cast("outputs_grad", g, (lately, observe, sums))
+        gv, ga, g_amax, parts = cast(stream, g, scales, unseen, used)
+        x_scale, w_scale = kept.used.select(1, column).unbind(0)
+        g_scale = used.select(0, column)
+        state_grad = None
+        if state is not None and observe:
+            state_grad = _empty((3, self._width), dtype=_FLOAT32, device=device)
+            amaxes: Any = kept.inputs_amax, kept.kernel_amax, g_amax
+            counts = [amax.numel() for amax in amaxes]
+            slot = self._straight.slot
+            self._observe(stream, *amaxes, *counts, state_grad, slot)
+        elif state is not None:
+            state_grad = torch.zeros_like(state)
+        of_inputs = gv, kept.kernel.t(), g_scale, w_scale
+        of_kernel = kept.inputs, ga.t(), x_scale, g_scale
+        return of_inputs, of_kernel, parts, state_grad
+
+    def _cast(
+        self, operand: str, matrix: Tensor, how: tuple[bool, bool, bool]
+    ) -> Cast:
+        key = operand, matrix.stride(), how
+        found = self._casts.get(key)
+        if found is None:
+            found = self._casts[key] = Cast(
+                self._straight, operand, matrix, *how
+            )
+        return found
+
+
+class PassesOfRows(Passes):
+    """`Passes` with a scale for each row that a matmul reads."""
+
+    def _operands(
+        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        stream = self._stream()
+        cast = self._cast_of_rows("inputs", x, False)
+        xv, xa, x_rows, x_columns, _ = cast(stream, x)
+        cast = self._cast_of_rows("kernel", w, False)
+        wv, wa, w_rows, w_columns, _ = cast(stream, w)
+        saved = xa, wv, x_columns, w_rows
+        return (xv, wa.t(), x_rows, w_columns), saved
+
+    def _gradient(
+        self,
+        saved: Sequence[Tensor],
+        g: Tensor,
+        state: Tensor | None,
+        sums: bool,
+    ) -> tuple[Any, ...]:
+        xa, wv, x_scale, w_scale = saved
+        cast = self._cast_of_rows("outputs_grad", g, sums)
+        gv, ga, of_rows, of_columns, parts = cast(self._stream(), g)
+        of_inputs = gv, wv.t(), of_rows, w_scale
+        return of_inputs, (xa, ga.t(), x_scale, of_columns), parts, None
+
+    def _cast_of_rows(
+        self, operand: str, matrix: Tensor, sums: bool
+    ) -> CastOfRows:
+        key = operand, matrix.stride(), sums
+        found = self._casts.get(key)
+        if found is None:
+            found = self._casts[key] = CastOfRows(
+                self._straight, operand, matrix, sums
+            )
+        return found
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def _shaped(x: Tensor, shape: Shape) -> Tensor:
+    """Reshape a new tensor; autograd does not take the result for a view."""
+    return x if len(shape) == x.dim() else _unsafe_view(x, shape)
+
+
+def _matrix(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a tensor as a matrix, at an address that 16 divides."""
+    if x.dim() != 2:
+        x = x.reshape(rows, columns)
+    return _aligned(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor, cloned if 16 does not divide its address."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _stream_of(device: torch.device) -> Callable[[], int]:
+    """Return a function that returns the address of the current stream."""
+    if device.type != "cuda":
+        return int
+    current = torch._C._cuda_getCurrentRawStream
+    return functools.partial(current, device.index)
+
+
+def bind(bound: Any) -> Straight | None:
+    """Return the straight passes of a bound plan; None if it has none.
+
+    Args:
+        bound: See `Straight`.
+    """
+    both, plan = bound.engine.both_layouts, bound.plan
+    if not casts.HAS_TRITON or type(both) is not casts.TritonCasts:
+        return None
+    asked = [
+        plan.operands.quantizations[operand, matmul]
+        for matmul, operands in MATMULS.items()
+        for operand in operands
+    ]
+    if any(each is None or each.rounding != "nearest" for each in asked):
+        return None
+    formats = {each.format for each in asked}
+    dtypes = {plan.inputs_dtype, plan.kernel_dtype}
+    if not formats <= {*FAMILIES["ocp"]} or not dtypes <= {*_DTYPES}:
+        return None
+    if not both.interpreted and casts.lacking() is not None:
+        return None
+    chosen = {type(kernel) for kernel, _ in bound.selections.values()}
+    if chosen == {ScaledMM} and _in_both_layouts(plan):
+        return Straight(bound, both.interpreted)
+    if chosen == {ScaledMMOfRows} and _in_rows(plan, asked, bound.device):
+        return StraightOfRows(bound, both.interpreted)
+    return None
+
+
+def _in_both_layouts(plan: Any) -> bool:
+    """Return True if one cast with one scale serves both uses of operands."""
+    return type(plan.source) in (DelayedSource, CurrentSource) and all(
+        plan.operands.cast_for_both.values()
+    )
+
+
+def _in_rows(plan: Any, asked: list[Any], device: Any) -> bool:
+    """Return True if the rows that matmuls read have scales in the matmul."""
+    return (
+        type(plan.source) is CurrentSource
+        and len({*asked}) == 1
+        and asked[0].format == "float8_e4m3fn"
+        and asked[0].tile == ROW
+        and asked[0].scale_format == "float32"
+        and asked[0].hadamard is None
+        and asked[0].constant_scale is None
+        and plan.inputs_dtype == "bfloat16"
+        and backend.scales_rows(
+            torch.device("cpu" if device.maker == "cpu" else "cuda")
+        )
+    )

@@ -1,0 +1,531 @@
+"""PyTorch on CUDA: casts in both layouts by Triton kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from keras_policy_ext import formats
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.both_layouts import Both, ScaleHint, Wanted
+from keras_policy_ext.backends.torch.triton_states import largest_of, scale_of
+from keras_policy_ext.numerics import casting
+from keras_policy_ext.recipes import Quantization
+
+MARKED_AFTER = 4
+"""The distance of a marked scale: cuBLASLt wants addresses that 16 divides."""
+
+_MARKED_AFTER = tl.constexpr(MARKED_AFTER)
+
+ROWS, COLUMNS = 64, 64
+"""The tile of one program."""
+
+_TRITON_DTYPES = {
+    "float8_e4m3fn": tl.float8e4nv,
+    "float8_e5m2": tl.float8e5,
+}
+
+
+def quantize_both_ways(
+    x: Tensor,
+    asked: Quantization,
+    known: ScaleHint,
+    wanted: Wanted,
+    by_integers: bool = False,
+) -> Both:
+    """Quantize a matrix to float8; write it and its transpose.
+
+    Args:
+        x: (m, k), bfloat16, float16 or float32.
+        asked: How to quantize it, with one scale.
+        known: What is known of that scale. If the scale may be unknown, a
+            separate pass computes the amax. A kernel decides this on the
+            device, so that the host does not wait.
+        wanted: What to return beside the codes.
+        by_integers: Whether to compute codes by integer arithmetic. Triton's
+            interpreter needs it: its own conversion is wrong.
+    """
+    m, k = x.shape
+    given = known.scale is not None
+    grid = grid_of((m, k))
+    strides = x.stride(0), x.stride(1)
+    # One for each tile, which its program writes, or one that all raise.
+    tiles = (number_of_tiles(m, k),)
+    amaxes = _empty(x, tiles, torch.float32) if given else _zero(x)
+    unseen = known.unseen if known.unseen is not None else amaxes
+    if not given or (known.unseen is not None and not known.seen_lately):
+        amax_kernel[grid](
+            x,
+            unseen,
+            amaxes,
+            m,
+            k,
+            *strides,
+            ALWAYS=not given,
+            INDEX=0,
+            TILE=tile_of((m, k)),
+        )
+    dtype = getattr(torch, asked.format)
+    values, across = _empty(x, (m, k), dtype), _empty(x, (k, m), dtype)
+    scale = parts = _empty(x, (), torch.float32)
+    if wanted.column_sums:
+        parts = _empty(x, (grid[0], k), torch.float32)
+    cast_kernel[grid](
+        x,
+        known.scale if given else amaxes,
+        unseen,
+        scale,
+        values,
+        across,
+        amaxes,
+        parts,
+        m,
+        k,
+        *strides,
+        **cast_constants(
+            asked,
+            known,
+            (m, k),
+            by_integers,
+            OBSERVE=wanted.amax and given,
+            SUMS=wanted.column_sums,
+        ),
+    )
+    amax = amaxes.view(torch.float32) if wanted.amax else None
+    sums = None
+    if wanted.column_sums:
+        sums = _empty(x, (k,), torch.float32)
+        sums_kernel[(triton.cdiv(k, SUMMED),)](
+            parts, sums, grid[0], k, **sums_constants()
+        )
+    return Both(values, across, scale, amax, sums)
+
+
+def grid_of(shape: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the numbers of tiles along the axes of a matrix, rounded up."""
+    m, k = shape
+    return -(-m // ROWS), -(-k // COLUMNS)
+
+
+def number_of_tiles(m: Any, k: Any) -> Any:
+    """Return the number of tiles of an (m, k) matrix."""
+    return math.prod(grid_of((m, k)))
+
+
+def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=x.device)
+
+
+SUMMED = 32
+"""The number of columns whose sums one program adds up."""
+
+
+def sums_constants() -> dict[str, int]:
+    """Return the compile-time constants of `sums_kernel`."""
+    return {"PARTS": 64, "BLOCK": SUMMED}
+
+
+def tile_of(shape: tuple[int, int]) -> tuple[bool, bool, int, int]:
+    """Return the constant `TILE` of kernels that read a matrix in tiles.
+
+    Returns:
+        Whether all tiles are full, whether the matrix needs indices of 64
+        bits, and the numbers of rows and columns of a tile.
+    """
+    m, k = shape
+    is_full = m % ROWS == 0 and k % COLUMNS == 0
+    return is_full, m * k >= 2**31, ROWS, COLUMNS
+
+
+def format_constants(
+    asked: Quantization, by_integers: bool, margin: int = 0
+) -> dict[str, Any]:
+    """Return the constants of kernels that cast to a format.
+
+    Args:
+        asked: How to quantize.
+        by_integers: See `quantize_both_ways`.
+        margin: See `ScaleRule`.
+
+    Returns:
+        By name; `CODE` has those of `_code`.
+    """
+    found = formats.get(asked.format)
+    # NVIDIA's conversion saturates, and keeps NaN.
+    saturates = not by_integers and torch.version.hip is None
+    return {
+        "TOP": found.max / 2.0**margin,
+        "POWER_OF_TWO": asked.scale_rounding == "up",
+        "FORMAT": _TRITON_DTYPES[asked.format],
+        "CODE": (
+            saturates,
+            by_integers,
+            found.max,
+            0x7E if found.has_inf else 0x7F,
+            found.mantissa_bits,
+            *casting.grid_constants(asked.format),
+            1.0 / found.smallest_subnormal,
+        ),
+    }
+
+
+def cast_constants(
+    asked: Quantization,
+    known: ScaleHint,
+    shape: tuple[int, int],
+    by_integers: bool,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the compile-time constants of `cast_kernel`.
+
+    Args:
+        asked: How to quantize.
+        known: What is known of the scale. Its tensors are not read.
+        shape: The shape of the matrix.
+        by_integers: See `quantize_both_ways`.
+        **others: Values other than these. `INDEX` is the operand's place in
+            the tensors of scales and flags, `PLACE` that of the scale which is
+            written, `MARKED` whether it is written a second time, `OBSERVE`
+            whether amaxes are, and `SUMS` whether sums of columns are.
+    """
+    return {
+        "GIVEN": known.scale is not None,
+        "MAYBE_UNSEEN": known.unseen is not None,
+        "FOUND_BEFORE": not known.seen_lately,
+        "INVERTED": known.rule.inverted,
+        "INDEX": 0,
+        "PLACE": 0,
+        "MARKED": False,
+        "OBSERVE": False,
+        "SUMS": False,
+        "TILE": tile_of(shape),
+        **format_constants(asked, by_integers, known.rule.margin),
+        **others,
+    }
+
+
+@triton.jit
+def _places(row, column, m, k, TILE: tl.constexpr):
+    """Return the indices of a tile's rows and columns, and its mask."""
+    i = row * TILE[2] + tl.arange(0, TILE[2])
+    j = column * TILE[3] + tl.arange(0, TILE[3])
+    if TILE[1]:
+        i, j = i.to(tl.int64), j.to(tl.int64)
+    return i, j, (i[:, None] < m) & (j[None, :] < k)
+
+
+@triton.jit
+def _tile(x, row, column, m, k, by_row, by_column, TILE: tl.constexpr):
+    """Load a tile in float32."""
+    i, j, inside = _places(row, column, m, k, TILE)
+    places = x + i[:, None] * by_row + j[None, :] * by_column
+    if TILE[0]:
+        return tl.load(places).to(tl.float32)
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _bits(numbers):
+    """Return the bits of magnitudes, which order them; NaN is the largest."""
+    return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _amax_of_all(x, m, k, by_row, by_column, TILE: tl.constexpr):
+    """Return the amax of a whole matrix, read by one program."""
+    found = tl.full((TILE[2], TILE[3]), 0, tl.int32)
+    for row in range(0, tl.cdiv(m, TILE[2])):
+        for column in range(0, tl.cdiv(k, TILE[3])):
+            tile = _tile(x, row, column, m, k, by_row, by_column, TILE)
+            found = tl.maximum(found, _bits(tile))
+    return tl.max(found).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quotient(x, scale, smallest):
+    """Compute `x / scale`, correctly rounded wherever a code depends on it.
+
+    It uses the reciprocal and one correction (P. Markstein, "Computation of
+    elementary functions on the IBM RISC System/6000 processor", 1990), half of
+    the instructions of a division. Infinity, NaN and the signs of zeros are
+    preserved. It divides if a correction could be subnormal: `smallest` is the
+    smallest scale.
+    """
+    if smallest < 2.0**-60:
+        quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
+    else:
+        reciprocal = tl.div_rn(1.0 + 0.0 * scale, scale)
+        first = x * reciprocal
+        error = tl.fma(-first, tl.zeros_like(x) + scale, x)
+        corrected = tl.fma(error, tl.zeros_like(x) + reciprocal, first)
+        within = (tl.abs(first) < 2.0**20) & (first != 0.0)
+        quotient = tl.where(within, corrected, first)
+    return quotient
+
+
+@triton.jit
+def _codes_of(
+    number,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+):
+    """Return the float8 codes of clipped values, by integer arithmetic."""
+    bits = number.to(tl.int32, bitcast=True)
+    exponent = tl.maximum(bits & 0x7F800000, LOWEST)
+    anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
+    rounded = tl.abs((number + anchor) - anchor)
+    magnitude = rounded.to(tl.int32, bitcast=True)
+    normal = (magnitude - LOWEST + 0x800000) >> (23 - MANTISSA)
+    subnormal = (rounded * SUBNORMALS).to(tl.int32)
+    code = tl.where(magnitude >= LOWEST, normal, subnormal)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _code(numbers, scale, smallest, FORMAT: tl.constexpr, CODE: tl.constexpr):
+    """Return the float8 codes of a tile divided by a scale."""
+    number = _quotient(numbers, scale, smallest)
+    is_nan = numbers != numbers
+    if CODE[0]:
+        code = number.to(FORMAT).to(tl.uint8, bitcast=True)
+        # The hardware writes 0x7F. A condition in place of a number would do,
+        # but with a single conversion to a wider type Triton 3.6 transposes
+        # what was before that, and computes all codes twice.
+        is_nan = is_nan.to(tl.uint8)
+        code = (code | is_nan) if CODE[3] == 0x7F else (code ^ is_nan)
+    else:
+        number = tl.minimum(tl.maximum(number, -CODE[2]), CODE[2])
+        if CODE[1]:
+            code = _codes_of(number, CODE[4], CODE[5], CODE[6], CODE[7])
+            code = code.to(tl.uint8)
+        else:
+            code = number.to(FORMAT).to(tl.uint8, bitcast=True)
+        code = tl.where(is_nan, CODE[3], code).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _store(to, i, j, columns, code, inside, TILE: tl.constexpr):
+    """Write the codes of rows i and columns j into a matrix of float8."""
+    codes = to.to(tl.pointer_type(tl.uint8), bitcast=True)
+    places = codes + i[:, None] * columns + j[None, :]
+    if TILE[0]:
+        tl.store(places, code)
+    else:
+        tl.store(places, code, mask=inside)
+
+
+@triton.jit
+def _own_amax(
+    x,
+    amaxes,
+    m,
+    k,
+    by_row,
+    by_column,
+    FOUND_BEFORE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the amax of an operand that was never observed before."""
+    if FOUND_BEFORE:
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        amax = largest_of(amaxes, tiles, 4096)
+    else:
+        amax = _amax_of_all(x, m, k, by_row, by_column, TILE)
+    return amax
+
+
+@triton.jit
+def cast_kernel(
+    x,
+    scale,
+    unseen,
+    used,
+    values,
+    across,
+    amaxes,
+    sums,
+    m,
+    k,
+    by_row,
+    by_column,
+    GIVEN: tl.constexpr,
+    MAYBE_UNSEEN: tl.constexpr,
+    FOUND_BEFORE: tl.constexpr,
+    INVERTED: tl.constexpr,
+    INDEX: tl.constexpr,
+    PLACE: tl.constexpr,
+    MARKED: tl.constexpr,
+    OBSERVE: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILE: tl.constexpr,
+    TOP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    """Quantize a tile; write it and its transpose.
+
+    The first program also writes the scale. If `MARKED`, it writes it a second
+    time, as NaN if a value is not finite: see `Quantized.with_nan_scales`.
+    """
+    row, column = tl.program_id(0), tl.program_id(1)
+    numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
+    mark = 1.0
+    if GIVEN:
+        chosen = tl.load(scale + INDEX)
+        if MAYBE_UNSEEN:
+            wanted = tl.load(unseen + INDEX) != 0
+            if wanted:
+                amax = _own_amax(
+                    x, amaxes, m, k, by_row, by_column, FOUND_BEFORE, TILE
+                )
+                chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
+    else:
+        amax = tl.load(scale + INDEX).to(tl.float32, bitcast=True)
+        chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
+        mark = amax * 0.0 + 1.0
+    if (row == 0) & (column == 0):
+        tl.store(used + PLACE, chosen)
+        if MARKED:
+            tl.store(used + PLACE + _MARKED_AFTER, chosen * mark)
+    if OBSERVE:
+        largest = tl.max(_bits(numbers)).to(tl.float32, bitcast=True)
+        tl.store(amaxes + row * tl.num_programs(1) + column, largest)
+    i, j, inside = _places(row, column, m, k, TILE)
+    if SUMS:
+        tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
+    code = _code(numbers, chosen, chosen, FORMAT, CODE)
+    _store(values, i, j, k, code, inside, TILE)
+    _store(across, j, i, m, tl.trans(code), tl.trans(inside), TILE)
+
+
+@triton.jit
+def amax_kernel(
+    x,
+    wanted,
+    amaxes,
+    m,
+    k,
+    by_row,
+    by_column,
+    ALWAYS: tl.constexpr,
+    INDEX: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write the amax of a matrix, or of each tile if a flag is set."""
+    row, column = tl.program_id(0), tl.program_id(1)
+    if ALWAYS:
+        tile = _tile(x, row, column, m, k, by_row, by_column, TILE)
+        tl.atomic_max(amaxes + INDEX, tl.max(_bits(tile)))
+    else:
+        if tl.load(wanted + INDEX) != 0:
+            tile = _tile(x, row, column, m, k, by_row, by_column, TILE)
+            place = row * tl.num_programs(1) + column
+            largest = tl.max(_bits(tile)).to(tl.float32, bitcast=True)
+            tl.store(amaxes + place, largest)
+
+
+@triton.jit
+def edges_kernel(x, amaxes, m, k, by_row, by_column, TILE: tl.constexpr):
+    """Raise the amaxes of m rows and of k columns, int32 bits, by a tile."""
+    row, column = tl.program_id(0), tl.program_id(1)
+    numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
+    i, j, _ = _places(row, column, m, k, TILE)
+    tl.atomic_max(amaxes + i, tl.max(_bits(numbers), 1), mask=i < m)
+    tl.atomic_max(amaxes + m + j, tl.max(_bits(numbers), 0), mask=j < k)
+
+
+@triton.jit
+def _scales_of(
+    amaxes,
+    place,
+    inside,
+    scales,
+    is_first,
+    TOP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MARKED: tl.constexpr,
+):
+    """Return the scales of rows; the first programs write them too."""
+    bits = tl.load(amaxes + place, mask=inside, other=0)
+    amax = bits.to(tl.float32, bitcast=True)
+    found = scale_of(amax, 1.0, TOP, False, POWER_OF_TWO)
+    marked = found * (amax * 0.0 + 1.0) if MARKED else found
+    if is_first:
+        tl.store(scales + place, marked, mask=inside)
+    return found
+
+
+@triton.jit
+def cast_rows_kernel(
+    x,
+    amaxes,
+    values,
+    across,
+    row_scales,
+    column_scales,
+    sums,
+    m,
+    k,
+    by_row,
+    by_column,
+    MARKS_ROWS: tl.constexpr,
+    MARKS_COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILE: tl.constexpr,
+    TOP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    """Quantize a tile by the scales of its rows, and across by its columns."""
+    row, column = tl.program_id(0), tl.program_id(1)
+    numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
+    i, j, inside = _places(row, column, m, k, TILE)
+    of_rows = _scales_of(
+        amaxes, i, i < m, row_scales, column == 0, TOP, POWER_OF_TWO, MARKS_ROWS
+    )
+    of_columns = _scales_of(
+        amaxes + m,
+        j,
+        j < k,
+        column_scales,
+        row == 0,
+        TOP,
+        POWER_OF_TWO,
+        MARKS_COLUMNS,
+    )
+    if SUMS:
+        tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
+    code = _code(numbers, of_rows[:, None], tl.min(of_rows, 0), FORMAT, CODE)
+    _store(values, i, j, k, code, inside, TILE)
+    smallest = tl.min(of_columns, 0)
+    code = _code(numbers, of_columns[None, :], smallest, FORMAT, CODE)
+    _store(across, j, i, m, tl.trans(code), tl.trans(inside), TILE)
+
+
+@triton.jit
+def sums_kernel(
+    sums, found, parts, k, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add up the sums of columns that each row of tiles has written."""
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part[:, None] < parts) & (j[None, :] < k)
+        places = sums + part[:, None] * k + j[None, :]
+        total += tl.load(places, mask=inside, other=0.0)
+    column = tl.sum(total, 0).to(found.dtype.element_ty)
+    tl.store(found + j, column, mask=j < k)
