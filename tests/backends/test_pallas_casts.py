@@ -320,6 +320,50 @@ def test_what_the_kernels_are_for(device, shape, dtype, format_name, why):
     assert found is None if why is None else why in found
 
 
+@pytest.fixture
+def untested():
+    pallas_casts.failing.cache_clear()
+    yield
+    pallas_casts.failing.cache_clear()
+
+
+def fails(how, x, scale):
+    raise RuntimeError("Unsupported instruction\nand more")
+
+
+def rounded_wrongly(how, x, scale):
+    found = pallas_casts._by_xla(how, x, scale)
+    return found._replace(across=found.across[::-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"cast": fails}, "fail here: RuntimeError: Unsupported instruction"),
+        ({"cast": rounded_wrongly}, "do not round here as they should"),
+        ({"triton": None}, "has no Pallas for Triton"),
+    ],
+)
+def test_kernels_that_fail_on_a_device_are_not_used(
+    monkeypatch, untested, changes, why
+):
+    """They are tried once, also where a compiler traces a step."""
+    for name, value in changes.items():
+        monkeypatch.setattr(pallas_casts, name, value)
+    gpu = PallasCasts(lambda: devices.KNOWN["h200"])
+    found = []
+
+    @jax.jit
+    def step(x):
+        found.append(gpu.supports(x, "bfloat16", FORMATS[0]))
+        return x
+
+    step(jnp.ones((4, 4), "bfloat16"))
+    (reason,) = found
+    assert reason is None if why is None else why in reason
+
+
 def test_a_program_for_a_gpu_has_one_cast_an_operand():
     layer = kpe.layers.Dense(128, dtype="float8_from_mixed_bfloat16")
     layer.build((64, 256))

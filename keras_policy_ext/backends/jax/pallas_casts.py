@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.both_layouts import (
     Both,
     BothLayouts,
@@ -32,6 +32,19 @@ from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.scale_sources import ScaleRule
 from keras_policy_ext.recipes import Quantization
 
+
+def _found_triton() -> Any:
+    """Return Pallas's module for Triton, or None."""
+    # JAX says that it will be removed (0.11.2).
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return None
+    return triton
+
+
+triton = _found_triton()
+
 ROWS, COLUMNS = 64, 64
 """The tile of one program of the cast."""
 
@@ -42,7 +55,6 @@ MOST = 1 << 31
 """The number of elements from which a place does not fit an int32."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-_PARAMS = triton.CompilerParams(num_warps=4, num_stages=1)
 
 
 class Cast(NamedTuple):
@@ -184,9 +196,56 @@ def lacking(
         return None
     if device.maker != "nvidia":
         return "Pallas's casts are for CUDA"
+    if devices.pretended() is None and (reason := failing()) is not None:
+        return reason
     if jax.device_count() > 1:
         return "Pallas's casts are for one device"
     return None
+
+
+@functools.cache
+def failing() -> str | None:
+    """Return why the kernels fail on this device; None if they work.
+
+    They are tested once per process, with real data, before their first use.
+    """
+    if triton is None:
+        return f"jax {jax.__version__} has no Pallas for Triton"
+    try:
+        with jax.ensure_compile_time_eval():
+            if all(map(_gives_our_codes, FAMILIES["ocp"])):
+                return None
+    # A compiler may raise anything on a device that nobody has tried. It is
+    # the reason that users see.
+    except Exception as error:
+        told = str(error).partition("\n")[0]
+        return f"Pallas's casts fail here: {type(error).__name__}: {told}"
+    return "Pallas's casts do not round here as they should"
+
+
+def _gives_our_codes(format_name: str) -> bool:
+    """Return True if a cast of every bfloat16 has the right codes."""
+    bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
+    x = bits.view(jnp.bfloat16)
+    scale, no = np.float32(0.37), jnp.zeros(1, jnp.int32)
+    dtype, limit = jnp.dtype(format_name), formats.get(format_name).max
+    with np.errstate(all="ignore"):
+        quotient = x.astype("float32") / scale
+    codes = np.clip(quotient, -limit, limit).astype(dtype)
+    how = Cast(format_name)
+    known = Scale(jnp.full(1, scale), no, no)
+    found = jax.jit(cast, static_argnums=0)(how, jnp.asarray(x), known)
+    return all(
+        _are_equal(expected, np.asarray(each))
+        for expected, each in ((codes, found.codes), (codes.T, found.across))
+    )
+
+
+def _are_equal(codes: Any, others: Any) -> bool:
+    """Return True if two arrays of float8 have the same bits, or are NaN."""
+    same = codes.view(np.uint8) == others.view(np.uint8)
+    nan = np.isnan(codes.astype("float32"))
+    return bool(np.all(same | nan & np.isnan(others.astype("float32"))))
 
 
 def cast(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
@@ -244,7 +303,7 @@ def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
         in_specs=[tile, *(_vector(each.size) for each in scale)],
         out_specs=list(specs),
         out_shape=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
-        compiler_params=_PARAMS,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=how.interpreted,
         name="float8_cast",
     )(x, *scale)
@@ -472,7 +531,7 @@ def _amaxes_by_pallas(
         grid=(PROGRAMS,),
         out_specs=pl.BlockSpec((1,), lambda i: (i,)),
         out_shape=jax.ShapeDtypeStruct((PROGRAMS,), jnp.int32),
-        compiler_params=_PARAMS,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpreted,
         name="float8_amax_if",
     )(wanted, x.reshape(-1))

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.devices import Device
@@ -26,6 +25,7 @@ from keras_policy_ext.backends.jax.pallas_casts import (
     lacking,
     magnitude,
     store,
+    triton,
 )
 from keras_policy_ext.backends.row_casts import (
     RowCast,
