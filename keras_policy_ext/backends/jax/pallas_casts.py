@@ -189,7 +189,7 @@ class ShardCast(NamedTuple):
         if self.wanted.amax:
             amax = _largest(scale.amaxes)
             if scalars[0] is not None:
-                amax = shards.largest(found.amax, shards.every)
+                amax = shards.amax(found.amax)
         if sums is not None:
             sums = shards.column_sums(sums)
         return found.codes, found.across, found.scale, amax, sums
@@ -200,7 +200,7 @@ class ShardCast(NamedTuple):
         """Return what is known of the scale of a matrix."""
 
         def amax() -> Tensor:
-            found = shards.largest(scaling.amax(x), shards.every)
+            found = shards.amax(scaling.amax(x), early=True)
             return lax.bitcast_convert_type(found, jnp.int32).reshape(1)
 
         one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
@@ -210,7 +210,7 @@ class ShardCast(NamedTuple):
         if unseen is None:
             return Scale(given, no, no)
         flag = jnp.reshape(unseen, (1,)).astype(jnp.int32)
-        if self.vmapped or shards.every:
+        if self.vmapped or shards.cut:
             # A steady step reduces nothing over devices here.
             return Scale(given, flag, lax.cond(unseen, amax, lambda: no))
         # A branch would end the graph that CUDA replays.

@@ -38,6 +38,22 @@ class Shards(NamedTuple):
     rows: Names = ()
     columns: Names = ()
 
+    @property
+    def cut(self) -> Names:
+        """The axes that shard the rows or the columns."""
+        return self.rows + self.columns
+
+    def amax(self, amax: Tensor, early: bool = False) -> Tensor:
+        """Return the amax of all shards from that of each.
+
+        Args:
+            amax: Float32 scalar.
+            early: Whether a scale waits for it. Otherwise all devices exchange
+                it, for XLA to reduce the amaxes of many operands at once.
+        """
+        axes = self.cut if early or not self.cut else self.every
+        return self.largest(amax, axes)
+
     def largest(self, amaxes: Tensor, axes: Names) -> Tensor:
         """Return the maximum over devices of float32 amaxes, NaN above all.
 
