@@ -237,9 +237,7 @@ def lacking(
         return "Pallas's casts need known sizes"
     if not 0 < math.prod(sizes) < MOST:
         return "Pallas's casts read 1 to 2^31 - 1 numbers"
-    if device is None:
-        return None
-    if device.maker != "nvidia":
+    if device is not None and device.maker != "nvidia":
         return "Pallas's casts are for CUDA"
     return partitioned.lacking()
 

@@ -106,6 +106,8 @@ class Kernel(Protocol):
 
 def lacking() -> str | None:
     """Return why kernels cannot run on shards here; None if they can."""
+    if jax.device_count() == 1:
+        return None
     mesh = jax.sharding.get_abstract_mesh()
     kinds = set() if mesh.empty else set(mesh.axis_types)
     # In a `jax.shard_map` over all axes a kernel gets the shard of a device.
