@@ -564,6 +564,7 @@ def bind_operand(
         engine.both_layouts is not None
         and plan.operands.cast_for_both[operand] is not None
         and plan.source.rule is not None
+        and not _is_gathered(plan, operand)
         and all(selections[m][1].native for m in matmuls_of(operand))
     )
     kind: type[BoundOperand] = BoundOperand
@@ -572,6 +573,15 @@ def bind_operand(
     elif _is_cast_by_rows(plan, operand, engine, selections):
         kind = OperandOfRows
     return kind(plan, operand, engine, selections)
+
+
+def _is_gathered(plan: Any, operand: str) -> bool:
+    """Return True if the quantized shards of an operand are gathered.
+
+    Each device quantizes a small shard of such a kernel. It gathers the codes
+    in one layout, since both would be twice the bytes.
+    """
+    return operand == "kernel" and plan.gathering is not None
 
 
 def _is_cast_by_rows(
@@ -591,7 +601,7 @@ def _is_cast_by_rows(
         and rule is not None
         and not rule.inverted
         and plan.source.state_shape is None
-        and plan.gathering is None
+        and not _is_gathered(plan, operand)
         and plan.contraction.reads_one_matrix
         and all(
             selections[matmul][1].native

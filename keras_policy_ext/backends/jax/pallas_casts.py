@@ -27,6 +27,8 @@ from keras_policy_ext.backends.both_layouts import (
     Wanted,
 )
 from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.jax import partitioned
+from keras_policy_ext.backends.jax.partitioned import Shards
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.scale_sources import ScaleRule
@@ -149,27 +151,82 @@ class PallasCasts(BothLayouts):
             wanted.column_sums,
             self.interpreted,
         )
-        run = _by_xla if wanted.once else cast
-        found = run(how, x, _scale(x, known, self.interpreted))
-        codes, across = found.codes, found.across
+        casts = ShardCast(how, wanted)
+        codes, across, *others = partitioned.run(
+            casts, x, known.scale, known.unseen
+        )
         if wanted.lies_across:
             codes, across = across, codes
-        amax = found.amax if wanted.amax else None
-        return Both(codes, across, found.scale, amax, found.sums)
+        return Both(codes, across, *others)
 
 
-def _scale(x: Tensor, known: ScaleHint, interpreted: bool) -> Scale:
-    """Return what is known of the scale of a matrix."""
-    one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
-    if known.scale is None:
-        amax = lax.bitcast_convert_type(scaling.amax(x), jnp.int32)
-        return Scale(one, jnp.ones(1, jnp.int32), amax.reshape(1))
-    given = jnp.reshape(known.scale, (1,))
-    if known.unseen is None:
-        return Scale(given, no, no)
-    unseen = jnp.reshape(known.unseen, (1,)).astype(jnp.int32)
-    # A branch would end the graph that CUDA replays.
-    return Scale(given, unseen, amax_if(unseen, x, interpreted))
+class ShardCast(NamedTuple):
+    """The cast of a matrix or of its shards, for `partitioned.run`.
+
+    Attributes:
+        how: How the kernel casts.
+        wanted: What else is known and wanted.
+        vmapped: Whether to do without Pallas, for `jax.vmap`.
+    """
+
+    how: Cast
+    wanted: Wanted
+    vmapped: bool = False
+
+    @property
+    def results(self) -> tuple[str | None, ...]:
+        """The axes of codes, transpose, scale, amax and sums."""
+        amax = "" if self.wanted.amax else None
+        return "ij", "ji", "", amax, "j" if self.how.sums else None
+
+    @property
+    def of_xla(self) -> ShardCast:
+        """The same cast without Pallas."""
+        return self._replace(vmapped=True)
+
+    def __call__(
+        self, shards: Shards, x: Tensor, *scalars: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Quantize a matrix or a shard; see `partitioned.Kernel`.
+
+        Args:
+            shards: The mesh axes that shard the matrix.
+            x: (m, k).
+            *scalars: `scale` and `unseen` of a `ScaleHint`.
+        """
+        scale = self._scale(shards, x, *scalars)
+        run = _by_xla if self.wanted.once or self.vmapped else cast
+        found = run(self.how, x, scale)
+        amax, sums = None, found.sums
+        if self.wanted.amax:
+            amax = _largest(scale.amaxes)
+            if scalars[0] is not None:
+                amax = shards.amax(found.amax)
+        if sums is not None:
+            sums = shards.column_sums(sums)
+        return found.codes, found.across, found.scale, amax, sums
+
+    def _scale(
+        self, shards: Shards, x: Tensor, scale: Any, unseen: Any
+    ) -> Scale:
+        """Return what is known of the scale of a matrix."""
+
+        def amax() -> Tensor:
+            found = shards.amax(scaling.amax(x), early=True)
+            return lax.bitcast_convert_type(found, jnp.int32).reshape(1)
+
+        one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
+        if scale is None:
+            return Scale(one, jnp.ones(1, jnp.int32), amax())
+        given = jnp.reshape(scale, (1,))
+        if unseen is None:
+            return Scale(given, no, no)
+        flag = jnp.reshape(unseen, (1,)).astype(jnp.int32)
+        if self.vmapped or shards.cut:
+            # A steady step reduces nothing over devices here.
+            return Scale(given, flag, lax.cond(unseen, amax, lambda: no))
+        # A branch would end the graph that CUDA replays.
+        return Scale(given, flag, amax_if(flag, x, self.how.interpreted))
 
 
 def lacking(
@@ -192,15 +249,12 @@ def lacking(
         return "Pallas's casts need known sizes"
     if not 0 < math.prod(sizes) < MOST:
         return "Pallas's casts read 1 to 2^31 - 1 numbers"
-    if device is None:
-        return None
-    if device.maker != "nvidia":
+    if device is not None and device.maker != "nvidia":
         return "Pallas's casts are for CUDA"
-    if devices.pretended() is None and (reason := failing()) is not None:
+    is_real = device is not None and devices.pretended() is None
+    if is_real and (reason := failing()) is not None:
         return reason
-    if jax.device_count() > 1:
-        return "Pallas's casts are for one device"
-    return None
+    return partitioned.lacking()
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.jax import partitioned
 from keras_policy_ext.backends.jax.pallas_casts import (
     codes_of,
     lacking,
@@ -27,6 +28,7 @@ from keras_policy_ext.backends.jax.pallas_casts import (
     store,
     triton,
 )
+from keras_policy_ext.backends.jax.partitioned import Shards
 from keras_policy_ext.backends.row_casts import (
     RowCast,
     RowCasts,
@@ -92,21 +94,68 @@ class PallasRowCasts(RowCasts):
         asked = plain, across
         formats = [None if each is None else each.format for each in asked]
         how = How(formats[0], formats[1], sums, self._interpreted)
-        amaxes = amaxes_of(how, matrix)
+        kernel = CastsOfRows(how, plain, across)
+        *found, column_sums = partitioned.run(kernel, matrix)
+        first, second = (
+            None if cast[0] is None else RowCast(*cast)
+            for cast in (found[:3], found[3:])
+        )
+        return RowCastsOfBoth(first, second, column_sums)
+
+
+class CastsOfRows(NamedTuple):
+    """The casts of a matrix by rows, as `partitioned.run` takes them.
+
+    Attributes:
+        how: What the kernels write.
+        plain: See `RowCasts.cast`.
+        across: See `RowCasts.cast`.
+        vmapped: Whether to do without Pallas, for `jax.vmap`.
+    """
+
+    how: How
+    plain: Quantization | None
+    across: Quantization | None
+    vmapped: bool = False
+
+    @property
+    def results(self) -> tuple[str | None, ...]:
+        """The axes of codes, scales and amaxes of both casts, and of sums."""
+        plain = (None,) * 3 if self.plain is None else ("ij", "i", "i")
+        across = (None,) * 3 if self.across is None else ("ji", "j", "j")
+        return *plain, *across, "j" if self.how.sums else None
+
+    @property
+    def of_xla(self) -> CastsOfRows:
+        """The same casts without Pallas."""
+        return self._replace(vmapped=True)
+
+    def __call__(
+        self, shards: Shards, x: Tensor, *scalars: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Quantize the shard of a matrix; see `partitioned.Kernel`."""
+        find, write = amaxes_of, both_codes_of
+        if self.vmapped:
+            find, write = _amaxes_by_xla, _codes_by_xla
+        of_rows, of_columns, sums = find(self.how, x)
+        # A row lies on the devices that have its columns.
+        amaxes = (
+            shards.largest(of_rows, shards.columns),
+            shards.largest(of_columns, shards.rows),
+        )
+        asked = self.plain, self.across
         scales = [
             jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
-            for each, amax in zip(asked, amaxes[:2], strict=True)
+            for each, amax in zip(asked, amaxes, strict=True)
         ]
-        codes = both_codes_of(how, matrix, *scales)
-        casts = [
-            None
-            if values is None
-            else RowCast(values, scale[:size], amax[:size])
-            for values, scale, amax, size in zip(
-                codes, scales, amaxes[:2], matrix.shape, strict=True
-            )
-        ]
-        return RowCastsOfBoth(casts[0], casts[1], amaxes[2])
+        codes = write(self.how, x, *scales)
+        found: list[Any] = []
+        for values, scale, amax, size in zip(
+            codes, scales, amaxes, x.shape, strict=True
+        ):
+            cast = [values, scale[:size], amax[:size]]
+            found += [None] * 3 if values is None else cast
+        return *found, None if sums is None else shards.column_sums(sums)
 
 
 def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
