@@ -81,10 +81,18 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Unconverted:
-    """A layer with weights that stays as it is, with the reason."""
+    """A layer with weights that stays as it is, with the reason.
+
+    Attributes:
+        layer: The layer.
+        reason: Why.
+        kernel: The weight of it that stays as it is, where others do not;
+            None for the whole layer.
+    """
 
     layer: keras.Layer
     reason: str
+    kernel: keras.Variable | None = None
 
 
 @dataclasses.dataclass(frozen=True)

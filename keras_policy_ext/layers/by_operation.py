@@ -245,9 +245,10 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
     def is_stored_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        """Return True if all products sum this weight over the same axes."""
+        """Return True if all products read this weight in one way, unmoved."""
         own = [x for x in _own_products(layer) if x.path == variable.path]
-        return len({x.equation for x in own}) == 1 and not own[0].is_moved
+        moved = any(x.is_moved for x in own)
+        return len({x.equation for x in own}) == 1 and not moved
 
     @classmethod
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
@@ -374,8 +375,11 @@ def _multiply(
         return stock()
     kernel = origin.variable
     dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
+    # Codes have scales for the kernel's own axes: a moved one is numbers.
+    is_moved_code = origin.moved and isinstance(kernel, StoredVariable)
     if (
         layer.float8_policy is None
+        or is_moved_code
         or not layer.float8_controller.has_kernel(kernel)
         or dtype not in COMPUTE_DTYPES
     ):
