@@ -286,6 +286,8 @@ def _with_kernels(
         pairs = zip(one.product.sizes, other.product.sizes, strict=True)
         kernels = [before for before, after in pairs if before == after]
         number = other.product.multiplications - one.product.multiplications
+        if one.entries is not None and not kernels:
+            kernels = [one.entries]  # A kernel of each token is gathered.
         if len(kernels) == 1 and number:
             counted = _Counted(number, kernels[0], one.has_float8_form)
             yield one.layer, counted
