@@ -573,6 +573,11 @@ def form_to_freeze(layer: keras.Layer) -> Any:
     return form
 
 
+def lacks_form(layer: keras.Layer) -> bool:
+    """Return True if a layer has no float8 class as far as is known."""
+    return not isinstance(layer, Float8Mixin) and _form(layer) is None
+
+
 def _form(layer: keras.Layer) -> Any:
     """Return the float8 class for a layer; None if a subclass changed code."""
     try:
