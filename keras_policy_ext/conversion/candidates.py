@@ -26,7 +26,7 @@ from keras_policy_ext.policies.of_layers import is_frozen
 NOT_BUILT = "it has no weights yet: it was never called"
 """The reason for an unbuilt layer in a built model."""
 
-_NO_KERNEL = "it has no kernel to multiply with"
+_NO_KERNEL = "it has no kernel of its own to multiply with"
 
 # Stock layers with weights that are multiplied and have no float8 form, by
 # their names; {0} stands for 1D, 2D and 3D.
