@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 222, 58_500
+FILES, LINES = 222, 59_000
 """Of the package. Lower them when it gets smaller."""
 
 SHARE_OF_ANY = 0.15
