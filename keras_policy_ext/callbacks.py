@@ -28,8 +28,9 @@ class Float8Monitor(keras.callbacks.Callback):
 
     Args:
         data: A batch to look at, `(x, y)`, as for `what_if`: callbacks do not
-            get the batches of `fit`. From an iterator, each sample takes the
-            next batch.
+            get the batches of `fit`. Its size may be another one. From an
+            iterator, each sample takes the next batch; at its end a warning
+            says so, and no more samples are taken.
         every: As for `watch`.
         share: As for `watch`.
         loss: As for `what_if`.
@@ -71,6 +72,7 @@ class Float8Monitor(keras.callbacks.Callback):
         """Check the model; go on with the samples of its earlier `fit`."""
         if self.watch is None or self.watch.model is not self.model:
             self.watch = watch(self.model, **self._how)
+            self.watch.is_of_training = False
 
     def on_epoch_begin(
         self, epoch: int, logs: dict[str, Any] | None = None
@@ -162,6 +164,7 @@ class Float8Autopilot(Float8Monitor):
         if self.watch is None or self.watch.model is not self.model:
             self.autopilot = autopilot(self.model, **self._how)
             self.watch = self.autopilot.watch
+            self.watch.is_of_training = False
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -182,6 +185,12 @@ class Float8Autopilot(Float8Monitor):
         if logs is not None:
             logs.update(watch.logs())
             logs.update(self.autopilot.logs())
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Write the page; warn of layers that are out."""
+        super().on_train_end(logs)
+        if self.autopilot is not None:
+            self.autopilot.warn_of_layers_out()
 
 
 class FlightRecorder(keras.callbacks.Callback):
@@ -224,8 +233,9 @@ class FlightRecorder(keras.callbacks.Callback):
         Pass `steps_per_epoch` to `fit`, since this has no end.
 
         Args:
-            batches: Batches, `(x, y)` or `(x, y, sample_weight)`: a
-                `tf.data.Dataset`, a data loader of PyTorch, a list. It is
+            batches: Batches, `(x, y)` or `(x, y, sample_weight)`, or `x`, such
+                as a dict: a `tf.data.Dataset`, a `PyDataset`, a data loader of
+                PyTorch, a list. It is
                 iterated anew after its end; an iterator or a generator cannot
                 be, and ends.
         """
@@ -236,6 +246,7 @@ class FlightRecorder(keras.callbacks.Callback):
             for batch in batches:
                 is_first = is_empty = False
                 parts = as_parts(batch)  # Keras takes tuples alone.
+                parts = parts if isinstance(parts, tuple) else (parts,)
                 self._ahead.append(copied(parts))
                 yield parts
             if is_empty:

@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 224, 60_600
+FILES, LINES = 227, 62_400
 """Of the package. Lower them when it gets smaller."""
 
 SHARE_OF_ANY = 0.15

@@ -30,8 +30,12 @@ MOVES = (
     "expand_dims",
     "squeeze",
     "take",
+    "split",
 )
 """The operations that move the elements of a tensor and change none."""
+
+ENTRIES = "__getitem__"
+"""The method of a variable that takes entries of it, such as a slice."""
 
 CASTS = ("cast", "convert_to_tensor")
 
@@ -54,6 +58,9 @@ BRANCHES = (
     "while_loop",
 )
 """The operations that run functions of the caller, perhaps in another trace."""
+
+ALL_RUN = ("associative_scan", "map", "scan", "vectorized_map")
+"""Those of `BRANCHES` that run their function in each trace."""
 
 CHOICES = ("argmax", "argmin", "argsort", "sort", "top_k")
 """The operations that choose among entries."""
@@ -90,7 +97,8 @@ def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
     such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops`, in
     modules of these names there and in `backend.random` (3.16). These are
     wrapped, so that it makes no difference how a module imports the
-    operation. Layers cast by `backend.cast`. If Keras has the functions
+    operation. Layers cast by `backend.cast`. `ENTRIES` is a method of
+    `keras.Variable`. If Keras has the functions
     elsewhere, no product is seen, and `convert` says that none was recognised.
     Expires with a public hook.
 
@@ -107,6 +115,8 @@ def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
                 _wrap(module, name, handler)
             if name == "cast":
                 _wrap(_backend, name, handler)
+            if name == ENTRIES:
+                _wrap(keras.Variable, name, handler)
 
 
 def modules() -> list[Any]:

@@ -92,6 +92,23 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
     return f"{first},{second}->{terms.out.replace('...', letters)}"
 
 
+def outputs_shape(equation: str, first: Any, second: Any) -> tuple[Any, ...]:
+    """Return the shape of the result of an explicit equation.
+
+    `keras.ops.einsum` infers none of an equation with capital letters
+    (keras 3.0 to 3.16).
+
+    Args:
+        equation: Explicit, with one letter per axis.
+        first: The shape of the first operand.
+        second: The shape of the second operand.
+    """
+    terms = split(equation)
+    sizes = dict(zip(terms.second, second, strict=True))
+    sizes |= dict(zip(terms.first, first, strict=True))
+    return tuple(map(sizes.__getitem__, terms.out))
+
+
 def _form_error(equation: object, why: str) -> str:
     return (
         f"Not an einsum equation of two operands: {why}. Received: "

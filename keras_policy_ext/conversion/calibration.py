@@ -106,6 +106,16 @@ def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
         call(keras.tree.map_structure(_as_tensor, batch))
 
 
+def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:
+    """Apply a function to each array of nested ones; None stays None.
+
+    A model may have an optional input.
+    """
+    return keras.tree.map_structure(
+        lambda x: None if x is None else function(x), nested
+    )
+
+
 def _seen(
     run: Run, batches: Iterable[Any], states: list[StateVariable]
 ) -> dict[int, list[np.ndarray]] | None:
@@ -216,10 +226,11 @@ def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
     """
     structure = _input_structure(model) if inputs_only else None
     if _is_inputs(data, structure):
-        count = len(keras.tree.flatten(data)[0])
+        arrays = [x for x in keras.tree.flatten(data) if x is not None]
+        count = len(arrays[0])
         for start in range(0, count, BATCH):
             window = slice(start, start + BATCH)
-            yield keras.tree.map_structure(lambda x: x[window], data)  # noqa: B023
+            yield map_arrays(lambda x: x[window], data)  # noqa: B023
         return
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(_no_data(data))
@@ -257,7 +268,7 @@ def _is_structure_of_arrays(data: object) -> bool:
     structures = (np.ndarray, dict, list, tuple)
     if not isinstance(data, structures) and not ops.is_tensor(data):
         return False
-    leaves = keras.tree.flatten(data)
+    leaves = [x for x in keras.tree.flatten(data) if x is not None]
     return bool(leaves) and all(
         isinstance(leaf, np.ndarray) or ops.is_tensor(leaf) for leaf in leaves
     )

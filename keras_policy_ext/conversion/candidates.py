@@ -26,7 +26,7 @@ from keras_policy_ext.policies.of_layers import is_frozen
 NOT_BUILT = "it has no weights yet: it was never called"
 """The reason for an unbuilt layer in a built model."""
 
-_NO_KERNEL = "it has no kernel to multiply with"
+_NO_KERNEL = "it has no kernel of its own to multiply with"
 
 # Stock layers with weights that are multiplied and have no float8 form, by
 # their names; {0} stands for 1D, 2D and 3D.
@@ -81,10 +81,18 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Unconverted:
-    """A layer with weights that stays as it is, with the reason."""
+    """A layer with weights that stays as it is, with the reason.
+
+    Attributes:
+        layer: The layer.
+        reason: Why.
+        kernel: The weight of it that stays as it is, where others do not;
+            None for the whole layer.
+    """
 
     layer: keras.Layer
     reason: str
+    kernel: keras.Variable | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ from keras_policy_ext.conversion.report import (
     report_of,
 )
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
-from keras_policy_ext.conversion.work import Works
+from keras_policy_ext.conversion.work import DEPTHWISE, Works
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.by_operation import (
     ByOperation,
@@ -330,13 +330,15 @@ def freeze(
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
         layers = [plan.layer for plan in plans]
+        beside = [x for layer in layers for x in _kernels_in_floats(layer)]
+        holds = not beside and works.hold_for(layers)
         return report_of(
             FrozenReport,
             model,
             layers,
-            [*left, *skipped],
+            [*left, *beside, *skipped],
             retraced=retraced,
-            works=works if works.hold_for(layers) else None,
+            works=works if holds else None,
             stored=tuple(stored),
         )
 
@@ -538,6 +540,18 @@ def _moves_kernels(candidate: Candidate) -> str | None:
     return "it moves its kernel before it multiplies with it"
 
 
+def _kernels_in_floats(layer: Any) -> Iterator[Unconverted]:
+    """Yield the kernels of a frozen layer that are not stored."""
+    for each in walking.own_weights(layer):
+        if isinstance(each, stored_weights.StoredVariable):
+            continue
+        if each.name == DEPTHWISE:
+            yield Unconverted(layer, f"{each.name!r} is depthwise", each)
+        elif layer.is_float8_kernel(layer, each):
+            reason = f"{each.name!r} is moved, or read in several ways"
+            yield Unconverted(layer, reason, each)
+
+
 def _assigned(candidate: Candidate, reasons: dict[int, str]) -> str | None:
     """Return why a kernel that user code assigns is not frozen, or None."""
     found = (reasons.get(id(kernel)) for kernel in candidate.kernels)
@@ -557,6 +571,11 @@ def form_to_freeze(layer: keras.Layer) -> Any:
     if issubclass(form, ByOperation) and not is_own(layer):
         return None
     return form
+
+
+def lacks_form(layer: keras.Layer) -> bool:
+    """Return True if a layer has no float8 class as far as is known."""
+    return not isinstance(layer, Float8Mixin) and _form(layer) is None
 
 
 def _form(layer: keras.Layer) -> Any:

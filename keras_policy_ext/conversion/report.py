@@ -121,15 +121,18 @@ class Converted(Work):
 class Skipped(Work):
     """A layer with weights that was not changed, with its multiplications.
 
+    It is a single kernel where `freeze` has stored another one of the layer.
+
     Attributes:
-        path: The layer's path.
+        path: The path of the layer, or of the kernel.
         class_name: The name of its class.
         reason: Why.
         policy: The full name of the float8 policy that it follows as before;
             None if it is not in float8.
         per_tensor: As for `Converted`.
-        parameters, multiplications, plain_multiplications, sizes_known: As
-            for `work.Work`.
+        is_kernel: Whether it is a kernel of a layer with others in float8.
+        parameters, multiplications, plain_multiplications, sizes_known,
+            plain_parameters: As for `work.Work`.
     """
 
     path: str
@@ -137,6 +140,7 @@ class Skipped(Work):
     reason: str
     policy: str | None = None
     per_tensor: bool = False
+    is_kernel: bool = False
 
     @property
     def in_float8(self) -> bool:
@@ -441,18 +445,19 @@ def report_of(
             if names_others and id(layer) not in listed
         ),
     ]
-    done = [_converted(layer, works.of(layer)) for layer in converted]
-    rest = [
-        Skipped(
-            path_of(each.layer),
-            type(each.layer).__name__,
-            each.reason,
-            _float8_policy(each.layer),
-            _per_tensor(each.layer),
-            **dataclasses.asdict(works.of(each.layer)),
-        )
-        for each in left
-    ]
+    kernels: dict[int, list[Any]] = {}
+    for each in left:
+        if each.kernel is not None:
+            kernels.setdefault(id(each.layer), []).append(each.kernel)
+    parts: dict[int, Work] = {}
+    done = []
+    for layer in converted:
+        counted, of_kernels = works.of(layer), kernels.get(id(layer), [])
+        if of_kernels:
+            counted, found = works.of_parts(layer, of_kernels)
+            parts.update(zip(map(id, of_kernels), found, strict=True))
+        done.append(_converted(layer, counted))
+    rest = [_skipped(each, works, parts.get(id(each.kernel))) for each in left]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
         tuple(done),
@@ -461,6 +466,21 @@ def report_of(
         tuple(retraced),
         tuple(without_effect),
         **more,
+    )
+
+
+def _skipped(
+    each: Unconverted, works: work.Works, of_kernel: Work | None
+) -> Skipped:
+    is_whole = each.kernel is None
+    return Skipped(
+        path_of(each.layer) if each.kernel is None else each.kernel.path,
+        type(each.layer).__name__,
+        each.reason,
+        _float8_policy(each.layer) if is_whole else None,
+        is_whole and _per_tensor(each.layer),
+        not is_whole,
+        **dataclasses.asdict(of_kernel or works.of(each.layer)),
     )
 
 

@@ -41,6 +41,8 @@ class Totals:
         parameters_in_float8: Entries of kernels in float8, and of tables that
             are stored in it.
         sizes_known: Whether no size was unknown.
+        partly_stored: How many kernels or layers of `stored` are in floats
+            beside others that are stored.
     """
 
     listed: int
@@ -54,12 +56,15 @@ class Totals:
     parameters: int
     parameters_in_float8: int
     sizes_known: bool
+    partly_stored: int
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
         """Add up the entries of layers; `parameters` is the model's, or 0."""
         entries = list(entries)
         multiplying = [e for e in entries if e.multiplications]
+        # `freeze` lists what it left of a layer that it has frozen.
+        kernels = [e for e in entries if getattr(e, "is_kernel", False)]
         in_float8 = [e for e in multiplying if e.in_float8]
         stored = [
             e
@@ -69,7 +74,7 @@ class Totals:
         return cls(
             listed=len(entries),
             listed_in_float8=sum(e.in_float8 for e in entries),
-            layers=len(multiplying),
+            layers=sum(e not in kernels for e in multiplying),
             in_float8=len(in_float8),
             stored=len(stored),
             multiplications=work(multiplying),
@@ -79,11 +84,13 @@ class Totals:
             # Of a tied table two layers have an entry.
             parameters=parameters or sum(e.parameters for e in entries),
             parameters_in_float8=sum(
-                e.parameters
+                e.parameters - e.plain_parameters
                 for e in entries
                 if e.frozen or (e.in_float8 and e.multiplications)
             ),
             sizes_known=all(e.sizes_known for e in multiplying),
+            partly_stored=len(kernels)
+            + sum(e.plain_parameters > 0 for e in stored),
         )
 
     def head(self) -> list[str]:
@@ -99,7 +106,9 @@ class Totals:
         )
         if self.stored and self.stored == self.in_float8:
             which = f"The kernels of {self.stored} of {layers}"
-            if self.stored == self.layers:
+            if self.partly_stored:
+                which = "Some kernels"
+            elif self.stored == self.layers:
                 which = "All kernels"
             return [
                 f"{which} are stored in float8, {weights} of the parameters. "

@@ -29,6 +29,7 @@ from keras_policy_ext.backends import tracing
 from keras_policy_ext.backends.flows import HERE, NONE, Flow, Given, Sources
 from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.contractions import equations
+from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.by_operation import note_call
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import MovedKernel
@@ -96,8 +97,7 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
         ranks = len(shape), len(kernel)
         equation = equations.explicit(layer.equation, *ranks)
         product = tracing.einsum(equation, shape, kernel)
-        tensors = map(keras.KerasTensor, (shape, kernel))
-        outputs = keras.ops.einsum(equation, *tensors).shape
+        outputs = equations.outputs_shape(equation, shape, kernel)
         return [StockProduct(product, shape=outputs)]
     if name in _CONVOLUTIONS | _TRANSPOSED | _BY_CHANNEL | _SEPARABLE:
         return list(_of_convolution(layer, name, shape))
@@ -181,11 +181,14 @@ class Counted(NamedTuple):
         layer: The layer that computes it.
         product: The sizes of the matmul.
         has_float8_form: Whether it is in float8 if the layer is.
+        entries: Entries of the kernel, where that is known: a kernel of each
+            token may be gathered from it.
     """
 
     layer: keras.Layer
     product: Product
     has_float8_form: bool
+    entries: int | None = None
 
 
 class Call(NamedTuple):
@@ -303,6 +306,7 @@ def _trace(
         stack.enter_context(calls.instead_of_each_call(tracer.called))
         for scope in _contractions(tracer):
             stack.enter_context(scope)
+        stack.enter_context(by_operation.counting(tracer.multiplies))
         stack.enter_context(_attributes_kept(layer))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -311,7 +315,10 @@ def _trace(
 
 @dataclasses.dataclass
 class _Frame:
-    """The matmuls found so far in the layer whose call is being traced."""
+    """The matmuls found so far in the layer whose call is being traced.
+
+    `weights` has the entries of the kernel of each product, by its sizes.
+    """
 
     layer: keras.Layer
     entered: bool = False
@@ -319,6 +326,7 @@ class _Frame:
     unknown: list[keras.Layer] = dataclasses.field(default_factory=list)
     chooses: bool = False
     flow: Flow | None = None
+    weights: dict[Any, int] = dataclasses.field(default_factory=dict)
 
     def add(self, call: Call) -> None:
         """Add what was found in a call of an inner layer."""
@@ -367,11 +375,26 @@ class _Tracer:
         outputs = keras.tree.map_structure(_zeros, found.outputs)
         return self._marked(found, given, outputs)
 
+    def multiplies(
+        self, equation: str, inputs: Any, read: Any, kernel: keras.Variable
+    ) -> None:
+        """Remember that the call being traced computes a kernel's product."""
+        product = tracing.einsum(equation, inputs, read)
+        weights = self._frames[-1].weights
+        weights[_sizes(product)] = math.prod(kernel.shape)
+
     def multiplied(
-        self, layer: keras.Layer, product: Product, inputs: Any, outputs: Any
+        self,
+        layer: keras.Layer,
+        product: Product,
+        inputs: Any,
+        kernel: keras.Variable,
+        outputs: Any,
     ) -> Any:
         """Record a matmul of a float8 layer in the call being traced."""
-        found = Call(outputs, [Counted(layer, product, True)], [])
+        entries = math.prod(kernel.shape)
+        counted = Counted(layer, product, True, entries)
+        found = Call(outputs, [counted], [])
         self._frames[-1].add(found)
         found = found._replace(reached=[frozenset([id(layer)])])
         return self._marked(found, [inputs], outputs)
@@ -561,7 +584,10 @@ class _Tracer:
         finally:
             self._frames.pop()
         here = owner or layer
-        plain = [Counted(here, each, False) for each in found.products]
+        plain = [
+            Counted(here, each, False, frame.weights.get(_sizes(each)))
+            for each in found.products
+        ]
         unknown = [] if found.is_complete else [here]
         call = Call(
             found.outputs,
@@ -763,6 +789,10 @@ def multiplies_in_float8(layer: keras.Layer) -> bool:
     return policy.recipe.quantization("inputs", "forward") is not None
 
 
+def _sizes(product: Product) -> tuple[int, ...]:
+    return product.multiplications, *sorted(product.sizes)
+
+
 def _counted(layer: keras.Layer, found: Any) -> list[Counted]:
     return [
         Counted(layer, each.product, each.has_float8_form) for each in found
@@ -805,6 +835,17 @@ def _attributes_kept(layer: keras.Layer) -> Iterator[None]:
                     now[name] = value
 
 
+def _convolved(contraction: Any, inputs: Shape, kernel: Shape) -> Any:
+    """Return the shape of the outputs of a convolution."""
+    shape = list(inputs)
+    if not contraction.is_transposed:
+        # Keras infers no shape where the kernel is of one of several groups.
+        last = contraction.data_format == "channels_last"
+        shape[-1 if last else 1] = kernel[-2]
+    operands = map(keras.KerasTensor, (shape, kernel))
+    return contraction.of(*operands).shape
+
+
 def _contractions(tracer: _Tracer) -> Iterator[Any]:
     """Yield scopes in which float8 matmuls are counted, not computed."""
 
@@ -824,12 +865,12 @@ def _contractions(tracer: _Tracer) -> Iterator[Any]:
         if isinstance(contraction, contractions.Einsum):
             equation = contraction.equation
             product = tracing.einsum(equation, *shapes)
-            outputs = ops.einsum(equation, *map(keras.KerasTensor, shapes))
+            outputs = equations.outputs_shape(equation, *shapes)
         else:
-            outputs = contraction.of(*map(keras.KerasTensor, shapes))
-            product = convolution(contraction, *shapes, outputs.shape)
-        zeros = ops.zeros(outputs.shape, dtype or layer.compute_dtype)
-        return tracer.multiplied(layer, product, inputs, zeros)
+            outputs = _convolved(contraction, *shapes)
+            product = convolution(contraction, *shapes, outputs)
+        zeros = ops.zeros(outputs, dtype or layer.compute_dtype)
+        return tracer.multiplied(layer, product, inputs, kernel, zeros)
 
     def of_activations(
         stock: Any,

@@ -49,6 +49,7 @@ class Work:
     multiplications: int = 0
     plain_multiplications: int = 0
     sizes_known: bool = True
+    plain_parameters: int = 0
 
 
 class Works:
@@ -107,10 +108,15 @@ class Works:
             return _once(layer, own)
         counted = self._counted.get(id(layer), ())
         if not counted:
-            return Work(parameters=scalars(own))
+            return Work(parameters=scalars(_stored(layer) or own))
         in_float8 = traced.multiplies_in_float8(layer)
+        parameters = _entries(layer, own, counted)
+        plain = _plain_entries(layer, own, counted, parameters)
+        if is_frozen(layer):
+            parameters = scalars(_stored(layer)) + plain
         return Work(
-            parameters=_entries(layer, own, counted),
+            parameters=parameters,
+            plain_parameters=plain,
             multiplications=sum(each.number for each in counted),
             plain_multiplications=sum(
                 each.number
@@ -120,6 +126,43 @@ class Works:
             sizes_known=self._are_sizes_known
             and id(layer) not in self._unknown,
         )
+
+    def of_parts(
+        self, layer: keras.Layer, left: list[keras.Variable]
+    ) -> tuple[Work, list[Work]]:
+        """Return the `Work` of a frozen layer without some of its kernels.
+
+        Args:
+            layer: A frozen layer, in the model when it was counted.
+            left: Kernels of it that are not stored.
+
+        Returns:
+            That of the layer, and that of each of these kernels.
+        """
+        whole = self.of(layer)
+        counted = self._counted.get(id(layer), ())
+        plain = [x for x in counted if not x.has_float8_form]
+        parts = []
+        for kernel in left:
+            size = scalars([kernel])
+            mine = [x for x in plain if len(left) == 1 or x.size == size]
+            plain = [x for x in plain if x not in mine]
+            number = sum(x.number for x in mine)
+            part = Work(
+                parameters=size,
+                multiplications=number,
+                sizes_known=whole.sizes_known,
+            )
+            parts.append(part)
+        number = sum(each.multiplications for each in parts)
+        rest = dataclasses.replace(
+            whole,
+            parameters=whole.parameters - whole.plain_parameters,
+            plain_parameters=0,
+            multiplications=whole.multiplications - number,
+            plain_multiplications=whole.plain_multiplications - number,
+        )
+        return rest, parts
 
 
 def count(model: keras.Layer, layers: Iterable[keras.Layer]) -> list[Work]:
@@ -159,6 +202,29 @@ def _entries(
                 found.update(alike)
                 break
     return scalars(found.values()) or sum(sizes)
+
+
+def _stored(layer: Any) -> list[keras.Variable]:
+    """Return the kernels of a layer that are stored in float8."""
+    return layer.float8_contracted if is_frozen(layer) else []
+
+
+def _plain_entries(
+    layer: keras.Layer,
+    own: list[keras.Variable],
+    counted: Iterable[_Counted],
+    parameters: int,
+) -> int:
+    """Return the number of entries of kernels that are not in float8."""
+    if not isinstance(layer, Float8Mixin) or layer.float8_policy is None:
+        return 0
+    if not is_frozen(layer):
+        in_float8 = [x for x in counted if x.has_float8_form]
+        return parameters - _entries(layer, own, in_float8)
+    sizes = {x.size for x in counted if not x.has_float8_form}
+    stored = set(map(id, _stored(layer)))
+    others = [v for v in own if id(v) not in stored and "bias" not in v.name]
+    return sum(size for v in others if (size := scalars([v])) in sizes)
 
 
 class _Pair(NamedTuple):
@@ -220,6 +286,8 @@ def _with_kernels(
         pairs = zip(one.product.sizes, other.product.sizes, strict=True)
         kernels = [before for before, after in pairs if before == after]
         number = other.product.multiplications - one.product.multiplications
+        if one.entries is not None and not kernels:
+            kernels = [one.entries]  # A kernel of each token is gathered.
         if len(kernels) == 1 and number:
             counted = _Counted(number, kernels[0], one.has_float8_form)
             yield one.layer, counted
@@ -332,7 +400,7 @@ def _tensors(layer: keras.Layer, shapes: Any) -> Any:
 
 # What is said of a layer whose calls are not known: by its names and shapes.
 
-_BESIDE = "depthwise_kernel"
+DEPTHWISE = "depthwise_kernel"
 """A kernel that is multiplied in the source policy in float8 layers too."""
 
 # In names of weights that are looked up or added, and not multiplied with.
@@ -347,7 +415,7 @@ def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
     """Return the `Work` of one call on the shape that a layer was built on."""
     kernels = _kernels(layer, own)
     if not kernels:
-        return Work(parameters=scalars(own))
+        return Work(parameters=scalars(_stored(layer) or own))
     entries = scalars(kernels)
     found = None
     with contextlib.suppress(Exception):
@@ -361,6 +429,9 @@ def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
         multiplications=number or entries,
         plain_multiplications=(number or entries) if in_floats else 0,
         sizes_known=False,
+        plain_parameters=entries - scalars(_stored(layer))
+        if is_frozen(layer)
+        else 0,
     )
 
 
@@ -368,7 +439,7 @@ def _kernels(
     layer: keras.Layer, own: list[keras.Variable]
 ) -> list[keras.Variable]:
     """Return the weights with which the call of a layer multiplies."""
-    beside = [v for v in own if v.name == _BESIDE]
+    beside = [v for v in own if v.name == DEPTHWISE]
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         contracted = layer.float8_contracted
         return [v for v in contracted if not _looks_up(layer, v)] + beside

@@ -14,6 +14,7 @@ from keras import ops
 from keras_policy_ext import _user_code, backends
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates
+from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics.forward_pass import unchanged_counters
 from keras_policy_ext.diagnostics.shared_scales import (
@@ -193,7 +194,7 @@ def audit(model: keras.Layer, batch: Any) -> Audit:
             "model without weights. Allowed: a model that was called once. "
             "Call it on the batch first."
         )
-    batch = keras.tree.map_structure(_as_array, batch)
+    batch = map_arrays(_as_array, batch)
     others = {
         axis: changed
         for axis in AXES
@@ -255,7 +256,7 @@ def _call(
     calls = Calls()
     with calls.listed():
         model(
-            keras.tree.map_structure(ops.convert_to_tensor, batch),
+            map_arrays(ops.convert_to_tensor, batch),
             training=False,
         )
     return calls.products, calls.traced
@@ -299,7 +300,7 @@ def _with_others(batch: Any, axis: str) -> Any:
         changed.append(not np.array_equal(found, x))
         return found
 
-    found = keras.tree.map_structure(other, batch)
+    found = map_arrays(other, batch)
     return found if any(changed) else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import policies, recipes
+from keras_policy_ext import _user_code, policies, recipes
 from keras_policy_ext.conversion import in_place, training
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.diagnostics.captured import Loss
@@ -27,6 +28,7 @@ from keras_policy_ext.diagnostics.samples import check_count
 from keras_policy_ext.layers.state import has_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
+    layers_in_float8,
     source_policy_of,
 )
 from keras_policy_ext.recipes import MATMULS, OPERANDS, Recipe, matmuls_of
@@ -34,6 +36,9 @@ from keras_policy_ext.recipes.recipe import HIGH_PRECISION
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 _LOGGER = logging.getLogger("keras_policy_ext")
+
+_OUT: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The layers that an autopilot has taken out of their own recipes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +146,21 @@ class Autopilot(BaseReport):
         self.watch.judged_as = {
             key: each.own for key, each in self._steered.items() if each.is_out
         }
+        for each in self._steered.values():
+            (_OUT.add if each.is_out else _OUT.discard)(each.layer)
         for decision in self.decisions[before:]:
             _LOGGER.info("%s", decision)
         return bool(changes)
+
+    def warn_of_layers_out(self) -> None:
+        """Warn if layers stay without their own recipe, as training ends."""
+        if self.out:
+            _user_code.warn(
+                f"The autopilot ends with {_some(list(self.out))} out of their "
+                "own recipes. They stay so, and in files too. Pass this "
+                "autopilot to the next training, which may bring them back, or "
+                "call `keras_policy_ext.convert` with the policy you want."
+            )
 
     def logs(self) -> dict[str, float]:
         """Return `float8_layers_out`, the number of layers that are out."""
@@ -279,6 +296,10 @@ class Autopilot(BaseReport):
         yield f"Without their own recipe now: {out or 'none'}."
 
 
+def _some(paths: list[str]) -> str:
+    return f"{counted(len(paths), 'layer')}, such as {paths[0]!r},"
+
+
 def _sorted(matmuls: Iterable[str]) -> tuple[str, ...]:
     return tuple(each for each in MATMULS if each in matmuls)
 
@@ -386,4 +407,13 @@ def autopilot(
         path=path,
         log_dir=log_dir,
     )
+    left = [path_of(x) for x in layers_in_float8(model) if x in _OUT]
+    if left:
+        _user_code.warn(
+            f"An earlier autopilot of {model.name!r} took {_some(left)} out of "
+            "their own recipes, and this one takes what they follow now for "
+            "their own. Pass the earlier one on, or call "
+            "`keras_policy_ext.convert` with the policy you want first."
+        )
+        _OUT.difference_update(layers_in_float8(model))
     return Autopilot(watched, recipe, calm)

@@ -52,13 +52,15 @@ class Batch:
 
         Args:
             data: Arrays: `x`, `(x, y)` or `(x, y, sample_weight)`; or what has
-                such batches, such as a `tf.data.Dataset`.
+                such batches, such as a `tf.data.Dataset` or a list of tuples.
 
         Raises:
             TypeError: If it is something else.
             ValueError: If no batch is left.
         """
-        if not isinstance(data, (tuple, list, dict)) and not _is_array(data):
+        if isinstance(data, list) and data and isinstance(data[0], tuple):
+            data = data[0]  # Several inputs are arrays, and batches tuples.
+        elif not isinstance(data, (tuple, list, dict)) and not _is_array(data):
             if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
                 data = data[0]  # a keras.utils.PyDataset
             else:
@@ -70,7 +72,7 @@ class Batch:
                 f"`data` is not a batch. Received: {len(parts)} parts. "
                 f"{_ALLOWED}"
             )
-        return cls(*keras.tree.map_structure(_tensor, parts))
+        return cls(*keras.tree.map_structure(as_tensor, parts))
 
 
 def as_parts(batch: Any) -> Any:
@@ -88,6 +90,10 @@ _ALLOWED = (
 )
 
 
+class NoBatchLeft(ValueError):
+    """Raised for an iterator of batches that was read to its end."""
+
+
 def _first(data: Any) -> Any:
     if not hasattr(data, "__iter__"):
         raise TypeError(
@@ -96,7 +102,7 @@ def _first(data: Any) -> Any:
         )
     for batch in data:
         return batch
-    raise ValueError(
+    raise NoBatchLeft(
         f"`data` has no batch left. Received: {data!r} (of type "
         f"{type(data).__name__}), which is empty or was read to its end. "
         "Allowed: an iterator with a batch for each sample. Pass a batch, or "
@@ -108,7 +114,8 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) or bool(ops.is_tensor(x))
 
 
-def _tensor(x: Any) -> Any:
+def as_tensor(x: Any) -> Any:
+    """Return an array or a number as a tensor, as `fit` would; None as None."""
     if x is None:
         return None
     if not hasattr(x, "shape") and not isinstance(x, (bool, int, float)):
@@ -507,6 +514,14 @@ def _loss(model: Any, batch: Batch, loss: Loss | None) -> tuple[Tensor, str]:
     return value if optimizer is None else optimizer.scale_loss(value), kind
 
 
+def lacks_targets(model: Any, batch: Batch) -> bool:
+    """Return True if the loss of a model needs targets that a batch lacks."""
+    compiled = getattr(model, "compiled", False)
+    own = compiled and type(model).compute_loss is not keras.Model.compute_loss
+    has_loss = getattr(model, "loss", None) is not None
+    return bool(compiled and not own and has_loss and batch.y is None)
+
+
 def _kind(model: Any, batch: Batch, loss: Loss | None) -> str:
     """Return the words for the loss of a model, as far as it is known."""
     if loss is not None:
@@ -517,7 +532,7 @@ def _kind(model: Any, batch: Batch, loss: Loss | None) -> str:
         return OWN
     if getattr(model, "loss", None) is None:
         return SQUARES
-    if batch.y is None:
+    if lacks_targets(model, batch):
         several = (
             " A list is several inputs." if isinstance(batch.x, list) else ""
         )

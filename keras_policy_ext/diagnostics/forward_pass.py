@@ -13,6 +13,7 @@ import numpy as np
 from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.tracing import MeasuredStep
+from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.kept_numbers import itemsize
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import held, is_state
@@ -44,7 +45,7 @@ def read(model: keras.Layer, batch: Any) -> Any:
         return _of_shapes(model, batch)
     if isinstance(batch, (list, tuple, dict)) and _are_shapes(batch):
         return _of_shapes(model, batch)
-    return keras.tree.map_structure(_symbolic, batch)
+    return map_arrays(_symbolic, batch)
 
 
 def size_of(batch: Any) -> int:
@@ -52,6 +53,7 @@ def size_of(batch: Any) -> int:
     return sum(
         int(np.prod(x.shape)) * itemsize(x.dtype)
         for x in keras.tree.flatten(batch)
+        if x is not None
     )
 
 
@@ -82,7 +84,8 @@ def _of_shapes(model: keras.Layer, shapes: Any) -> Any:
     dtypes = iter([x.dtype for x in inputs])
 
     def symbolic(shape: Any) -> Any:
-        return _known(tuple(shape), next(dtypes, keras.config.floatx()))
+        dtype = next(dtypes, keras.config.floatx())
+        return None if shape is None else _known(tuple(shape), dtype)
 
     return keras.tree.map_shape_structure(symbolic, shapes)
 
@@ -119,7 +122,7 @@ def _is_shape(x: Any) -> bool:
 
 
 def _are_shapes(x: Any) -> bool:
-    if _is_shape(x):
+    if _is_shape(x) or x is None:
         return True
     values = x.values() if isinstance(x, dict) else x
     return isinstance(x, (list, tuple, dict)) and all(map(_are_shapes, values))
@@ -137,8 +140,12 @@ def step_of(
     """
     trained = {id(v) for v in model.trainable_variables}
     weights = {id(held(v)) for v in model.weights if not is_state(v)}
+    # What frameworks trace has no None, which may stand for an input.
+    structure, leaves = batch, keras.tree.flatten(batch)
+    if any(x is None for x in leaves):
+        batch = [x for x in leaves if x is not None]
     return MeasuredStep(
-        call=_Forward(model, layers),
+        call=_Forward(model, layers, structure),
         variables=model.variables,
         trained=[id(v) in trained for v in model.variables],
         weights=[id(v) in weights for v in model.variables],
@@ -161,8 +168,10 @@ class _Forward:
     See `MeasuredStep.call`.
     """
 
-    def __init__(self, model: keras.Layer, layers: Sequence[keras.Layer]):
-        self._model = model
+    def __init__(
+        self, model: keras.Layer, layers: Sequence[keras.Layer], structure: Any
+    ):
+        self._model, self._structure = model, structure
         self._variables = model.variables
         self._numbers = {id(layer): n for n, layer in enumerate(layers)}
 
@@ -178,6 +187,8 @@ class _Forward:
                 contextlib.nullcontext() if number is None else inside(number)
             )
 
+        tensors = iter(keras.tree.flatten(batch))
+        batch = map_arrays(lambda _: next(tensors), self._structure)
         state = list(zip(self._variables, values, strict=True))
         with (
             keras.StatelessScope(state, collect_losses=True) as stateless,

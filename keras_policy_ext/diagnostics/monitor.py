@@ -21,6 +21,7 @@ from keras_policy_ext.diagnostics.captured import (
     SQUARES,
     Batch,
     Loss,
+    NoBatchLeft,
     Product,
     Use,
     by_kernel,
@@ -77,7 +78,12 @@ class Watch:
         labels: The names of layers in figures, by the `id` of a layer: its
             path; of several layers with one path all but the first have a
             number too.
+        is_of_training: Whether the batches of `step` are those of training.
+            If not, gradients count as large as training steps have observed
+            them: the mean of a loss over fewer examples has larger ones.
     """
+
+    is_of_training = True
 
     def __init__(
         self,
@@ -96,6 +102,8 @@ class Watch:
         self.uses: list[list[Use]] = []
         self.labels: dict[int, str] = {}
         self._seen: list[Seen] = []
+        self._sizes: dict[tuple[str, str], float] = {}
+        self._has_ended = False
         self.model, self._every, self._share = model, every, share
         self._loss, self._kind = loss, ""
         self._files: list[RowFile | EventFile] = []
@@ -128,9 +136,18 @@ class Watch:
             is_due, self._due = due != self._due, due
         else:
             is_due = time.perf_counter() >= self._next
-        if is_due:
+        if not is_due or self._has_ended:
+            return False
+        try:
             self._take(data)
-        return is_due
+        except NoBatchLeft as error:
+            if self.is_of_training:
+                raise
+            self._has_ended = True  # The training goes on.
+            _user_code.warn(
+                f"No more samples from step {self.steps} on. {error}"
+            )
+        return not self._has_ended
 
     def _take(self, data: Any) -> None:
         start = time.perf_counter()
@@ -178,8 +195,10 @@ class Watch:
             name = first.kernel.name
             peaks = _peaks(first, steps)
             own = self.judged_as.get(id(first.layer))
+            last = self._resize_gradients(uses, (layer, name))
             for operand in OPERANDS:
-                asked, parts = _figures(uses, operand)
+                known = last if operand == "outputs_grad" else None
+                asked, parts = _figures(uses, operand, given=known)
                 figures = total(parts)
                 values = [
                     peaks.get(operand)
@@ -198,6 +217,35 @@ class Watch:
                         asked, parts = _figures(uses, operand, own)
                     self._seen.append(Seen(layer, name, operand, parts, asked))
         return rows, found.unexamined
+
+    def _resize_gradients(
+        self, uses: list[Use], key: tuple[str, str]
+    ) -> float | None:
+        """Make output gradients as large as in the last training step.
+
+        A recipe without histories finds its scales in what it is given. A
+        layer that has left float8 keeps the factor from before.
+
+        Returns:
+            The scale of the gradients in that step; None if there is none.
+        """
+        found = [x.outputs_grad for x in uses if x.outputs_grad is not None]
+        found = [x for x in found if 0 not in x.shape]
+        if self.is_of_training or not (uses[0].state and found):
+            return None
+        layer: Any = uses[0].layer
+        observed = _observed(layer.float8_state.of(uses[0].kernel), 1)
+        if "outputs_grad" not in observed:
+            return None
+        scale, newest = (float(x.max()) for x in observed["outputs_grad"])
+        amax = max(float(ops.max(ops.abs(x))) for x in found)
+        is_out = id(layer) in self.judged_as
+        if newest and amax and math.isfinite(amax) and not is_out:
+            self._sizes[key] = newest / amax
+        for use in uses:
+            if use.outputs_grad is not None:
+                use.outputs_grad = use.outputs_grad * self._sizes.get(key, 1.0)
+        return scale if scale and key in self._sizes and not is_out else None
 
     def _around(self, batch: Batch) -> Around:
         """Return what the rules know of a sample beside the figures."""
@@ -329,7 +377,10 @@ def _number(thing: Any, name: str, default: float) -> float:
 
 
 def _figures(
-    uses: Sequence[Use], operand: str, recipe: Recipe | None = None
+    uses: Sequence[Use],
+    operand: str,
+    recipe: Recipe | None = None,
+    given: float | None = None,
 ) -> tuple[Quantization | None, list[Figures]]:
     """Return how an operand is quantized, and its figures in each use.
 
@@ -337,6 +388,7 @@ def _figures(
         uses: The uses of a kernel.
         operand: The operand.
         recipe: A recipe; None for that of the layer.
+        given: The scale of the operand; None to ask the recipe.
     """
     found: list[Figures] = []
     quantization = None
@@ -358,6 +410,8 @@ def _figures(
             wanted = plan.source.observes_amaxes
             amax = Amax(ops.cast(x, "float32"), wanted)
             scale = plan.source.scale(operand, quantization, amax, known)
+            if given is not None and len(scale.shape) == 0:
+                scale = ops.convert_to_tensor(given, "float32")
         how = plan.contraction, operand, matmul, quantization
         numbers = measured(*how, x, scale)
         found.append(Figures.read(ops.convert_to_numpy(numbers)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from keras_policy_ext.backends.estimate import (
     product_named,
 )
 from keras_policy_ext.conversion import candidates, filters, in_place, traced
+from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
@@ -173,6 +175,14 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+_SEVERAL = re.compile(r"\s*\d+\s*x\s*[a-z]", re.IGNORECASE)
+"""What begins as the name of several devices, such as "8xh100"."""
+
+
+def _is_one(device: object) -> bool:
+    return isinstance(device, str) and not _SEVERAL.match(device)
+
+
 @_user_code.once
 def plan(
     model: keras.Layer,
@@ -227,6 +237,12 @@ def plan(
         >>> report["current"].speedup < 1  # the layer is too small
         True
     """
+    if not _is_one(device):
+        raise ValueError(
+            f"`device` is not one device. Received: {device!r}. Allowed: the "
+            "name of one, such as 'h200': a plan is for one device, without "
+            "communication. On several, pass the batch of one of them."
+        )
     there = devices.get(device)
     product = product_named(there, device)
     candidates.check_is_layer(model, "have a training step", "")
@@ -412,7 +428,7 @@ def _work(
     def longer(x: Any) -> Any:
         return keras.KerasTensor((x.shape[0] + 1, *x.shape[1:]), x.dtype)
 
-    more = keras.tree.map_structure(longer, tensors)
+    more = map_arrays(longer, tensors)
     weights = scalars(model.trainable_variables)
     found = _Work([], [], 0, weights, frozenset())
     attention = 0.0
@@ -434,12 +450,15 @@ def _work(
             pairs = zip(one.product.sizes, other.product.sizes, strict=True)
             kernels = [before for before, after in pairs if before == after]
             number = one.product.multiplications
+            entries = None
+            if one.entries is not None and not kernels:  # They are gathered.
+                kernels, entries = [max(one.product.sizes)], one.entries
             if len(kernels) != 1 or not number:
                 attention += number if not kernels else 0
                 continue
             (kernel,) = kernels
             inputs = sum(one.product.sizes) - kernel
-            outputs = number**2 / (inputs * kernel)
+            outputs = number**2 / (inputs * (entries or kernel))
             matmuls = Matmuls(inputs, kernel, outputs, number, kernel_bytes)
             which = tuple(
                 m for m in MATMULS if m != "kernel_grad" or one.layer.trainable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import tempfile
@@ -16,9 +17,11 @@ import keras
 
 from keras_policy_ext import backends
 from keras_policy_ext._keras import saving_hooks
-from keras_policy_ext.conversion import convert, revert
+from keras_policy_ext.conversion import candidates, convert, revert
+from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.diagnostics import machine, recordings
+from keras_policy_ext.diagnostics.captured import as_tensor
 from keras_policy_ext.diagnostics.monitor import Watch
 from keras_policy_ext.diagnostics.recorder import is_spike
 from keras_policy_ext.diagnostics.recordings import (
@@ -28,7 +31,7 @@ from keras_policy_ext.diagnostics.recordings import (
 )
 from keras_policy_ext.diagnostics.rules import WORDS, WatchWarning
 from keras_policy_ext.diagnostics.what_if import NOTHING_ROUNDED, read_recipes
-from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 from keras_policy_ext.saving import load_model
@@ -177,7 +180,8 @@ class Replay(BaseReport):
         if origin is None:
             return (
                 "No operand of a layer that can be in float8 shows where it "
-                "began: look at the loss, at other layers and at the batch."
+                "began: look at the loss, at other layers and at the batch. "
+                "Frozen layers have no figures."
             )
         return (
             f"It began at step {origin.since}, layer {origin.layer!r}, "
@@ -223,6 +227,7 @@ def replay(
     steps: int = 10,
     recipes: Sequence[Recipe | str] | Recipe | str | None = None,
     custom_objects: dict[str, object] | None = None,
+    safe_mode: bool = True,
 ) -> Replay:
     """Compute the steps of a recording again, and say where it began.
 
@@ -239,6 +244,8 @@ def replay(
             recipe.
         recipes: Recipes, or their names; None for all names, `[]` for none.
         custom_objects: As for `load_model`.
+        safe_mode: As for `load_model`; False for a model of yours with a
+            `Lambda` layer, whose code is run.
 
     Returns:
         A report: `origin`, `survivors`, `losses`, `trials`.
@@ -274,7 +281,10 @@ def replay(
     ):
         folder = pathlib.Path(name)
         recording = recordings.read(pathlib.Path(path), folder)
-        model = load_model(folder / recordings.MODEL, custom_objects)
+        load = functools.partial(
+            load_model, custom_objects=custom_objects, safe_mode=safe_mode
+        )
+        model = load(folder / recordings.MODEL)
         was = recording.versions.get("backend")
         is_same = was == keras.backend.backend()
         known = recording.random.restore(model, is_same)
@@ -290,11 +300,13 @@ def replay(
             earlier = [*recording.earlier, *(x.loss for x in recording.steps)]
             limits = _Limits(recording, earlier[:-1])
             trials.append(limits.trial(AS_RECORDED, own))
-            tried: list[Recipe | None] = list(wanted)
-            if layers_in_float8(model):
+            tried: list[Recipe | None] = []
+            if _can_train(model):  # Frozen layers have no other recipe.
+                tried = list(wanted)
+            if _trained(model):
                 tried.insert(0, None)
             for recipe in tried:
-                model = load_model(start, custom_objects)
+                model = load(start)
                 random.restore(model, True)
                 trials.append(limits.trial(*_under(recipe, model, last)))
     return Replay(
@@ -308,10 +320,24 @@ def replay(
     )
 
 
+def _trained(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers in float8 that are not frozen."""
+    return [x for x in layers_in_float8(model) if not is_frozen(x)]
+
+
+def _can_train(model: keras.Model) -> bool:
+    """Return True if a layer of the model can train in float8."""
+    found = candidates.survey(model).candidates
+    return any(not is_frozen(each.layer) for each in found)
+
+
 def _train(model: keras.Model, step: Step) -> float:
     """Take a step of training; return the loss of its batch."""
     batch: Any = step.batch
     parts = batch if isinstance(batch, tuple) else (batch,)
+    if keras.backend.backend() == "torch":
+        # Keras hands arrays on as they are, and in `fit` they are tensors.
+        parts = map_arrays(as_tensor, parts)
     logs: Any = model.train_on_batch(*parts, return_dict=True)
     return float(logs["loss"])
 
@@ -325,7 +351,7 @@ def _judged(
     for step in steps:
         judge.steps = step.number - 1
         inside: AbstractContextManager[Any] = contextlib.nullcontext()
-        if not layers_in_float8(model):
+        if _can_train(model) and not _trained(model):
             inside = converted(model, NOTHING_ROUNDED)
         with warnings.catch_warnings(), inside:
             warnings.simplefilter("ignore")  # The report has them.
@@ -347,7 +373,7 @@ def _under(
 ) -> tuple[str, list[float]]:
     """Take steps under a recipe, or without float8; return name and losses."""
     name = WITHOUT if recipe is None else recipe.spec or recipe.name
-    layers = {id(layer) for layer in layers_in_float8(model)}
+    layers = set(map(id, _trained(model)))
     if recipe is None:
         revert(model)
     elif layers:

@@ -23,6 +23,7 @@ from keras_policy_ext.diagnostics.captured import (
     by_kernel,
     captured,
     differing,
+    lacks_targets,
     note_of,
 )
 from keras_policy_ext.diagnostics.figures import Figures, measured, total
@@ -313,7 +314,8 @@ def what_if(
         loss: `f(y, outputs)`, a scalar tensor. None for the loss that the
             model was compiled with; if it was not compiled, for the sum of
             squares of the outputs. If the optimizer scales losses, the
-            gradients are of the scaled loss.
+            gradients are of the scaled loss. If the loss needs targets and
+            `data` has none, gradients have no figures.
         attention: `"float8"` to show the two products of attention layers
             too, as for `convert`. A model that was converted with it shows
             them without.
@@ -341,10 +343,17 @@ def what_if(
     candidates.check_is_layer(model, "has operands to quantize")
     wanted = read_recipes(recipes)
     batch = Batch.read(data)
+    lacks = loss is None and lacks_targets(model, batch)
+    lacks = lacks and not isinstance(batch.x, list)  # Perhaps (x, y) is meant.
     with converted(model, NOTHING_ROUNDED, attention=attention):
-        found = captured(model, batch, loss)
+        found = captured(model, batch, _squares if lacks else loss)
+        if lacks:
+            for use in found.uses:
+                use.outputs_grad = None
         entries = tuple(_entries(found.uses, wanted))
     kind = found.loss
+    if lacks:
+        kind = "no loss, since `data` has no targets: there are none"
     if kind == SQUARES:
         kind += ", since the model is not compiled with a loss"
     return WhatIf(
@@ -353,6 +362,14 @@ def what_if(
         kind,
         found.value,
         found.unexamined,
+    )
+
+
+def _squares(y: Any, outputs: Any) -> Any:
+    """Return a loss for a forward pass whose gradients nobody reads."""
+    return sum(
+        ops.sum(ops.square(ops.cast(x, "float32")))
+        for x in keras.tree.flatten(outputs)
     )
 
 

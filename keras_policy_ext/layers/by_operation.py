@@ -13,13 +13,15 @@ Keras's operations made of the variable by casting it or moving its elements.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
+import operator
 import string
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -245,9 +247,10 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
     def is_stored_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        """Return True if all products sum this weight over the same axes."""
+        """Return True if all products read this weight in one way, unmoved."""
         own = [x for x in _own_products(layer) if x.path == variable.path]
-        return len({x.equation for x in own}) == 1 and not own[0].is_moved
+        moved = any(x.is_moved for x in own)
+        return len({x.equation for x in own}) == 1 and not moved
 
     @classmethod
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
@@ -321,14 +324,25 @@ def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
         return result
     if name not in products.CASTS:
         before, rest = origin.moved, args[1:]
+        # That of a variable is no function of tensors.
+        again = operator.getitem if name == products.ENTRIES else stock
 
-        def move(x: Tensor) -> Tensor:
-            return stock(before.move(x) if before else x, *rest, **kwargs)
+        def move(x: Tensor) -> Any:
+            return again(before.move(x) if before else x, *rest, **kwargs)
 
+        if isinstance(result, (list, tuple)):  # Of `split`.
+            for n, part in enumerate(result):
+                moved = MovedKernel(tuple(part.shape), _part(move, n))
+                _ORIGINS.set(part, _Origin(origin.held, moved))
+            return result
         moved = MovedKernel(tuple(result.shape), move)
         origin = _Origin(origin.held, moved)
     _ORIGINS.set(result, origin)
     return result
+
+
+def _part(move: Callable[[Tensor], Any], number: int) -> Any:
+    return lambda x: move(x)[number]
 
 
 def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -373,9 +387,15 @@ def _multiply(
         note(layer, Noted(origin.variable, equation, origin.moved is not None))
         return stock()
     kernel = origin.variable
+    count = _COUNT.get()
+    if count is not None and isinstance(contraction, Einsum):
+        count(contraction.equation, tuple(inputs.shape), operand.shape, kernel)
     dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
+    # Codes have scales for the kernel's own axes: a moved one is numbers.
+    is_moved_code = origin.moved and isinstance(kernel, StoredVariable)
     if (
-        layer.float8_policy is None
+        getattr(layer, "float8_policy", None) is None
+        or is_moved_code
         or not layer.float8_controller.has_kernel(kernel)
         or dtype not in COMPUTE_DTYPES
     ):
@@ -682,12 +702,36 @@ def recording(note: Note) -> contextlib.AbstractContextManager[None]:
     return products.recording(note)
 
 
+Count = Callable[[str, Any, Any, keras.Variable], None]
+
+_COUNT: contextvars.ContextVar[Count | None] = contextvars.ContextVar(
+    "what counts products with weights", default=None
+)
+
+
+@contextlib.contextmanager
+def counting(count: Count) -> Iterator[None]:
+    """In the block, tell of each product with a weight that a layer computes.
+
+    Args:
+        count: Called with the equation, the shapes of both operands, and the
+            weight that the second one was made of.
+    """
+    _watch()
+    token = _COUNT.set(count)
+    try:
+        with products.following():
+            yield
+    finally:
+        _COUNT.reset(token)
+
+
 def _watch() -> None:
     products.watch(
         {
             products.PRODUCTS: _product,
             (products.CONVOLUTION,): _convolve,
-            (*products.MOVES, *products.CASTS): _move,
+            (*products.MOVES, *products.CASTS, products.ENTRIES): _move,
             products.PASSES: activation_products.run_and_pass_on,
             (products.SOFTMAX,): activation_products.softmax,
             (products.ATTENTION,): activation_products.attend,
@@ -704,8 +748,19 @@ def note_call(layer: keras.Layer, other: keras.Layer) -> None:
 
 
 def _branch(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run an operation with functions of the caller; note that it was run."""
+    """Run an operation with functions of the caller, or a choice; note it."""
     note = products.recorder()
-    if note is not None:
+    if note is None:
+        return stock(*args, **kwargs)
+    inside = name not in products.ALL_RUN
+
+    def look(layer: Any, found: Any) -> Any:
+        nonlocal inside
+        inside = inside or isinstance(found, Noted)
+        return note(layer, found)
+
+    with products.recording(look):
+        result = stock(*args, **kwargs)
+    if inside:  # Without a product in it, a function is no other trace.
         note(layer, name)
-    return stock(*args, **kwargs)
+    return result

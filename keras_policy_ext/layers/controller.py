@@ -307,7 +307,8 @@ class Float8Controller:
             contraction = self._of_bank(contraction, kernel, compiling)
         state, slot = self._state_of(kernel, value, training, compiling)
         if moved is not None:
-            value = moved.move(value)
+            # On TensorFlow it is a variable, which has no `ndim`: read it.
+            value = moved.move(value[...])
         plan = contractions.make_plan(
             contraction,
             policy.recipe,

@@ -59,8 +59,8 @@ def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
             "layer. Load the whole model with `keras_policy_ext.load_model`, "
             "not its weights alone."
         )
-    _check_rank(saved)
-    _adapt(layer, saved)
+    check_rank(saved)
+    adapt(layer, saved)
     pairs = _pairs(layer, saved)
     values = [_checked(each, saved, name) for each, name in pairs]
     for (each, _), value in zip(pairs, values, strict=True):
@@ -106,7 +106,7 @@ def _lora(layer: keras.Layer) -> dict[str, Any] | None:
     return {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
 
 
-def _check_rank(saved: FrozenWeights) -> None:
+def check_rank(saved: FrozenWeights) -> None:
     """Raise if a file's LoRA adapters have another rank than its header."""
     if not saved.lora:
         return
@@ -118,7 +118,7 @@ def _check_rank(saved: FrozenWeights) -> None:
         raise saved.damaged(found)
 
 
-def _adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
+def adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
     """Enable LoRA on a layer if the file has LoRA adapters for it."""
     lora = saved.lora
     if lora and not getattr(layer, "lora_enabled", False):

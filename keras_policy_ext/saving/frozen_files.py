@@ -17,7 +17,7 @@ import keras
 from keras_policy_ext import _input_files, policies
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
-from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers import stored_files, stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.entries import GROUP
 from keras_policy_ext.layers.saved_layers import (
@@ -209,10 +209,16 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
     Raises:
         ValueError: If the file is damaged, or a layer can't be frozen.
     """
-    recipes = _recipes_in(model, weights)
+    found = _frozen_in(model, weights)
+    layers = walking.layers_within(model)
+    if any(id(x) in found and freezing.lacks_form(x) for x in layers):
+        candidates.survey(model)  # It records their products.
     with training.continued(model), training.replicas(model):
         for layer in walking.layers_within(model):
-            _freeze_as(layer, recipes.get(id(layer)))
+            saved = found.get(id(layer))
+            _freeze_as(layer, None if saved is None else saved.recipe)
+            if saved is not None:  # Before an optimizer is built.
+                stored_files.adapt(layer, saved)
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
@@ -308,15 +314,15 @@ def _first_recipe(weights: PathLike) -> FrozenKernels | None:
     return None
 
 
-def _recipes_in(
+def _frozen_in(
     model: keras.Layer, weights: PathLike
-) -> dict[int, FrozenKernels]:
-    """Return the recipes of frozen layers in a file, by `id` of the layer.
+) -> dict[int, FrozenWeights]:
+    """Return what a file has of frozen layers, by `id` of the layer.
 
     Keras's own loader finds the place of each layer in the file. No weights are
     loaded.
     """
-    found: dict[int, FrozenKernels] = {}
+    found: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
@@ -328,13 +334,15 @@ def _recipes_in(
 
 @contextlib.contextmanager
 def _noting(
-    layer: keras.Layer, found: dict[int, FrozenKernels]
+    layer: keras.Layer, found: dict[int, FrozenWeights]
 ) -> Iterator[None]:
-    """In the block, a layer that loads weights only records its recipe."""
+    """In the block, a layer that loads weights only records what it finds."""
 
     def note(store: Any) -> None:
         if is_frozen(store):
-            found[id(layer)] = FrozenWeights.of(store, layer.path).recipe
+            saved = FrozenWeights.of(store, layer.path)
+            stored_files.check_rank(saved)
+            found[id(layer)] = saved
 
     vars(layer)["load_own_variables"] = note
     try:

@@ -14,7 +14,9 @@ import keras
 from keras_policy_ext import _input_files, _user_code, policies
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.saved_layers import is_float8_layer
+from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.saving import files
 from keras_policy_ext.saving.files import PathLike, Source
@@ -106,6 +108,7 @@ def check_export(model: keras.Model, format: str) -> None:
 _METADATA = "metadata.json"
 _KEY = "keras_policy_ext"
 _POLICIES = "dtype_policies"
+_OF_LAYERS = "layer_policies"
 
 
 def policies_of_models(model: keras.Layer) -> dict[str, Any]:
@@ -114,7 +117,39 @@ def policies_of_models(model: keras.Layer) -> dict[str, Any]:
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)
     ]
-    return {_KEY: {_POLICIES: found}}
+    several: list[Any] = []
+    layers: list[list[Any]] = []
+    for each in _others(model):
+        number = None
+        if is_plain(each.dtype_policy) and not isinstance(each, Float8Mixin):
+            policy = keras.dtype_policies.serialize(each.dtype_policy)
+            if policy not in several:
+                several.append(policy)
+            number = several.index(policy)
+        layers.append([type(each).__name__, number])
+    return {_KEY: {_POLICIES: found, _OF_LAYERS: [several, layers]}}
+
+
+def is_plain(policy: Any) -> bool:
+    """Return True for a policy that is one pair of dtypes."""
+    is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+    return policy.quantization_mode is None and not is_map
+
+
+def saved_under(path: PathLike, config: Any) -> keras.DTypePolicy | None:
+    """Return the policy of the model in a file, without float8, or None.
+
+    Layers that others make in their constructors have the global policy.
+
+    Args:
+        path: The file.
+        config: The config of the model in it.
+    """
+    said = _read(path)[0]
+    name = (config.get("config") or {}).get("name")
+    policy = said[0][1] if said and said[0][0] == name else None
+    policy = getattr(policy, "source_policy", policy)
+    return policy if policy is not None and is_plain(policy) else None
 
 
 def restore_policies(model: keras.Layer, path: PathLike) -> None:
@@ -126,7 +161,14 @@ def restore_policies(model: keras.Layer, path: PathLike) -> None:
     Raises:
         ValueError: If the entry in the file is not a list of policies.
     """
-    said = _read(path)
+    said, several, layers = _read(path)
+    others = _others(model)
+    if [name for name, _ in layers] == [type(x).__name__ for x in others]:
+        for each, (_, number) in zip(others, layers, strict=True):
+            if number is None or isinstance(each, Float8Mixin):
+                continue
+            if each.dtype_policy != several[number]:
+                global_policy.replace_layer_policy(each, several[number])
     models = _models(model)
     if [name for name, _ in said] != [each.name for each in models]:
         return
@@ -140,15 +182,41 @@ def _models(model: keras.Layer) -> list[Any]:
     return [layer for layer in layers if isinstance(layer, keras.Model)]
 
 
-def _read(path: PathLike) -> list[tuple[str, keras.DTypePolicy]]:
-    """Return (name, policy) of each model from the metadata in a file."""
+def _others(model: keras.Layer) -> list[Any]:
+    """Return the layers in a model that are neither models nor states."""
+    left_out = keras.Model, Float8State
+    layers = walking.layers_within(model)
+    return [layer for layer in layers if not isinstance(layer, left_out)]
+
+
+_Said = tuple[
+    list[tuple[str, keras.DTypePolicy]],
+    list[keras.DTypePolicy],
+    list[tuple[str, int | None]],
+]
+
+
+def _read(path: PathLike) -> _Said:
+    """Return what the metadata in a file say of policies.
+
+    Returns:
+        (name, policy) of each model; the policies of other layers; and (class
+        name, number of its policy or None) of each of these layers.
+    """
     try:
         metadata = _input_files.json_in(_bytes(path), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
-            return []
+            return [], [], []
         said = metadata[_KEY][_POLICIES]
-        return [(str(name), policies.get(dict(each))) for name, each in said]
-    except (KeyError, TypeError, ValueError) as error:
+        models = [(str(name), policies.get(dict(x))) for name, x in said]
+        several, numbers = metadata[_KEY].get(_OF_LAYERS, ([], []))
+        found = [policies.get(dict(each)) for each in several]
+        layers = [
+            (str(name), None if n is None else range(len(found))[n])
+            for name, n in numbers
+        ]
+        return models, found, layers
+    except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"The policies of the models in this file cannot be read. "
             f"Received: {str(path)!r}, and in its {_METADATA}: {error}. "

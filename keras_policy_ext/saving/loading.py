@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _input_files, _user_code
+from keras_policy_ext import _input_files, _user_code, policies
 from keras_policy_ext._keras import built_layers, stock_float8, walking
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
@@ -141,6 +141,7 @@ def _load_model(
         keras_hooks.without_warning_of_lost_float8(),
         _arguments.for_private_names(config),
         files.without_skip_warnings() as skipped,
+        _policy_of_file(path, config),
     ):
         model = load(path, custom_objects, **options)
     if not legacy:
@@ -158,6 +159,14 @@ def _load_model(
         skipped = [] if again else skipped
     files.warn_again(skipped)
     return model
+
+
+def _policy_of_file(path: PathLike, config: Any) -> AbstractContextManager[Any]:
+    """In the block, the global policy is that of the model in a file."""
+    policy = None if config is None else keras_hooks.saved_under(path, config)
+    if policy is None:
+        return contextlib.nullcontext()
+    return policies.policy_scope(policy)
 
 
 @_user_code.once

@@ -239,7 +239,9 @@ class InParts(keras.layers.Layer):
 def test_a_choice_is_followed_through_layers():
     report = kpe.convert(model_of(InParts(name="a")), POLICY)
     reasons = left(report)
-    assert reasons.pop("a/norm") == "it has no kernel to multiply with"
+    assert reasons.pop("a/norm") == (
+        "it has no kernel of its own to multiply with"
+    )
     assert set(reasons) == {"a/router/gate"}
 
 

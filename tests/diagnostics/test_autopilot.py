@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import warnings
 
 import keras
 import numpy as np
@@ -219,3 +220,63 @@ def test_a_change_that_fails_is_no_decision(monkeypatch):
     ):
         pilot.step((tiny, Y))
     assert pilot.decisions == [] and pilot.out == {}
+
+
+@pytest.mark.parametrize("size", [2, 16, 48])
+def test_a_batch_of_another_size_is_no_reason(size):
+    """The gradients of a mean over fewer examples are larger."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(96, 6)).astype("float32")
+    y = np.tanh(x[:, :3])
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, name="up"), layers.Dense(3)]
+    )
+    model.compile("sgd", "mse")
+    kpe.convert(model)
+    options = {"batch_size": 48, "verbose": 0, "shuffle": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2):  # A second one finds histories from the start.
+            pilot = kpe.callbacks.Float8Autopilot((x[:size], y[:size]), every=1)
+            model.fit(x, y, epochs=3, callbacks=[pilot], **options)
+            assert not pilot.autopilot.decisions
+    history = [
+        each
+        for each in pilot.watch.history
+        if each["operand"] == "outputs_grad" and each["step"] > 1
+    ]
+    assert len(history) == 10
+    (last, *_) = pilot.watch.amaxes()[2::3]
+    assert history[-2]["amax"] == pytest.approx(last["amaxes"][-2], rel=1e-5)
+
+
+def test_gradients_that_saturate_in_training_are_still_seen():
+    model = mlp()
+    model.fit(X, Y, epochs=3, verbose=0)
+    callback = kpe.callbacks.Float8Monitor((X[:2], Y[:2]), every=1)
+    # The second step has gradients of a hundred times the size.
+    weights = np.repeat([1.0, 100.0], 16).astype("float32")
+    with pytest.warns(UserWarning, match="gradient.*saturate"):
+        model.fit(
+            np.tile(X, (2, 1)),
+            np.tile(Y, (2, 1)),
+            sample_weight=weights,
+            batch_size=16,
+            shuffle=False,
+            verbose=0,
+            callbacks=[callback],
+        )
+
+
+def test_layers_that_stay_out_are_named_when_training_ends():
+    model = mlp()
+    model.train_on_batch(X, Y)
+    thresholds = _of_inputs()
+    with pytest.warns(UserWarning, match="ends with 1 layer, such as 'mlp/up'"):
+        fitted(model, 6, thresholds=thresholds)
+    with pytest.warns(UserWarning, match="earlier autopilot of 'mlp' took 1"):
+        kpe.autopilot(model)
+    with warnings.catch_warnings():  # Said once, and its own from now on.
+        warnings.simplefilter("error", UserWarning)
+        kpe.autopilot(model)

@@ -389,7 +389,6 @@ def test_the_heat_map_is_one_page_with_a_colour_for_each_cell():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((X,), ValueError, "has no targets"),
         (((X, Y, None, None),), TypeError, "4 parts"),
         (((object(),),), TypeError, "is not arrays"),
         ((iter([]),), ValueError, "no batch left"),
@@ -404,7 +403,7 @@ def test_the_heat_map_is_one_page_with_a_colour_for_each_cell():
         ),
     ],
     ids=[
-        *("targets", "four", "object", "empty", "none", "typo", "list"),
+        *("four", "object", "empty", "none", "typo", "list"),
         *("loss", "vector"),
     ],
 )

@@ -94,3 +94,17 @@ def test_an_operation_is_seen_in_a_layer(name, call, monkeypatch):
     seen.clear()
     other(np.ones((2, 2), "float32"))
     assert not seen
+
+
+def test_entries_of_a_variable_are_taken_by_its_class(monkeypatch):
+    """An index of a weight is no operation of Keras."""
+    seen, stock = [], keras.Variable.__getitem__
+
+    def take(self, index):
+        seen.append(index)
+        return stock(self, index)
+
+    monkeypatch.setattr(keras.Variable, products.ENTRIES, take)
+    variable = keras.Variable(np.eye(3, dtype="float32"))
+    assert ops.convert_to_numpy(variable[1]).tolist() == [0.0, 1.0, 0.0]
+    assert seen == [1]

@@ -380,6 +380,33 @@ def test_lora_comes_back_beside_the_bytes(tmp_path):
     )
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_lora_inside_of_attention_trains_on_after_loading(quantized, tmp_path):
+    """The optimizer has the slots of adapters that only the weights name."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3, 8))
+    outputs = keras.layers.MultiHeadAttention(2, 4, name="att")(inputs, inputs)
+    model = keras.Model(inputs, outputs)
+    kpe.freeze(model)
+    for name in ("query", "value"):
+        getattr(model.get_layer("att"), f"{name}_dense").enable_lora(2)
+    optimizer = keras.optimizers.Adam(0.01)
+    if quantized:
+        optimizer = kpe.optimizers.quantize_state(optimizer, minimum_size=4)
+    model.compile(optimizer, "mse")
+    x = normal(4, 3, 8)
+    model.train_on_batch(x, x)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    for old, new in zip(
+        model.optimizer.variables, loaded.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(numpy(old), numpy(new))
+    for _ in range(2):
+        losses = model.train_on_batch(x, x), loaded.train_on_batch(x, x)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def variable_of(layer):
     """The stored kernel, without adapters."""
     return layer._kernel

@@ -136,3 +136,41 @@ def test_damaged_metadata_is_refused(path, metadata):
     rewritten(path, metadata)
     with pytest.raises(ValueError, match=r"cannot be read.*metadata\.json"):
         kpe.load_model(path)
+
+
+@keras.saving.register_keras_serializable("own_policies")
+class MakesItsLayers(keras.layers.Layer):
+    """A block that makes plain layers in its constructor."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = keras.layers.LayerNormalization()
+        self.wide = keras.layers.LayerNormalization(dtype="float32")
+        self.dense = keras.layers.Dense(4)
+
+    def build(self, shape):
+        for layer in (self.norm, self.wide, self.dense):
+            layer.build(shape)
+
+    def call(self, x):
+        return self.dense(self.wide(self.norm(x)))
+
+
+@pytest.mark.parametrize("change", [kpe.convert, kpe.freeze])
+@pytest.mark.parametrize("other", ["float32", "bfloat16"])
+def test_plain_layers_of_a_block_keep_their_policies(change, other, tmp_path):
+    with kpe.policy_scope("mixed_bfloat16"):
+        inputs = keras.Input((4,))
+        block = MakesItsLayers()
+        model = keras.Model(inputs, block(inputs))
+    change(model)
+    model.save(tmp_path / "model.keras")
+    with kpe.policy_scope(other):
+        loaded = kpe.load_model(tmp_path / "model.keras")
+        assert kpe.dtype_policy().name == other
+    again = loaded.get_layer(block.name)
+    assert again.dense.quantization_mode == "float8"
+    assert again.dense.compute_dtype == "bfloat16"
+    assert again.norm.dtype_policy.name == "mixed_bfloat16"
+    assert again.wide.dtype_policy.name == "float32"
+    assert {v.dtype for v in again.norm.weights} == {"float32"}
