@@ -298,7 +298,7 @@ class TritonStates(StateKernels):
         observed: list[Tensor],
         state: Tensor,
     ) -> None:
-        """Merge a value and observations into a state: `triton_states.merge`."""
+        """Merge into a state, in place: see `triton_states.merge`."""
         given = [each.contiguous() for each in (value, *observed)]
         triton_states.merge(source, given[0], given[1:], state)
         torch.autograd.graph.increment_version(state)
