@@ -9,7 +9,6 @@ launch takes the host longer than the step takes a GPU.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -619,8 +618,7 @@ def _stream_of(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the address of the current stream."""
     if device.type != "cuda":
         return int
-    current = torch._C._cuda_getCurrentRawStream
-    return functools.partial(current, device.index)
+    return triton_states.current_stream(device.index)
 
 
 def bind(bound: Any) -> Straight | None:
