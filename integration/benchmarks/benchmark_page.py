@@ -87,9 +87,9 @@ At 4096³ torchao's float8 has 0.6 times the speed, and 1.5 times if it is
 compiled. Layers of this package have become faster since, compiled ones most:
 see [devices](devices.md#what-was-run-on-a-gpu). With JAX, a forward and
 backward pass of a Dense layer under `rowwise` has 0.72 times the speed of
-bfloat16 at 4096³ and 1.25 times at 8192³. The other recipes were not timed with
-JAX. Keras's own float8 has 0.91 times the speed at 4096³, and 1.10 times if XLA
-may not use Triton for matmuls.
+bfloat16 at 4096³ and 1.25 times at 8192³. The other recipes were not timed
+with JAX. Keras's own float8 has 0.91 times the speed at 4096³, and 1.10 times
+if XLA may not use Triton for matmuls.
 
 ## Estimated time on a GPU
 

@@ -298,14 +298,7 @@ class TritonStates(StateKernels):
         observed: list[Tensor],
         state: Tensor,
     ) -> None:
-        """Merge a value and observations into a state, in place.
-
-        Args:
-            source: The source of the scales.
-            value: As for `settle`.
-            observed: Observations since the last step, at most two.
-            state: The settled state before; contiguous.
-        """
+        """Merge into a state, in place: see `triton_states.merge`."""
         given = [each.contiguous() for each in (value, *observed)]
         triton_states.merge(source, given[0], given[1:], state)
         torch.autograd.graph.increment_version(state)

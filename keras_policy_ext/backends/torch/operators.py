@@ -39,8 +39,7 @@ def run(
     adds it, perhaps with what comes next.
 
     Args:
-        operation: The operation. It and its fields are made of dataclasses
-            and of values known to the compiler.
+        operation: Made of dataclasses and of values known to the compiler.
         bias: In the dtype of the outputs; None for none.
         inputs: See `BoundOperation.forward`.
         kernel: See `BoundOperation.forward`.
@@ -133,12 +132,8 @@ def _name_of(pieces: Any) -> str:
 def _operator(name: str) -> Callable[[Any], Any]:
     """Return a decorator that registers a function as an operator.
 
-    It is called with less in between than one of `torch.library.custom_op`,
-    which looks at each call for results that share memory (torch 2.11: a
-    quarter of the time that the host takes).
-
-    Args:
-        name: The name, apart from that of the package.
+    An operator of `torch.library.custom_op` takes the host longer: it looks for
+    results that share memory, at each call (torch 2.11).
     """
 
     def register(function: Any) -> Any:

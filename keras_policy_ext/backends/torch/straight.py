@@ -9,7 +9,6 @@ launch takes the host longer than the step takes a GPU.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -52,12 +51,6 @@ class Launch:
     and the same sizes. So the kernel that the first call compiles is the one
     for all. Triton itself takes 9 µs to find it, 0.3 µs to start it. It starts
     kernels in this way (triton 3.6 to 3.9); its interpreter compiles nothing.
-
-    Args:
-        kernel: The function that Triton compiles.
-        grid: The number of programs along each axis.
-        constants: Its compile-time constants, by name.
-        **options: Such as `num_warps`.
     """
 
     def __init__(
@@ -74,12 +67,7 @@ class Launch:
         self._start: Any = None
 
     def __call__(self, stream: int, *arguments: Any) -> None:
-        """Start the kernel.
-
-        Args:
-            stream: The address of the CUDA stream.
-            *arguments: Tensors and sizes, in the order of the kernel's.
-        """
+        """Start the kernel with tensors and sizes, on a CUDA stream."""
         if self._start is None:
             made = self._kernel[self._grid](*arguments, **self._options)
             if hasattr(made, "packed_metadata"):
@@ -126,7 +114,6 @@ class Cast:
         if not self._has_state:
             index = 0 if is_last else index
         may_be_unseen = straight.may_be_unseen
-        # Of a hint it only counts which of its tensors are there.
         hint = ScaleHint(
             matrix if self._has_state else None,
             matrix if may_be_unseen else None,
@@ -159,20 +146,14 @@ class Cast:
         unseen: Tensor,
         used: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Quantize a matrix.
+        """Quantize a matrix; write its scale into `used`.
 
-        Args:
-            stream: See `Launch`.
-            x: The matrix.
-            scales: Scales read from the state; zeros that become amaxes
-                without a state, int32.
-            unseen: Which operands were never observed.
-            used: Gets the scale.
+        `scales` and `unseen` are read from the state. Without one `scales` is
+        zeros, int32, that become amaxes.
 
         Returns:
             The codes, those of the transpose, the amax of each tile, and the
-            sums of the columns. The last two are `used` if they were not
-            asked for.
+            sums of the columns; `used` for what was not asked for.
         """
         device = x.device
         values = _empty(self._shape, dtype=self._dtype, device=device)
@@ -195,11 +176,7 @@ class CastOfRows:
 
     It writes the transpose with a scale for each column.
 
-    Args:
-        straight: The passes that it is part of.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        matrix: A matrix of its shape and strides.
-        sums: See `Cast`.
+    For the arguments see `Cast`.
     """
 
     def __init__(
@@ -229,12 +206,7 @@ class CastOfRows:
         self._launch = Launch(triton_casts.cast_rows_kernel, grid, constants)
 
     def __call__(self, stream: int, x: Tensor) -> tuple[Tensor, ...]:
-        """Quantize a matrix.
-
-        Returns:
-            The codes, those of the transpose, the scales of the rows and of
-            the columns, and the sums of the columns.
-        """
+        """Quantize; return codes, across too, both scales, sums of columns."""
         device = x.device
         amaxes = torch.zeros(self._count, dtype=torch.int32, device=device)
         values = _empty(self._shape, dtype=self._dtype, device=device)
@@ -253,16 +225,9 @@ class CastOfRows:
 class Saved(NamedTuple):
     """The tensors that a forward pass with one scale saves for the gradients.
 
-    Attributes:
-        inputs: (k, m), the codes of the transposed inputs.
-        kernel: (k, n), the codes of the kernel.
-        used: Float32 (2, 8). A row begins with the scale of the inputs, or of
-            the kernel. Without a state, the marked scale is in column 4.
-        scales: Float32 (3,), read from the state; None without one, like what
-            follows.
-        unseen: Bool (3,), read from the state.
-        inputs_amax: The amax of each tile of the inputs; None if not observed.
-        kernel_amax: Likewise of the kernel.
+    `inputs` (k, m) and `kernel` (k, n) are codes. The two rows of `used`
+    begin with their scales; column 4 has marked scales. What follows was read
+    from a state. The amaxes are of tiles, and None if nothing is observed.
     """
 
     inputs: Tensor
@@ -317,13 +282,7 @@ class Straight:
     def of(
         self, inputs: Shape, kernel: Shape, device: torch.device
     ) -> Passes | None:
-        """Return the passes for operands of these shapes; None if it has none.
-
-        Args:
-            inputs: The shape of the inputs.
-            kernel: The shape of the kernel.
-            device: Where both are.
-        """
+        """Return the passes for operands of these shapes; None for others."""
         key = inputs, kernel, device
         if key not in self._passes:
             fits = self.fits(*key)
@@ -353,10 +312,7 @@ class Straight:
     def empty(self, inputs: Tensor, kernel: Tensor, keep: bool) -> list[Tensor]:
         """Return tensors of the shapes of the outputs and what is saved.
 
-        Args:
-            inputs: See `BoundPlan.forward`; it may have no data.
-            kernel: See `BoundPlan.forward`; it may have no data.
-            keep: Whether anything is saved.
+        The operands need no data. If `keep` is not set, nothing is saved.
         """
         m, k, n = self.sizes(inputs.shape, kernel.shape)
         rows = inputs.shape[: len(inputs.shape) - self.contracted]
@@ -413,12 +369,6 @@ class StraightOfRows(Straight):
 class Passes:
     """Both passes for operands of one shape, on one device.
 
-    Args:
-        straight: The passes of the plan.
-        inputs: The shape of the inputs.
-        kernel: The shape of the kernel.
-        device: Where both are.
-
     Attributes:
         columns: The shape of a bias.
     """
@@ -464,12 +414,7 @@ class Passes:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the outputs; return the tensors to save for `backward` too.
 
-        Args:
-            inputs: See `BoundPlan.forward`.
-            kernel: See `BoundPlan.forward`.
-            bias: See `BoundPlan.forward`.
-            state: The state matrix of the recipe, or None.
-            observe: See `BoundPlan.forward`.
+        See `BoundPlan.forward`; `state` is the matrix, or None.
         """
         straight = self._straight
         x = _matrix(inputs, self._m, self._k)
@@ -498,11 +443,7 @@ class Passes:
     ) -> list[Tensor | None]:
         """Compute the gradients of inputs, kernel, bias and state.
 
-        Args:
-            saved: From `forward`.
-            outputs_grad: The gradient of the outputs.
-            state: The state matrix of the recipe, or None.
-            needed: Which of the first three gradients to compute.
+        `saved` is from `forward`; `needed` says which of the first three.
         """
         straight = self._straight
         g = _matrix(outputs_grad, self._m, self._n)
@@ -571,11 +512,10 @@ class Passes:
         state: Tensor | None,
         sums: bool,
     ) -> tuple[Any, ...]:
-        """Quantize a gradient of the outputs for both matmuls.
+        """Quantize a gradient of the outputs.
 
-        Returns:
-            The arguments of `_scaled_mm` for the gradients of inputs and
-            kernel, the sums of columns, and the gradient of the state.
+        Return the arguments of `_scaled_mm` for the gradients of inputs and
+        kernel, the sums of columns, and the gradient of the state.
         """
         device, stream = self._device, self._stream()
         kept, column = Saved(*saved), self._straight.column
@@ -678,16 +618,11 @@ def _stream_of(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the address of the current stream."""
     if device.type != "cuda":
         return int
-    current = torch._C._cuda_getCurrentRawStream
-    return functools.partial(current, device.index)
+    return triton_states.current_stream(device.index)
 
 
 def bind(bound: Any) -> Straight | None:
-    """Return the straight passes of a bound plan; None if it has none.
-
-    Args:
-        bound: See `Straight`.
-    """
+    """Return the straight passes of a bound plan; None if it has none."""
     both, plan = bound.engine.both_layouts, bound.plan
     if not casts.HAS_TRITON or type(both) is not casts.TritonCasts:
         return None

@@ -136,9 +136,8 @@ def sums_constants() -> dict[str, int]:
 def tile_of(shape: tuple[int, int]) -> tuple[bool, bool, int, int]:
     """Return the constant `TILE` of kernels that read a matrix in tiles.
 
-    Returns:
-        Whether all tiles are full, whether the matrix needs indices of 64
-        bits, and the numbers of rows and columns of a tile.
+    It says whether all tiles are full, whether indices need 64 bits, and how
+    many rows and columns a tile has.
     """
     m, k = shape
     is_full = m % ROWS == 0 and k % COLUMNS == 0
@@ -148,16 +147,7 @@ def tile_of(shape: tuple[int, int]) -> tuple[bool, bool, int, int]:
 def format_constants(
     asked: Quantization, by_integers: bool, margin: int = 0
 ) -> dict[str, Any]:
-    """Return the constants of kernels that cast to a format.
-
-    Args:
-        asked: How to quantize.
-        by_integers: See `quantize_both_ways`.
-        margin: See `ScaleRule`.
-
-    Returns:
-        By name; `CODE` has those of `_code`.
-    """
+    """Return the constants of kernels that cast; `CODE` is for `_code`."""
     found = formats.get(asked.format)
     # NVIDIA's conversion saturates, and keeps NaN.
     saturates = not by_integers and torch.version.hip is None
@@ -186,15 +176,9 @@ def cast_constants(
 ) -> dict[str, Any]:
     """Return the compile-time constants of `cast_kernel`.
 
-    Args:
-        asked: How to quantize.
-        known: What is known of the scale. Its tensors are not read.
-        shape: The shape of the matrix.
-        by_integers: See `quantize_both_ways`.
-        **others: Values other than these. `INDEX` is the operand's place in
-            the tensors of scales and flags, `PLACE` that of the scale which is
-            written, `MARKED` whether it is written a second time, `OBSERVE`
-            whether amaxes are, and `SUMS` whether sums of columns are.
+    `INDEX` is the operand's place in the tensors of scales and flags, `PLACE`
+    that of the scale which is written. `MARKED` writes that a second time,
+    `OBSERVE` writes amaxes, `SUMS` sums of columns. No tensor is read.
     """
     return {
         "GIVEN": known.scale is not None,

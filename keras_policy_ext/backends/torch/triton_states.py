@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +27,12 @@ _SEALED = tl.constexpr(VALID_MARK)
 _UNSEEN = tl.constexpr(UNSEEN)
 _UNIT = tl.constexpr(UNIT)
 _UNITS = tl.constexpr(1.0 / UNIT)
+
+
+def current_stream(index: int) -> Callable[[], int]:
+    """Return a function that returns the address of a GPU's stream in use."""
+    driver = triton.runtime.driver.active
+    return functools.partial(driver.get_current_stream, index)
 
 
 def history_scales(
