@@ -26,23 +26,24 @@ def results(folder):
 
     The rows of several runs are put together; of the same row, that of the
     last file is taken. Rows in which there was an error are left out, and of
-    a case bfloat16 comes first.
+    a case bfloat16 comes first. `notes` of the files are put together too.
     """
     by_device = {}
     for path in sorted(folder.glob(f"{BENCHMARK}_*.json")):
         result = json.loads(path.read_text("utf-8"))
         device = result["environment"]["device"]
-        _, known = by_device.get(device, (None, {}))
+        _, known, notes = by_device.get(device, (None, {}, []))
         for row in result["rows"]:
             if "median_us" in row:
                 known[row["case"], row["variant"]] = row
-        by_device[device] = result["environment"], known
-    for where, known in by_device.values():
+        notes += result.get("notes", [])
+        by_device[device] = result["environment"], known, notes
+    for where, known, notes in by_device.values():
         cases = list(dict.fromkeys(case for case, _ in known))
         keys = sorted(
             known, key=lambda key: (cases.index(key[0]), key[1] != "bfloat16")
         )
-        yield where, [known[key] for key in keys]
+        yield where, [known[key] for key in keys], notes
 
 
 def section(folder, table, duration):
@@ -53,12 +54,14 @@ def section(folder, table, duration):
         table: Makes a table of Markdown of heads and rows.
         duration: Makes words of milliseconds.
     """
-    for where, found in results(folder):
+    for where, found, notes in results(folder):
         yield f"## Measured on an {where['device']}\n"
         text = TEXT.format(device=where["device"])
         yield textwrap.fill(" ".join(text.split()), 79) + "\n"
         names = ", ".join(f"{k} {v}" for k, v in where["versions"].items())
         yield textwrap.fill(f"{names}; {where['date']}.", 79) + "\n"
+        for note in notes:
+            yield textwrap.fill(note, 79) + "\n"
         fit = [row for row in found if "tokens_per_s" in row]
         steps = [row for row in found if "tokens_per_s" not in row]
         for title, rows, columns in (
@@ -111,7 +114,7 @@ def _words(value, key, duration):
 
 def in_readme(folder, table):
     """The lines of README.md: `fit` in bfloat16 and under `delayed`."""
-    for where, found in results(folder):
+    for where, found, _ in results(folder):
         by_case = {}
         for row in found:
             if "tokens_per_s" in row:
