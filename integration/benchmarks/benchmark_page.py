@@ -34,11 +34,12 @@ HEAD = """# Benchmarks
 How much time and memory does a training step take in float8, compared with
 bfloat16? A CPU has no float8 units. On a CPU, a float8 step takes less memory
 than a bfloat16 step. On a CPU, a float8 step takes more time than a bfloat16
-step, except for large layers with JAX. On one GPU, an H200, we measured single
-layers: a float8 matmul is faster from 4096³ on with PyTorch, and a float8 step
-is slower at 4096³, and faster at 8192³ with JAX. Whole models were not
-measured on a GPU. But a compiler can compile a training step for a GPU without
-having the GPU, and from such programs we estimate times. The
+step, except for large layers with JAX. On one GPU, an H200, we measured layers
+and a whole model with JAX 0.11.2. `fit` of a Llama of KerasHub under `delayed`
+has 1.40 times the speed of bfloat16; the peak of its memory is 0.98 of
+bfloat16's. Clearly less memory was a goal, and it is not reached. A step of a
+Dense layer has 1.44 times the speed at 4096³, and 0.85 times at 2048³. A size
+of 4096³ means a layer with 4096 rows, inputs and outputs. The
 [appendix](#appendix) has the tables from which the charts are drawn.
 
 ## Memory of a step
@@ -76,29 +77,49 @@ second quantization takes little time compared with the matmuls.
 
 ## Time on an H200
 
-The [tables](#nvidia-h200) have what was measured on one H200. With PyTorch, a
-float8 matmul of 8192³ has 1.91 times the speed of one in bfloat16, and one of
-4096³ has 1.30 times. An eager step of one Dense layer in float8 has 0.3 to 0.4
-times the speed of one in bfloat16, at 1024³ and at 4096³ alike: the host takes
-5 to 7 ms to start the kernels of a float8 step, and 2 ms for bfloat16. At 8192³
-the GPU takes longer than the host: 0.90 times the speed under `delayed`, 0.97
-under `current`, 0.57 with Keras's own float8, 0.66 with torchao's, all eager.
-At 4096³ torchao's float8 has 0.6 times the speed, and 1.5 times if it is
-compiled. Layers of this package have become faster since, compiled ones most:
-see [devices](devices.md#what-was-run-on-a-gpu). With JAX, a forward and
-backward pass of a Dense layer under `rowwise` has 0.72 times the speed of
-bfloat16 at 4096³ and 1.25 times at 8192³. The other recipes were not timed
-with JAX. Keras's own float8 has 0.91 times the speed at 4096³, and 1.10 times
-if XLA may not use Triton for matmuls.
+All speeds of this section are in times bfloat16's speed, on an H200.
+
+**JAX 0.11.2, default flags.** The tables at the
+[top](#measured-on-an-nvidia-h200) have what was measured. At 4096³ `delayed`
+has 1.44, `current` 1.42 and `rowwise` 1.10; Keras's own float8, for which XLA
+makes no float8 matmul there, has 0.95, and Flax's has 1.29. At 2048³ the
+kernels of a `delayed` step take 111 µs, and those of bfloat16 125 µs; but the
+step as a whole takes longer, 151 µs and 127 µs.
+
+What does the kernel bring that reads each operand once? In one run XLA cast
+the operands instead, by a fault that is corrected. There cuBLASLt's matmuls
+alone brought, under `delayed`, 1.25 at 4096³ and 1.50 at 8192³. With the
+kernel it is 1.44 at 4096³. At 8192³ the package was not measured with the
+kernel. An earlier version, in which the matmuls were not cuBLASLt's, had 0.72
+(4096³) and 1.25 (8192³) under `rowwise`, without the update.
+
+Under `rowwise`, XLA multiplies the results of cuBLASLt's matmuls by the scales
+afterwards. A matmul of Mosaic GPU can do that itself. In a trial at 4096³ it
+took 103 µs (123 µs with accurate sums); cuBLASLt's took 132 µs with the
+scales, and 105 µs without. A step with it had 1.26, and 1.33 if all sums were
+fast; without it 1.15 in the same trial. But at 8192³ it had 1.30, and 1.37
+without it. So it is not in the package.
+
+**PyTorch 2.11.** An eager step of a Dense layer of 4096³ has 0.71 under
+`delayed` and 0.85 under `current`, and a compiled one 0.60 and 0.71: there the
+host takes longer than the GPU. As a CUDA graph, the forward and backward pass
+has 1.49 and 1.46. A compiled step of 8192³ under `delayed` has 1.51. These
+figures stand in [devices](devices.md#what-was-run-on-a-gpu). The
+[tables](#nvidia-h200) of PyTorch are of an earlier version, in which the host
+took 5 to 7 ms for a float8 step, and 2 ms for bfloat16. There a float8 matmul
+of 8192³ has 1.91, and one of 4096³ has 1.30. An eager step of 8192³ has 0.90
+under `delayed`, 0.97 under `current`, 0.57 with Keras's own float8, and 0.66
+with torchao's. At 4096³ torchao's has 0.6, and 1.5 if it is compiled.
 
 ## Estimated time on a GPU
 
 ![Bars of estimated times on a GPU](images/step_time_estimated.svg)
 
-The times in this chart are estimates, not measurements, and they may be too
-short: on an H200 a step of a layer of 4096 took 1.4 times as long as in
-bfloat16 (JAX, `rowwise`), and the estimate for `delayed` is 0.8 times. XLA
-compiled training steps for an H200 and a B200, without Triton. We counted the
+The times in this chart are estimates, not measurements, and they are of an
+earlier version of this package, in which XLA cast the operands and matmuls
+wrote float32. [Lowering](lowering.md#what-is-counted) has estimates for the
+programs of now: 1.41 times bfloat16's speed for a Dense layer of 4096³ under
+`delayed` on an H200, where 1.44 was measured. XLA compiled training steps for an H200 and a B200, without Triton. We counted the
 kernels in these compiled programs, and the bytes that the kernels move, and
 computed the times from these counts. Of Keras's own float8, XLA made no float8
 matmul with its default flags on the H200, so the estimates for it hold with
@@ -294,9 +315,10 @@ def _estimated(counted):
         "The kernels of a step on a GPU, and the bytes that the kernels move, "
         "can be [counted without a GPU](lowering.md). We estimate the time of "
         "a step on a GPU from these counts, with these "
-        f"assumptions: {MODEL}. They assume that XLA "
-        "multiplies in float8, which its default flags do not ensure. On an "
-        "H200 steps took longer than this model says. Use the estimates to "
+        f"assumptions: {MODEL}. The counts of this table are of an earlier "
+        "version of this package, in which XLA cast the operands, and without "
+        "Triton for matmuls; [lowering](lowering.md#what-is-counted) has "
+        "counts of the programs of now. Use the estimates to "
         "rank designs; the estimates are not measurements."
     )
     yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
@@ -334,7 +356,9 @@ def _break_even(rows):
         "the size for your machine, and `kpe.plan` [estimates](plan.md) a "
         "model by the same speeds: those that were measured, and where there "
         "are none, those of a model. A size of 8192³ means a matmul with 8192 "
-        "rows, inputs and outputs. With PyTorch the steps are eager."
+        "rows, inputs and outputs. With PyTorch the steps are eager. Their "
+        "sizes are estimated with the time that the host took with an earlier "
+        "version of this package; it takes less now, so they are too large."
     )
     yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
     yield table(
@@ -372,9 +396,9 @@ def _not_measured(results):
             "run takes ten minutes and writes a page that you can send to us."
         )
     yield (
-        "- GPUs that are not above; on those that are above, whole models, "
-        "the recipes\n  that have no row, and compiled steps of this package "
-        "with PyTorch.\n"
+        "- GPUs that are not above; on those that are above, models with "
+        "PyTorch, the\n  recipes that have no row, and a layer of 8192³ with "
+        "JAX and the kernels of now.\n"
         "- The memory of a step on a CPU with TensorFlow, since TensorFlow "
         "does not report\n  the memory that a step takes on a CPU.\n"
         "- AMD's GPUs, TPUs, and several devices.\n"

@@ -53,7 +53,8 @@ LEAST = Program(0, 4, 0, 6, 0, 4)
 """On an H200, if one kernel cast, transposed and found amax and sums."""
 
 TEXT = """ The table below shows how many bytes a `dense` step reads and writes
-in memory, apart from its matmuls. The unit is bytes per matrix element, summed
+in memory, apart from its matmuls, in an earlier version of this package, in
+which XLA cast the operands. The unit is bytes per matrix element, summed
 over the three matrices (inputs, kernel, output gradient). A float8 number
 takes one byte. The matmuls of a Hopper GPU read only one memory layout, so
 XLA's program casts inputs and kernel into two layouts each. The program casts
@@ -85,7 +86,10 @@ SwiGLU and of the block took 1.01. In the second variant, the prototype also
 cast the output gradients, and the step had to read the output gradients again
 for the gradient of the bias. With this variant, steps with GELU and SwiGLU
 took 0.98 of the time, and steps with ReLU took 1.03. The prototype is not in
-this package.
+this package. The package now has another kernel, which writes both layouts, the
+amax and the gradient of the bias, and its matmuls apply the scales and write
+bfloat16. On an H200 a `dense` step then has 1.44 times bfloat16's speed, and
+1.25 times with the same matmuls if XLA casts (measured, JAX 0.11.2).
 
 The matmuls and the softmax inside attention are not in float8. These two parts
 take 26% of the estimated time of the `block` in bfloat16. If a float8 step
