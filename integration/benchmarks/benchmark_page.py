@@ -90,15 +90,15 @@ What does the kernel bring that reads each operand once? In one run XLA cast
 the operands instead, by a fault that is corrected. There cuBLASLt's matmuls
 alone brought, under `delayed`, 1.25 at 4096³ and 1.50 at 8192³. With the
 kernel it is 1.44 at 4096³. At 8192³ the package was not measured with the
-kernel. An earlier version, in which the matmuls were not cuBLASLt's, had 0.72
-(4096³) and 1.25 (8192³) under `rowwise`, without the update.
+kernel. The [earlier version](#nvidia-h200) had 0.72 (4096³) and 1.25 (8192³)
+under `rowwise`, without the update.
 
 Under `rowwise`, XLA multiplies the results of cuBLASLt's matmuls by the scales
 afterwards. A matmul of Mosaic GPU can do that itself. In a trial at 4096³ it
-took 103 µs (123 µs with accurate sums); cuBLASLt's took 132 µs with the
-scales, and 105 µs without. A step with it had 1.26, and 1.33 if all sums were
-fast; without it 1.15 in the same trial. But at 8192³ it had 1.30, and 1.37
-without it. So it is not in the package.
+took 103 µs, and cuBLASLt's 132 µs with the scales and 105 µs without; with
+accurate sums it was 123 µs and 148 µs. A step with it had 1.26, and 1.33 if
+all sums were fast; without it 1.15 in the same trial. But at 8192³ it had
+1.30, and 1.37 without it. So it is not in the package.
 
 **PyTorch 2.11.** An eager step of a Dense layer of 4096³ has 0.71 under
 `delayed` and 0.85 under `current`, and a compiled one 0.60 and 0.71: there the
@@ -119,10 +119,11 @@ The times in this chart are estimates, not measurements, and they are of an
 earlier version of this package, in which XLA cast the operands and matmuls
 wrote float32. [Lowering](lowering.md#what-is-counted) has estimates for the
 programs of now: 1.41 times bfloat16's speed for a Dense layer of 4096³ under
-`delayed` on an H200, where 1.44 was measured. XLA compiled training steps for an H200 and a B200, without Triton. We counted the
-kernels in these compiled programs, and the bytes that the kernels move, and
-computed the times from these counts. Of Keras's own float8, XLA made no float8
-matmul with its default flags on the H200, so the estimates for it hold with
+`delayed` on an H200, where 1.44 was measured. XLA compiled training steps for
+an H200 and a B200, without Triton. We counted the kernels in these compiled
+programs, and the bytes that the kernels move, and computed the times from
+these counts. Of Keras's own float8, XLA made no float8 matmul with its default
+flags on the H200, so the estimates for it hold with
 `--xla_gpu_enable_triton_gemm=false` only. Large layers gain most from float8:
 when a layer grows, the work of its matmuls grows faster than the work of its
 casts. The layers in the chart are square. The twelve blocks are 1024 wide with
