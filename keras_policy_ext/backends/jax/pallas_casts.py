@@ -201,8 +201,10 @@ class ShardCast(NamedTuple):
         found = run(self.how, x, scale)
         amax, sums = None, found.sums
         if self.wanted.amax:
-            amax = _largest(scale.amaxes)
-            if scalars[0] is not None:
+            if scalars[0] is None and shards.cut:
+                # That of all shards is known already.
+                amax = _largest(scale.amaxes)
+            else:
                 amax = shards.amax(found.amax)
         if sums is not None:
             sums = shards.column_sums(sums)
