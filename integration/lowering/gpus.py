@@ -95,7 +95,9 @@ class GPU:
         options = compiler.get_compile_options(
             num_replicas=1,
             num_partitions=1,
-            env_options_overrides={"xla_gpu_enable_triton_gemm": triton},
+            env_options_overrides=None
+            if triton
+            else {"xla_gpu_enable_triton_gemm": False},
         )
         return device.client.compile(
             module,

@@ -164,7 +164,7 @@ def test_a_step_with_scales_of_rows_reads_each_operand_twice():
     assert count["other matmuls"] == count["conditionals"] == 0
     assert count["transposes"] == count["codes alone"] == 0
     assert count["large"] <= 10
-    assert count["small"] <= 6
+    assert count["small"] <= 8
     assert count["bytes an element"] <= 14.8
 
 
@@ -285,7 +285,7 @@ found = {}
 for function in (emulated, by_blocks):
     with gpus.make_ir_context():
         module = gpus.traced_by_jax(function, matrix, matrix, *scales)
-        program = gpus.GPUS["H200"].compiled(module)
+        program = gpus.GPUS["H200"].compiled(module, triton=False)
     found[function.__name__] = gpus.summary(program, gpus.GPUS["H200"])
 print(json.dumps(found))
 """

@@ -178,17 +178,40 @@ def test_fast_accumulation_is_left_to_the_forward_pass(programs):
 DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 
 
-def test_large_matmuls_apply_the_scales_and_write_the_compute_dtype(programs):
+FRAMEWORKS = pytest.mark.parametrize(
+    "framework",
+    [
+        "jax",
+        pytest.param(
+            "tensorflow",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="XLA may write a product transposed, and scale it then",
+            ),
+        ),
+    ],
+)
+
+
+@FRAMEWORKS
+def test_large_matmuls_apply_the_scales_and_write_the_compute_dtype(
+    programs, framework
+):
     for name, program in programs.items():
+        if not name.startswith(framework):
+            continue
         if "matrix," in name and "float16" not in name.split():
             dtype = DTYPES[program["computes in"]]
             assert program["scaled"] == program["float8"], name
             assert program["written"] == {dtype: program["float8"]}, name
 
 
-def test_no_scale_is_rounded_to_the_compute_dtype(programs):
+@FRAMEWORKS
+def test_no_scale_is_rounded_to_the_compute_dtype(programs, framework):
     """As it would be where XLA splits a small matmul, whose parts it adds."""
     for name, program in programs.items():
+        if not name.startswith(framework):
+            continue
         assert program["rounded scales"] == 0, name
 
 

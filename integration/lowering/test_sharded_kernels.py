@@ -1,7 +1,8 @@
-"""What eight Hopper GPUs gather of kernels that are cut along the batch.
+"""What eight Hopper GPUs do for operands that are cut, and exchange for them.
 
 A step of two layers, in bfloat16, from a description of the GPUs. Where
-nothing is said of gathering, XLA gathers one of the kernels twice.
+nothing is said of gathering a kernel that is cut along the batch, XLA gathers
+one of the kernels twice.
 """
 
 import collections
@@ -27,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_policy_ext import contractions, recipes
 from keras_policy_ext.backends import devices as known_devices
 from keras_policy_ext.backends.jax.backend import Gathering
+from keras_policy_ext.numerics.scale_sources import source_of
 
 # What is traced is for eight such GPUs.
 jax.device_count = lambda: 8
@@ -38,49 +40,88 @@ devices = topologies.get_topology_desc(
     topology="1x1x8",
     target_config=gpus.DESCRIPTION.format(**hopper),
 ).devices
-mesh = Mesh(np.array(devices), ("batch",))
-rows = NamedSharding(mesh, PartitionSpec("batch"))
-x, up, down = (
-    jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-    for shape, dtype in (
-        ((8192, 1024), "bfloat16"),
-        ((1024, 2048), "float32"),
-        ((2048, 1024), "float32"),
-    )
-)
+alone = Mesh(np.array(devices), ("batch",))
+both = Mesh(np.array(devices).reshape(2, 4), ("batch", "model"))
 
 
-def text(recipe, gathering):
+def text(recipe, mesh, cuts, gathering):
     equation, recipe = contractions.Einsum("ab,bc->ac"), recipes.get(recipe)
-    known = recipe, "bfloat16", "float32", True, 0, gathering
+    shape = source_of(recipe).state_shape
+    shapes = (1024, 2048), (2048, 1024), (8192, 1024), (2048,), (1024,)
+    cuts = [*cuts, ("batch",), cuts[0][1:], cuts[1][1:]]
+    places = [NamedSharding(mesh, PartitionSpec(*cut)) for cut in cuts]
+    dtypes = "float32", "float32", "bfloat16", "bfloat16", "bfloat16"
+    operands = [
+        jax.ShapeDtypeStruct(*known[:2], sharding=known[2])
+        for known in zip(shapes, dtypes, places)
+    ]
+    whole = NamedSharding(mesh, PartitionSpec())
+    states = []
+    if shape is not None:
+        state = jax.ShapeDtypeStruct(shape, "float32", sharding=whole)
+        states = [state, state]
 
-    def loss_of(up, down, x):
+    def loss_of(up, down, states, x, bias, other):
+        of_up, of_down = ([each] for each in states) if states else ([], [])
         with contractions.prefer("native"):
-            plan = contractions.make_plan(equation, *known)
-            hidden = jax.nn.relu(contractions.run(plan, x, up))
-            y = contractions.run(plan, hidden, down)
+            one, two = (
+                contractions.make_plan(
+                    equation, recipe, "bfloat16", "float32", True, 0, each
+                )
+                for each in gathering
+            )
+            y = contractions.run(one, x, up, *of_up, bias=bias)
+            hidden = jax.nn.relu(y)
+            y = contractions.run(two, hidden, down, *of_down, bias=other)
         return jnp.mean((y - x).astype("float32") ** 2)
 
-    def step(up, down, x):
-        one, two = jax.grad(loss_of, (0, 1))(up, down, x)
-        return up - 0.1 * one, down - 0.1 * two
+    def step(up, down, *others):
+        found = jax.grad(loss_of, (0, 1, 2, 4, 5))(up, down, *others)
+        return up - 0.1 * found[0], down - 0.1 * found[1], found[2:]
 
-    traced = jax.jit(step, out_shardings=(rows, rows)).trace(up, down, x)
+    placed = places[0], places[1], None
+    traced = jax.jit(step, out_shardings=placed).trace(
+        *operands[:2], states, *operands[2:]
+    )
     compiled = traced.lower(lowering_platforms=("cuda",)).compile()
     return compiled.as_text()
 
 
-said = Gathering(mesh, (("batch",), ()), "batch")
+def said(mesh, *cuts):
+    axes = [tuple((each,) if each else () for each in cut) for cut in cuts]
+    return [Gathering(mesh, each, "batch") for each in axes]
+
+
+rows, kept, nothing = ("batch", None), (None, None), [None, None]
+ways = {{
+    f"{{recipe}} {{way}}": (recipe, alone, (rows, rows), gathering)
+    for recipe in ("current", "rowwise")
+    for way, gathering in (
+        ("said", said(alone, rows, rows)), ("unsaid", nothing)
+    )
+}}
+ways["data"] = "delayed", alone, (kept, kept), nothing
+ways["rowwise data"] = "rowwise", alone, (kept, kept), nothing
+cuts = (None, "model"), ("model", None)
+ways["model"] = "delayed", both, cuts, nothing
+cuts = ("batch", "model"), ("model", "batch")
+ways["both"] = "delayed", both, cuts, said(both, *cuts)
 results = {{}}
-for recipe in ("current", "rowwise"):
-    for way, gathering in (("said", said), ("unsaid", None)):
-        found = text(recipe, gathering)
-        results[recipe + " " + way] = [
-            [line.split(" all-gather")[0] for line in found.splitlines()
-             if re.search(r" all-gather(-done)?\\(", line)],
-            found.count('custom_call_target="__cublas$lt$matmul$f8"'),
-            hlo.rounded_scales(found),
-        ]
+for name, way in ways.items():
+    found = text(*way)
+    entry = found[found.index("ENTRY"):]
+    results[name] = {{
+        "gathered": [
+            line.split(" all-gather")[0] for line in found.splitlines()
+            if re.search(r" all-gather(-done)?\\(", line)
+        ],
+        "float8": found.count('custom_call_target="__cublas$lt$matmul$f8"'),
+        "Pallas": found.count('custom_call_target="__gpu$xla.gpu.triton"'),
+        "rounded scales": hlo.rounded_scales(found),
+        "reduced": re.findall(
+            r"= (\\w+\\[[\\d,]*\\])\\S* all-reduce(?:-start)?\\(", entry
+        ),
+    }}
 print(json.dumps(results))
 """
 
@@ -104,28 +145,55 @@ def gathered(lines):
 
 
 def test_kernels_are_gathered_once_and_in_bytes(results):
-    lines, matmuls, _ = results["current said"]
-    assert gathered(lines) == {"u8": NUMBERS}
-    assert matmuls == 5
+    found = results["current said"]
+    assert gathered(found["gathered"]) == {"u8": NUMBERS}
+    assert found["float8"] == 5
 
 
 def test_kernels_that_are_read_twice_are_gathered_twice_in_bytes(results):
     """The second time for the gradient of the inputs of the second layer."""
-    lines, matmuls, _ = results["rowwise said"]
-    assert gathered(lines) == {"u8": NUMBERS + NUMBERS // 2}
-    assert matmuls == 5
+    found = results["rowwise said"]
+    assert gathered(found["gathered"]) == {"u8": NUMBERS + NUMBERS // 2}
+    assert found["float8"] == 5
 
 
 def test_unsaid_xla_gathers_a_kernel_twice(results):
     """Where this fails, XLA may do without being told."""
-    lines, matmuls, _ = results["current unsaid"]
+    found = results["current unsaid"]
     # One of the two kernels.
-    assert gathered(lines) == {"f8e4m3fn": NUMBERS + NUMBERS // 2}
-    assert matmuls == 5
+    assert gathered(found["gathered"]) == {"f8e4m3fn": NUMBERS + NUMBERS // 2}
+    assert found["float8"] == 5
 
 
 def test_what_is_added_up_over_devices_is_scaled_in_float32(results):
     """XLA adds up the products of all devices before it scales the sum."""
-    assert {each: found[2] for each, found in results.items()} == dict.fromkeys(
-        results, 0
-    )
+    assert not any(each["rounded scales"] for each in results.values())
+
+
+@pytest.mark.parametrize("name", ["data", "model", "rowwise data"])
+def test_pallas_casts_every_operand_and_nothing_is_gathered(results, name):
+    found = results[name]
+    assert found["gathered"] == []
+    assert found["float8"] == 5
+    # Six casts; scales of rows take two kernels. Kernels that every device
+    # has whole find their first amax by a kernel too.
+    assert found["Pallas"] == {"data": 8, "model": 6, "rowwise data": 12}[name]
+
+
+def test_a_kernel_that_is_gathered_is_cast_by_xla(results):
+    """Pallas casts the inputs and the gradients of both layers."""
+    found = results["both"]
+    # The parts of a column of devices.
+    assert gathered(found["gathered"]) == {}
+    assert "u8[1024,512]" in "".join(found["gathered"])
+    assert "f32[1024" not in "".join(found["gathered"])
+    assert (found["float8"], found["Pallas"]) == (5, 4)
+
+
+@pytest.mark.parametrize("name", ["data", "model"])
+def test_a_steady_step_reduces_all_amaxes_at_once(results, name):
+    amaxes = [each for each in results[name]["reduced"] if "s32" in each]
+    assert amaxes == [{"data": "s32[4]", "model": "s32[6]"}[name]]
+    # Products, gradients and sums of columns.
+    others = {"data": 1, "model": 2}[name]
+    assert len(results[name]["reduced"]) == 1 + others

@@ -108,9 +108,14 @@ e4m3, e5m2 = (
 )
 
 
-def integers(*shape):
+def integers(*shape, least=-99):
     # Their sums are exact in any order.
-    return jnp.asarray(rng.integers(-99, 99, shape), "float32")
+    return jnp.asarray(rng.integers(least, 99, shape), "float32")
+
+
+def inputs(x, cut):
+    # What pads a shard would be the largest number.
+    return 500.0 - cut_along(x, cut)
 
 
 def cut_along(x, cut):
@@ -123,16 +128,17 @@ def cut_along(x, cut):
 def by_tensor(scale, unseen, cut, x):
     known = ScaleHint(scale, unseen, rule)
     wanted = Wanted(True, column_sums=True)
-    return whole.quantize(cut_along(x * 1.0, cut), e5m2, known, wanted)
+    return whole.quantize(inputs(x, cut), e5m2, known, wanted)
 
 
 def by_rows(cut, x):
-    return rows.cast(cut_along(x * 1.0, cut), e4m3, e5m2, True)
+    return rows.cast(inputs(x, cut), e4m3, e5m2, True)
 
 
 def bits(x):
-    x = np.asarray(x)
-    return x.view(f"uint{8 * x.itemsize}")
+    # XLA for a CPU changes which NaN of float8 it is.
+    x = np.asarray(x).astype("float32")
+    return np.where(np.isnan(x), 0x7FC00000, x.view("uint32"))
 
 
 def differing(function, cut, x):
@@ -149,24 +155,21 @@ def with_scale(scale, unseen=None):
     return lambda cut, x: by_tensor(scale, unseen, cut, x)
 
 
-even, odd = integers(128, 256), integers(130, 67)
+# The last shard alone has the amax.
+even, odd = (
+    integers(*shape, least=2).at[-1, -1].set(1.0)
+    for shape in ((128, 256), (130, 67))
+)
 bad = even.at[127, 255].set(jnp.nan).at[0, 0].set(jnp.inf)
 both, one_axis = ("batch", "model"), (("batch", "model"), None)
 CASES = {
-    "known scale": (with_scale(0.3), both, even),
-    "known scale, uneven": (with_scale(0.3), ("model", "batch"), odd),
-    "not finite": (with_scale(0.3), both, bad),
-    "observed before": (with_scale(0.3, False), (None, "model"), even),
-    "never observed": (with_scale(0.0, True), ("batch", None), even),
+    "known scale, not finite": (with_scale(0.3), both, bad),
     "never observed, uneven": (with_scale(0.0, True), one_axis, odd),
     "never observed, not cut": (with_scale(0.0, True), (None, None), odd),
     "current": (with_scale(None), both, even),
-    "rows": (by_rows, both, even),
     "rows, uneven": (by_rows, ("model", "batch"), odd),
 }
 found = {name: differing(*case) for name, case in CASES.items()}
-with mesh:
-    found["in the context of a mesh"] = differing(with_scale(None), both, even)
 jax.config.update("jax_use_shardy_partitioner", False)
 found["GSPMD"] = differing(with_scale(0.3, False), both, even)
 found["GSPMD, rows"] = differing(by_rows, both, even)
@@ -198,19 +201,13 @@ found["shard_map"] = differing(
 )
 
 
-def text(cut, scale, unseen=None):
-    function = lambda x: with_scale(scale, unseen)(cut, x)
-    return jax.jit(function).lower(even).compile().as_text()
-
-
-# The first step reduces in a branch; one device has none.
-steady = text(both, 0.3, False)
+function = lambda x, scale, unseen: by_tensor(scale, unseen, both, x)
+known = even, jnp.float32(0.3), jnp.asarray(False)
+steady = jax.jit(function).lower(*known).compile().as_text()
 entry = steady[steady.index("ENTRY") :]
-one = text(None, 0.3, False)
 found["reduced"] = [
     re.findall(r"(\\w+)\\[[\\d,]*\\]\\S* all-reduce\\(", entry),
     len(re.findall(r"all-reduce\\(", steady)),
-    "all-reduce" in one,
 ]
 
 
@@ -241,10 +238,15 @@ STEP = integers(8, 4, 32), integers(32, 64), integers(8, 4, 64)
 backends.engine = dataclasses.replace(
     backends.engine, both_layouts=whole, row_casts=rows
 )
+CUT = {
+    "delayed": [(None, "model"), ("model", None)],
+    "current": [(None, "model")],
+    "rowwise": [("model", None)],
+}
 found["steps"] = {}
 for name in ("delayed", "current", "rowwise"):
     one = jax.tree.leaves(step(None, None, name))
-    for cut in ((None, None), (None, "model"), ("model", None)):
+    for cut in CUT[name]:
         several = jax.tree.leaves(step(("batch", None, None), cut, name))
         apart = [
             float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(a)))
@@ -264,23 +266,22 @@ def on_8_devices():
 def test_casts_of_shards_have_the_bits_of_one_device(on_8_devices):
     cases = {k: v for k, v in on_8_devices.items() if isinstance(v, list)}
     cases.pop("reduced")
-    assert len(cases) == 15
+    assert len(cases) == 9
     assert not any(cases.values()), cases
 
 
 @pytest.mark.full
 def test_a_steady_step_waits_for_no_other_device(on_8_devices):
     """Only the amax for the state and the column sums are reduced."""
-    steady, in_all, on_one = on_8_devices["reduced"]
+    steady, in_all = on_8_devices["reduced"]
     assert sorted(steady) == ["f32", "s32"]
     assert in_all == 3  # one in the branch of the first step
-    assert not on_one
 
 
 @pytest.mark.full
 def test_steps_on_8_devices_are_those_of_one(on_8_devices):
     steps = on_8_devices["steps"]
-    assert len(steps) == 9
+    assert len(steps) == 4
     for name, apart in steps.items():
         assert max(apart) < 1e-6, name
 

@@ -6,6 +6,7 @@ for one, and `integration/benchmarks/jax_on_card.py` runs them there.
 
 import dataclasses
 import itertools
+import warnings
 
 import keras
 import pytest
@@ -336,10 +337,14 @@ def rounded_wrongly(how, x, scale):
     return found._replace(across=found.across[::-1])
 
 
+def interpreted(how, x, scale):
+    return pallas_casts._by_pallas(how._replace(interpreted=True), x, scale)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({}, None),
+        ({"cast": interpreted}, None),
         ({"cast": fails}, "fail here: RuntimeError: Unsupported instruction"),
         ({"cast": rounded_wrongly}, "do not round here as they should"),
         ({"triton": None}, "has no Pallas for Triton"),
@@ -351,6 +356,7 @@ def test_kernels_that_fail_on_a_device_are_not_used(
     """They are tried once, also where a compiler traces a step."""
     for name, value in changes.items():
         monkeypatch.setattr(pallas_casts, name, value)
+    words = [] if why is None else [why]
     gpu = PallasCasts(lambda: devices.KNOWN["h200"])
     found = []
 
@@ -359,9 +365,14 @@ def test_kernels_that_fail_on_a_device_are_not_used(
         found.append(gpu.supports(x, "bfloat16", FORMATS[0]))
         return x
 
-    step(jnp.ones((4, 4), "bfloat16"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step(jnp.ones((4, 4), "bfloat16"))
     (reason,) = found
     assert reason is None if why is None else why in reason
+    told = [str(each.message) for each in warned if "takes longer" in str(each)]
+    assert len(told) == len(words)
+    assert all(word in text for word, text in zip(words, told, strict=True))
 
 
 def test_a_program_for_a_gpu_has_one_cast_an_operand():

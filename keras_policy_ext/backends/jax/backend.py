@@ -23,6 +23,7 @@ from keras_policy_ext.backends.interface import (
     Shape,
 )
 from keras_policy_ext.backends.jax import gradients, tracing
+from keras_policy_ext.backends.jax.partitioned import Names, names_of
 from keras_policy_ext.backends.tracing import (
     Measured,
     MeasuredStep,
@@ -31,8 +32,6 @@ from keras_policy_ext.backends.tracing import (
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
-
-Names = tuple[str, ...]
 
 
 class Gathering(NamedTuple):
@@ -66,7 +65,7 @@ def gathering_of(variable: keras.Variable) -> Gathering | None:
     sharding = getattr(layout, "backend_layout", layout)
     if not isinstance(sharding, NamedSharding):
         return None
-    cut = [_names(entry) for entry in sharding.spec]
+    cut = [names_of(entry) for entry in sharding.spec]
     cut += [()] * (len(variable.shape) - len(cut))
     batch = distribution.batch_dim_name
     is_cut = any(batch in names for names in cut)
@@ -106,13 +105,6 @@ def _lying(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return lax.with_sharding_constraint(x, sharding)
-
-
-def _names(entry: Any) -> Names:
-    """Return the mesh axes in one `PartitionSpec` entry, as a tuple."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 class JaxBackend(Backend):

@@ -7,8 +7,10 @@ again. Here one kernel of Pallas does it, which Triton compiles.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from keras_policy_ext import formats
+from keras_policy_ext import _user_code, formats
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.both_layouts import (
@@ -199,8 +201,10 @@ class ShardCast(NamedTuple):
         found = run(self.how, x, scale)
         amax, sums = None, found.sums
         if self.wanted.amax:
-            amax = _largest(scale.amaxes)
-            if scalars[0] is not None:
+            if scalars[0] is None and shards.cut:
+                # That of all shards is known already.
+                amax = _largest(scale.amaxes)
+            else:
                 amax = shards.amax(found.amax)
         if sums is not None:
             sums = shards.column_sums(sums)
@@ -262,18 +266,33 @@ def failing() -> str | None:
     """Return why the kernels fail on this device; None if they work.
 
     They are tested once per process, with real data, before their first use.
+    If they fail there is a warning: without them a step takes longer.
     """
+    reason = _tried()
+    if reason is not None:
+        warnings.warn(
+            f"Each float8 layer takes longer here: {reason}. XLA casts its "
+            "operands instead, with the same results.",
+            UserWarning,
+            stacklevel=_user_code.stacklevel(),
+        )
+    return reason
+
+
+def _tried() -> str | None:
     if triton is None:
         return f"jax {jax.__version__} has no Pallas for Triton"
-    try:
-        with jax.ensure_compile_time_eval():
-            if all(map(_gives_our_codes, FAMILIES["ocp"])):
+    # In a thread of its own nothing is traced, whatever is here. Pallas does
+    # not work inside of `jax.ensure_compile_time_eval` (JAX 0.10 and 0.11).
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        try:
+            if all(thread.map(_gives_our_codes, FAMILIES["ocp"])):
                 return None
-    # A compiler may raise anything on a device that nobody has tried. It is
-    # the reason that users see.
-    except Exception as error:
-        told = str(error).partition("\n")[0]
-        return f"Pallas's casts fail here: {type(error).__name__}: {told}"
+        # A compiler may raise anything on a device that nobody has tried. It
+        # is the reason that users see.
+        except Exception as error:
+            told = str(error).partition("\n")[0]
+            return f"Pallas's casts fail here: {type(error).__name__}: {told}"
     return "Pallas's casts do not round here as they should"
 
 

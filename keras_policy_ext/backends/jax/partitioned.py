@@ -161,11 +161,11 @@ class _Partition:
     def __init__(self, mesh: Mesh, x: Any):
         cut: list[Any] = [None, None]
         if mesh.empty:
-            mesh = Mesh(np.array(x.sharding._device_assignment), ("devices",))
+            mesh = Mesh(np.array(list(x.sharding.device_set)), ("devices",))
         else:
             cut[: len(x.sharding.spec)] = x.sharding.spec
         self.mesh, self.sizes = mesh, x.shape
-        rows, columns = map(_names, cut)
+        rows, columns = map(names_of, cut)
         self.shards = Shards(mesh.axis_names, rows, columns)
 
     def of(self, axes: str | None) -> NamedSharding | None:
@@ -216,7 +216,7 @@ def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:
     return f"{', '.join(read)} -> {', '.join(written)}"
 
 
-def _names(entry: Any) -> Names:
+def names_of(entry: Any) -> Names:
     """Return the mesh axes in one `PartitionSpec` entry, as a tuple."""
     if entry is None:
         return ()
