@@ -17,7 +17,7 @@ from keras_policy_ext.backends.jax import backend
 from keras_policy_ext.numerics import scaling
 
 
-def operands(count=10**6):
+def operands(count=10**5):
     """Normal numbers whose quotients are normal."""
     rng = np.random.default_rng(0)
     x, y = rng.uniform(1.0, 2.0, (2, count))
@@ -43,7 +43,7 @@ def test_a_quotient_is_corrected_by_its_error(ulps):
             return jnp.asarray(x) - other
 
     found = backend._correctly_divided(Approximate(), jnp.asarray(y))
-    assert (np.asarray(found) != expected).mean() <= 1e-6
+    assert (np.asarray(found) != expected).mean() <= 1e-5
 
 
 def test_scales_for_a_gpu_are_corrected(monkeypatch):
