@@ -82,6 +82,7 @@ def test_reports_are_dicts_and_tables():
             "parameters": 10,
             "multiplications": 20,
             "plain_multiplications": 0,
+            "plain_parameters": 0,
             "sizes_known": True,
         }
     ]
