@@ -1,6 +1,7 @@
 """Wrap functions of Keras and KerasHub."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ _MARK = "_keras_policy_ext"
 def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
     """Replace `owner.name` by `function`, which gets the original as well.
 
-    Each pair of functions is combined only once. If `owner` has no function of
-    this name, nothing happens.
+    A class method stays one: the class comes after the original. Each pair of
+    functions is combined only once. If `owner` has no function of this name,
+    nothing happens.
 
     Args:
         owner: The class or module of the original.
@@ -25,6 +27,8 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
     stock = getattr(owner, name, None)
     if stock is None:
         return False
+    of_class = inspect.ismethod(stock)
+    stock = getattr(stock, "__func__", stock)
     given = f"{function.__module__}.{function.__qualname__}"
     before = getattr(stock, _MARK, ())
     if given in before:
@@ -35,5 +39,5 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
         return function(stock, *args, **kwargs)
 
     vars(around)[_MARK] = (*before, given)
-    setattr(owner, name, around)
+    setattr(owner, name, classmethod(around) if of_class else around)
     return True

@@ -344,6 +344,42 @@ def around_loading(function: Callable[..., None]) -> None:
     put_around(keras.optimizers.Optimizer, "load_own_variables", function)
 
 
+def around_making(function: Callable[..., Any]) -> None:
+    """Have a function make optimizers of configs in the place of Keras.
+
+    It gets the class method `from_config` (public) first. A stock class is
+    asked for a config that is not its own, and refuses its entries.
+    """
+    put_around(keras.optimizers.Optimizer, "from_config", function)
+
+
+def without_states_that_lack_gradients() -> None:
+    """Have optimizers leave out overwritten variables without a gradient.
+
+    These keep their values. Else Keras would name them in its warning of
+    variables without gradients, and there is no public way to see what it
+    filters (`_filter_empty_gradients`, keras 3.12 to 3.16). If Keras filters
+    otherwise, they are named.
+    """
+    name = "_filter_empty_gradients"
+    put_around(keras.optimizers.Optimizer, name, _without_states)
+
+
+def _without_states(
+    stock: Callable[..., Any], optimizer: Any, gradients: Any, variables: Any
+) -> Any:
+    pairs = [
+        (gradient, variable)
+        for gradient, variable in zip(gradients, variables, strict=True)
+        if gradient is not None
+        or not getattr(variable, "overwrite_with_gradient", False)
+    ]
+    if len(pairs) < len(variables):
+        gradients = [gradient for gradient, _ in pairs]
+        variables = [variable for _, variable in pairs]
+    return stock(optimizer, gradients, variables)
+
+
 def own_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:

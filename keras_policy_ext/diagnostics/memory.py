@@ -51,6 +51,10 @@ WITHOUT = "without float8"
 CHANGED = "new optimizer"
 
 
+class UnfitPolicyError(ValueError):
+    """A model cannot be counted under a plain policy that is not its own."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
     """The bytes of one layer: weights, state, and tensors saved for backward.
@@ -334,8 +338,9 @@ def memory(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model is not built or has no `call`, a size of the
-            batch is not known, `policy` names no policy, or the framework
-            does not support `compile`. The model is then unchanged.
+            batch is not known, `policy` names no policy, or one under which
+            the model cannot be called, or the framework does not support
+            `compile`. The model is then unchanged.
 
     Examples:
         >>> layer = keras.layers.Dense(8)
@@ -370,7 +375,15 @@ def memory(
             forms.append(count(WITHOUT, optimizer_memory.stock(own)))
     for name, each in wanted.items():
         with _under(model, each, options), _narrow_weights(model, asked):
-            forms.append(count(name, asked))
+            try:
+                forms.append(count(name, asked))
+            # The code is the user's, and may raise anything.
+            except Exception as error:
+                if not _is_plain(each):
+                    raise
+                raise UnfitPolicyError(
+                    _cannot_call(model, name, error)
+                ) from error
     return MemoryReport(
         model=model.name,
         forms=tuple(forms),
@@ -512,11 +525,26 @@ def _under(
 ) -> AbstractContextManager[Any]:
     if policy == ():
         return contextlib.nullcontext()
-    if policy is None or isinstance(
+    if _is_plain(policy):
+        return _in_plain(model, policy)
+    return in_place.converted(model, policy, **options)
+
+
+def _is_plain(policy: Any) -> bool:
+    """Return True for a plain policy, which all layers of a model get."""
+    own = policy is None or policy == ()
+    return not own and not isinstance(
         policy, (recipes.Recipe, Float8DTypePolicy)
-    ):
-        return in_place.converted(model, policy, **options)
-    return _in_plain(model, policy)
+    )
+
+
+def _cannot_call(model: keras.Layer, name: str, error: Exception) -> str:
+    return (
+        f"{type(model).__name__} {model.name!r} cannot be called under "
+        f"{name!r}. Received: {error}. Allowed: a policy under which all "
+        "layers compute. If a `call` makes tensors of a fixed dtype, such as "
+        "by `ops.one_hot`, cast them to `self.compute_dtype`."
+    )
 
 
 @contextlib.contextmanager
@@ -528,7 +556,7 @@ def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
         for v in model.trainable_variables
     }
     if dtypes - {policy.variable_dtype}:
-        raise ValueError(
+        raise UnfitPolicyError(
             f"Cannot compare with {policy.name!r}: it stores weights in "
             f"another dtype. Received: {policy.name!r}, for a model with "
             f"weights in {', '.join(sorted(dtypes))}. Allowed: a policy that "

@@ -76,7 +76,8 @@ class PlanReport(BaseReport):
         device: The device, in words.
         source: The policy that the recipes are compared with.
         seconds: The estimated time of a step without float8.
-        memory: Bytes that such a step holds.
+        memory: Bytes that such a step holds; in the model's own dtypes if it
+            does not work under `source`, which a note then says.
         share: The part of this time that its float8 layers take, 0 to 1.
         layers: The number of layers in float8.
         recipes: An entry for each recipe.
@@ -265,19 +266,19 @@ def plan(
     # `filter` was asked there; memory is counted with the kernels of here.
     options["filter"] = lambda layer: id(layer) in work.in_float8
     policies = [Float8DTypePolicy(source, recipe=each) for each in wanted]
-    held = memory.memory(model, tensors, [source, *policies], **options)
+    plain, held, unfit = _memory(model, tensors, source, policies, options)
     backend = keras.backend.backend()
     estimator = estimator_of(backend, product, there)
     if compiled is None:
         compiled = backend != "torch"
-    step = _Step(estimator, work, held[source].activations, compiled)
+    step = _Step(estimator, work, plain.activations, compiled)
     sqnr = _lowest(model, data, wanted)
     names = [str(recipe.spec or recipe.name) for recipe in wanted]
     return PlanReport(
         device=there.title,
         source=source,
         seconds=step.seconds,
-        memory=held[source].together,
+        memory=plain.together,
         share=min(1.0, sum(step.plain) / step.seconds),
         layers=step.layers,
         recipes=tuple(
@@ -292,7 +293,7 @@ def plan(
                 names, used, policies, natives, strict=True
             )
         ),
-        notes=tuple(_notes(compiled)),
+        notes=tuple(_notes(compiled, unfit)),
     )
 
 
@@ -386,7 +387,36 @@ class _Step:
         )
 
 
-def _notes(compiled: bool) -> Iterator[str]:
+def _memory(
+    model: keras.Layer,
+    tensors: Any,
+    source: str,
+    policies: list[Float8DTypePolicy],
+    options: dict[str, Any],
+) -> tuple[memory.ModelMemory, memory.MemoryReport, str]:
+    """Return the memory without float8, that under each policy, and a note.
+
+    Without float8 it is counted under `source`; or, if the model does not work
+    under that policy, in the model's own dtypes, which the note then says.
+    """
+    try:
+        held = memory.memory(model, tensors, [source, *policies], **options)
+        return held[source], held, ""
+    except memory.UnfitPolicyError:
+        held = memory.memory(model, tensors, policies, **options)
+    with in_place.reverted(model):
+        plain = memory.memory(model, tensors, [])
+    note = (
+        "Memory, and the time of what is no matmul, are counted in the model's "
+        f"own dtypes, as the model does not work under {source}. "
+        f"`kpe.memory(model, batch, {source!r})` raises the error."
+    )
+    return plain[memory.AS_IT_IS], held, note
+
+
+def _notes(compiled: bool, unfit: str) -> Iterator[str]:
+    if unfit:
+        yield unfit
     yield (
         "Estimated from bytes and multiplications, for one device, without "
         "communication: docs/plan.md has the errors on published measurements."

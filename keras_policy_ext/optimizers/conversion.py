@@ -21,6 +21,10 @@ from keras_policy_ext.optimizers.settings import KEPT, Settings
 from keras_policy_ext.optimizers.slots import QuantizedSlot
 
 
+class _NoMomentsError(ValueError):
+    """An optimizer has no slot that may be stored in one byte a number."""
+
+
 def quantize_state(
     optimizer: keras.optimizers.Optimizer,
     moments: str = "float8",
@@ -45,6 +49,8 @@ def quantize_state(
     moments of fewer than `minimum_size` numbers.
 
     Wrappers, such as a `LossScaleOptimizer`, stay; what they wrap is changed.
+    In a `MultiOptimizer`, an optimizer without moments, such as `Ftrl`, stays
+    as it is, and a warning names it.
 
     If a model has been trained with the optimizer, call
     `model.make_train_function(force=True)` then: its compiled step has the
@@ -84,22 +90,24 @@ def quantize_state(
 
 def quantize(optimizer: Any, settings: Settings) -> list[Any]:
     """Do what `quantize_state` does; return the optimizers that changed."""
-    targets = _to_change(optimizer, settings)
-    for each in targets:
-        _check(each, settings)
-    for each in targets:
+    chosen, left = _to_change(optimizer, settings)
+    for each in left:
+        _user_code.warn(
+            f"The optimizer {each.name!r} of {optimizer.name!r} keeps its "
+            f"state in float32: {type(each).__name__} has no moments that are "
+            "known. The others have one byte a number."
+        )
+    for each in chosen:
         if isinstance(each, QuantizedState):
             _make_float(each)
         make_quantized(each, settings)
         _move(each, _quantized_slot)
-    return targets
+    return chosen
 
 
 def check_state(optimizer: keras.optimizers.Optimizer, moments: str) -> None:
     """Raise what `quantize_state` raises, and change nothing."""
-    settings = Settings.read(moments, None, (), 4096)
-    for each in _to_change(optimizer, settings):
-        _check(each, settings)
+    _to_change(optimizer, Settings.read(moments, None, (), 4096))
 
 
 def dequantize_state(
@@ -181,14 +189,31 @@ def _short(optimizer: object) -> str:
     return f"an object of class {cls.__module__}.{cls.__qualname__}"
 
 
-def _to_change(optimizer: Any, settings: Settings) -> list[Any]:
-    """Return the optimizers within that are not stored that way already."""
-    return [
-        each
-        for each in targets(optimizer)
-        if not isinstance(each, QuantizedState)
-        or each._state_settings != settings.for_optimizer(each)
-    ]
+def _to_change(optimizer: Any, settings: Settings) -> tuple[list[Any], Any]:
+    """Return the optimizers within to change, and those that have no moments.
+
+    Those that are stored that way already are in neither list.
+
+    Raises:
+        ValueError: If none within has moments, or one cannot be quantized for
+            another reason.
+    """
+    within = targets(optimizer)
+    chosen, left, reason = [], [], None
+    for each in within:
+        if isinstance(
+            each, QuantizedState
+        ) and each._state_settings == settings.for_optimizer(each):
+            continue
+        try:
+            _check(each, settings)
+            chosen.append(each)
+        except _NoMomentsError as error:
+            left.append(each)
+            reason = reason or error
+    if reason is not None and len(left) == len(within):
+        raise reason
+    return chosen, left
 
 
 def _make_float(optimizer: Any) -> None:
@@ -294,7 +319,7 @@ def _check(optimizer: Any, settings: Settings) -> None:
                 ", or say by `slots` what its slots hold, such as "
                 "slots={'momentum': 'first'}"
             )
-        raise ValueError(
+        raise _NoMomentsError(
             f"{optimizer.name!r} has no moments that are known. Received: "
             f"{cls.__name__} with {', '.join(names)}. Allowed: an optimizer "
             f"with moments. {advice}."

@@ -424,3 +424,24 @@ def _load_float(
 
 
 optimizer_variables.around_loading(_load_float)
+
+
+def _made(
+    stock: Any,
+    cls: Any,
+    config: dict[str, Any],
+    custom_objects: Mapping[str, object] | None = None,
+) -> keras.optimizers.Optimizer:
+    """Make a class of a config, also of one that is stored in one byte."""
+    if STORED not in config:
+        made: keras.optimizers.Optimizer = stock(cls, config, custom_objects)
+        return made
+    config = dict(config)
+    stored = dict(config.pop(STORED))
+    stored.pop("optimizer")
+    made = stock(cls, config, custom_objects)
+    return make_quantized(made, Settings.read(**stored))
+
+
+optimizer_variables.around_making(_made)
+optimizer_variables.without_states_that_lack_gradients()

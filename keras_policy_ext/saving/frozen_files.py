@@ -94,6 +94,12 @@ def rewritten_weights(
         yield copy
 
 
+def lacks_config(path: PathLike) -> bool:
+    """Return True for a folder that Keras has not written as a model file."""
+    place = pathlib.Path(str(path))
+    return place.is_dir() and not (place / _CONFIG).exists()
+
+
 def config_in(path: PathLike) -> bytes:
     """Return the JSON config in a model's file or folder, as bytes.
 

@@ -62,7 +62,8 @@ def load_model(
 
     Args:
         path: A `.keras` file, or the folder of `save(..., zipped=False)`.
-            An older `.h5` file is loaded as Keras loads it.
+            An older `.h5` file, and the folder of an Orbax checkpoint, are
+            loaded as Keras loads them.
         custom_objects: As for `keras.saving.load_model`.
         compile: As for `keras.saving.load_model`.
         safe_mode: As for `keras.saving.load_model`.
@@ -86,6 +87,8 @@ def load_model(
     """
     numbers = files.check_model(path)
     options = {"compile": compile, "safe_mode": safe_mode}
+    if frozen_files.lacks_config(path):  # Such as an Orbax checkpoint.
+        return keras.saving.load_model(path, custom_objects, **options)
     with _input_files.within_memory_of(path, numbers):
         if frozen_files.has_frozen_layers(path):
             load = frozen_files.load_model

@@ -226,3 +226,36 @@ def test_a_device_without_a_speed_is_refused(device, words):
 def test_a_model_without_float8_layers_is_refused():
     with pytest.raises(ValueError, match="No layer of the model"):
         kpe.plan(mlp(), 8, "h200", "current", filter=lambda layer: False)
+
+
+class Float32Only(keras.layers.Dense):
+    """A Dense whose `call` raises for inputs in another dtype."""
+
+    def call(self, x, training=None):
+        if keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("only in float32")
+        return super().call(x, training=training)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_model_for_float32_alone_is_counted_in_its_own_dtypes(convert):
+    layers = [keras.layers.Dense(64, name="up"), Float32Only(8, name="own")]
+    model = keras.Sequential([keras.Input((32,)), *layers])
+    own = kpe.memory(model, 8, []).forms[0].together
+    if convert:
+        kpe.convert(model, "current")
+    report = kpe.plan(model, 8, "h200", "current", compiled=True)
+    assert report.memory == own
+    assert "the model does not work under mixed_bfloat16" in report.notes[0]
+    words = "cannot be called under 'mixed_bfloat16'.*only in float32.*Allowed"
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        kpe.memory(model, 8, "mixed_bfloat16")
+    assert model.layers[1].dtype_policy.compute_dtype == "float32"
+
+
+def test_a_model_with_weights_in_two_dtypes_is_counted_in_its_own():
+    layers = [keras.layers.Dense(64), keras.layers.Dense(8, dtype="float16")]
+    model = keras.Sequential([keras.Input((32,)), *layers])
+    report = kpe.plan(model, 8, "h200", "current", compiled=True)
+    assert report.memory == kpe.memory(model, 8, []).forms[0].together
+    assert "own dtypes" in report.notes[0]

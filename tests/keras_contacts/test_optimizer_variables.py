@@ -1,9 +1,12 @@
 """Why `_keras/optimizer_variables.py` is needed. See `_keras/__init__.py`."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 
+import keras_policy_ext as kpe
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.optimizers.slots import WeightPart
@@ -152,3 +155,37 @@ def test_no_public_class_says_how_it_updates_several_weights(cls):
     with primitives.current.in_place():
         update(optimizer, [keras.ops.ones(2)], [x], 0.1)
     assert np.all(keras.ops.convert_to_numpy(x) < 1)
+
+
+def test_keras_names_states_without_gradients_and_we_leave_them_out():
+    weight, state = variable("weight"), variable("state")
+    state.overwrite_with_gradient = True
+    optimizer = built(weight, state)
+    pairs = [keras.ops.ones(2), None], [weight, state]
+    stock = optimizer._filter_empty_gradients.__wrapped__
+    with pytest.warns(UserWarning, match="do not exist.*state"):
+        stock(optimizer, *pairs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.apply(*pairs)
+    assert np.all(keras.ops.convert_to_numpy(state.value) == 1)
+    with pytest.warns(UserWarning, match=r"do not exist for .*\['weight'\]"):
+        optimizer.apply([None, keras.ops.ones(2)], pairs[1])
+    with pytest.raises(ValueError, match="No gradients"):
+        optimizer.apply([None, None], pairs[1])
+
+
+def test_a_head_without_a_loss_is_named_without_its_state():
+    x = keras.Input((8,))
+    heads = [keras.layers.Dense(4, name=name)(x) for name in ("used", "idle")]
+    model = keras.Model(x, heads)
+    kpe.convert(model, "delayed")
+    model.compile("sgd", loss=["mse", None])
+    arrays = np.ones((4, 8), "float32"), np.ones((4, 4), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(arrays[0], [arrays[1]] * 2, verbose=0)
+    told = [str(e.message) for e in caught if "do not exist" in str(e.message)]
+    assert len(told) == (BACKEND != "jax")
+    assert all("idle/kernel" in each for each in told)
+    assert not any("float8_state" in each for each in told)

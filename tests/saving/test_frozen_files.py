@@ -17,6 +17,7 @@ from frozen_models import (
     frozen_layers,
     outputs_of,
 )
+from keras_policy_ext._keras import calls
 from keras_policy_ext.saving import frozen_files
 from steps import normal, numpy
 
@@ -427,3 +428,51 @@ def test_layers_are_frozen_as_soon_as_they_are_built(suffix, tmp_path):
     again.load_weights(path)
     x = normal(2, 256)
     np.testing.assert_array_equal(numpy(again(x)), numpy(model(x)))
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class Experts(LAYERS.Layer):
+    """Four experts that all compute, and a weight of each for each token."""
+
+    def build(self, shape):
+        self.up = self.add_weight(name="up", shape=(4, shape[-1], 16))
+        self.down = self.add_weight(name="down", shape=(4, 16, shape[-1]))
+
+    def call(self, x, weights):
+        h = keras.ops.silu(keras.ops.einsum("btd,edf->btef", x, self.up))
+        h = keras.ops.einsum("btef,efd->bted", h, self.down)
+        return keras.ops.sum(h * weights[..., None], -2)
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class MixedBlock(LAYERS.Layer):
+    """Layers of the package beside experts that multiply by operation."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mix, self.router = LAYERS.Dense(8), LAYERS.Dense(4)
+        self.experts = Experts()
+
+    def build(self, shape):
+        for layer in (self.mix, self.router, self.experts):
+            layer.build(shape)
+
+    def call(self, x):
+        weights = keras.ops.softmax(self.router(x))
+        return x + self.experts(self.mix(x), weights)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_experts_by_operation_beside_other_layers_load(
+    tells, tmp_path, monkeypatch
+):
+    """Their products are recorded at the latest when they are frozen."""
+    if not tells:
+        monkeypatch.setattr(calls, "tells_what_is_built", lambda: False)
+    inputs = keras.Input((5, 8))
+    model = keras.Model(inputs, LAYERS.Dense(3)(MixedBlock()(inputs)))
+    report = kpe.freeze(model)
+    assert any(e.class_name == "Experts" for e in report.converted)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert_same(model, loaded, normal(2, 5, 8))

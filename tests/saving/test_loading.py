@@ -427,6 +427,26 @@ def test_files_that_are_none_of_a_model(tmp_path):
         kpe.load_model("hf://someone/model")
 
 
+def test_a_folder_without_a_config_is_loaded_as_keras_loads_it(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "0").mkdir()  # As the step of an Orbax checkpoint.
+    errors = []
+    for load in (keras.saving.load_model, kpe.load_model):
+        with pytest.raises(Exception) as caught:
+            load(tmp_path)
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+    assert errors[0][0] is not FileNotFoundError
+
+    def loaded(path, custom_objects, compile, safe_mode):
+        return path, custom_objects, compile, safe_mode
+
+    monkeypatch.setattr(keras.saving, "load_model", loaded)
+    given = tmp_path, {"a": 1}, False, False
+    assert kpe.load_model(*given) == given
+
+
 def test_other_warnings_are_shown(tmp_path):
     path = tmp_path / "model.keras"
     keras.Sequential([keras.Input((4,)), Warning_(2)]).save(path)
