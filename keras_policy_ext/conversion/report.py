@@ -131,8 +131,11 @@ class Skipped(Work):
             None if it is not in float8.
         per_tensor: As for `Converted`.
         is_kernel: Whether it is a kernel of a layer with others in float8.
-        parameters, multiplications, plain_multiplications, sizes_known,
-            plain_parameters: As for `work.Work`.
+        parameters: As for `work.Work`, like the four that follow.
+        multiplications: See above.
+        plain_multiplications: See above.
+        sizes_known: See above.
+        plain_parameters: See above.
     """
 
     path: str
