@@ -109,9 +109,10 @@ def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
             layers of classes that are followed (`follow`), and inside of
             `following()`.
     """
+    homes = modules()
     for names, handler in handlers.items():
         for name in names:
-            for module in modules():
+            for module in homes:
                 _wrap(module, name, handler)
             if name == "cast":
                 _wrap(_backend, name, handler)

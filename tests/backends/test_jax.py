@@ -99,12 +99,35 @@ def test_only_the_forward_matmul_may_accumulate_fast(platform):
 @pytest.mark.parametrize("source", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("recipe", ["float8/4", "float8/current"])
 def test_a_matmul_for_cuda_names_its_algorithm(recipe, source):
-    """XLA then calls cuBLASLt, which writes the compute dtype."""
+    """XLA then calls cuBLASLt. A small matmul is scaled in float32."""
     for product in products_of_a_step(4, f"{recipe}_from_{source}", "cuda"):
         operands, result = product.split(":")[-1].split("->")
         assert "algorithm = <" in product
         assert operands.count("xf8E") == 2
-        assert ("xf32>" if source == "float32" else "xbf16>") in result
+        assert "xf32>" in result
+
+
+def test_a_large_matmul_for_cuda_writes_the_compute_dtype():
+    """Its scales are products of no powers of two: cuBLASLt applies them."""
+
+    def multiply(x, y, scale):
+        a, b = (
+            Quantized(
+                values, scale, asked(WHOLE.tile, scale_rounding="nearest")
+            )
+            for values in (x, y)
+        )
+        return engine.Float8Dot().multiply(a, b, "bfloat16", fast=True)
+
+    traced = jax.jit(multiply).trace(
+        jax.ShapeDtypeStruct((1, 4096, 64), E4M3),
+        jax.ShapeDtypeStruct((1, 1024, 64), E4M3),
+        jax.ShapeDtypeStruct((1, 1, 1), "float32"),
+    )
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (product,) = [x for x in program.splitlines() if "dot_general" in x]
+    assert product.rpartition("->")[2].strip().endswith("x1024xbf16>")
+    assert "allow_imprecise_accumulation = true" in product
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
