@@ -141,9 +141,11 @@ def step_of(
     trained = {id(v) for v in model.trainable_variables}
     weights = {id(held(v)) for v in model.weights if not is_state(v)}
     # What frameworks trace has no None, which may stand for an input.
-    structure, leaves = batch, keras.tree.flatten(batch)
-    if any(x is None for x in leaves):
-        batch = [x for x in leaves if x is not None]
+    structure = None
+    if any(x is None for x in keras.tree.flatten(batch)):
+        leaves: list[Any] = []
+        map_arrays(leaves.append, batch)
+        structure, batch = batch, leaves
     return MeasuredStep(
         call=_Forward(model, layers, structure),
         variables=model.variables,
@@ -165,7 +167,9 @@ def _held(model: keras.Layer) -> list[Tensor]:
 class _Forward:
     """A function that calls a model with the values of variables passed in.
 
-    See `MeasuredStep.call`.
+    See `MeasuredStep.call`. A `structure` is a batch with None in it: what is
+    called with is then a list of the tensors in the others' places, in the
+    order of `map_arrays`.
     """
 
     def __init__(
@@ -187,8 +191,9 @@ class _Forward:
                 contextlib.nullcontext() if number is None else inside(number)
             )
 
-        tensors = iter(keras.tree.flatten(batch))
-        batch = map_arrays(lambda _: next(tensors), self._structure)
+        if self._structure is not None:
+            tensors = iter(batch)
+            batch = map_arrays(lambda _: next(tensors), self._structure)
         state = list(zip(self._variables, values, strict=True))
         with (
             keras.StatelessScope(state, collect_losses=True) as stateless,
