@@ -95,9 +95,13 @@ def rewritten_weights(
 
 
 def lacks_config(path: PathLike) -> bool:
-    """Return True for a folder that Keras has not written as a model file."""
+    """Return True for a folder that Keras has not written as a model file.
+
+    A folder with others of its files has lost its config.
+    """
     place = pathlib.Path(str(path))
-    return place.is_dir() and not (place / _CONFIG).exists()
+    names = _CONFIG, "metadata.json", "model.weights.h5"
+    return place.is_dir() and not any((place / each).exists() for each in names)
 
 
 def config_in(path: PathLike) -> bytes:
