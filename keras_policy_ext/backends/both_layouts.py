@@ -52,7 +52,7 @@ class Both(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a cast in both layouts is to return.
+    """Options of a cast in both layouts.
 
     Attributes:
         amax: Whether to return the amax.
@@ -101,7 +101,7 @@ class BothLayouts(Protocol):
             matrix: (m, k).
             asked: How to quantize it.
             known: What is known of its scale.
-            wanted: What else is known and wanted.
+            wanted: The options.
         """
 
 

@@ -42,7 +42,7 @@ class Contraction(Hashable, Protocol):
 
     @property
     def reads_one_matrix(self) -> bool:
-        """True if that is so, and each operand is one matrix, not a batch."""
+        """True if `reads_what_is_quantized` and no operand is a batch."""
 
     def choose(
         self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any

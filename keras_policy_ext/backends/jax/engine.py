@@ -266,8 +266,8 @@ class Float8Dot(NativeMatmul):
 
     On CUDA the product names its algorithm. XLA then calls cuBLASLt, which
     multiplies by an exact float32 scale, adds the bias, and rounds once.
-    Without the name XLA's flags of today make a Triton kernel of the product,
-    and another one of the scales (JAX 0.11 on an H100).
+    With its default flags and no algorithm, XLA compiles the product with
+    Triton, and scales it in a second kernel (JAX 0.11 on an H100).
     """
 
     @override
@@ -381,7 +381,8 @@ class GradientOfRows(Float8DotOfRows):
             sums = _product(a.values, b.values, _CUBLAS[fast], jnp.bfloat16)
             return scaled(sums.astype(jnp.float32), a, b, "float32")
 
-        if have_vector(a, b):
+        # Several devices add up partial sums, which must be in float32.
+        if have_vector(a, b) or jax.device_count() > 1:
             return usual()
         return lax.platform_dependent(cuda=rounded_before, default=usual)
 

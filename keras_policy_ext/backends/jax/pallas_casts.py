@@ -62,7 +62,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Cast(NamedTuple):
-    """How the kernel casts a matrix; hashable.
+    """Options of the kernel that casts a matrix; hashable.
 
     Attributes:
         format: The name of the format.
@@ -97,7 +97,7 @@ class Scale(NamedTuple):
 
 
 class CastOfBoth(NamedTuple):
-    """What the kernel writes.
+    """Results of the kernel that casts a matrix.
 
     Attributes:
         codes: (m, k), in the dtype of the format.
@@ -282,14 +282,14 @@ def failing() -> str | None:
 def _tried() -> str | None:
     if triton is None:
         return f"jax {jax.__version__} has no Pallas for Triton"
-    # In a thread of its own nothing is traced, whatever is here. Pallas does
-    # not work inside of `jax.ensure_compile_time_eval` (JAX 0.10 and 0.11).
+    # A new thread runs the test eagerly, even if the caller is being traced.
+    # `jax.ensure_compile_time_eval` cannot run Pallas (JAX 0.10 and 0.11).
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
             if all(thread.map(_gives_our_codes, FAMILIES["ocp"])):
                 return None
-        # A compiler may raise anything on a device that nobody has tried. It
-        # is the reason that users see.
+        # A compiler may raise any error on an untested device. The warning
+        # shows it.
         except Exception as error:
             told = str(error).partition("\n")[0]
             return f"Pallas's casts fail here: {type(error).__name__}: {told}"
@@ -465,7 +465,7 @@ def _scale_of(how: Cast, bits: Tensor) -> Tensor:
 def _divided(how: Cast, x: Tensor, y: Tensor) -> Tensor:
     """Divide in a kernel, correctly rounded."""
     if how.interpreted:
-        # XLA multiplies by the reciprocal of a constant, or inverts twice.
+        # Without `where`, XLA would replace the division by a product.
         return x / jnp.where(x == x, y, 1.0)
     return _asm("div.rn.f32", x, y)
 
@@ -522,7 +522,7 @@ def codes_of(
     else:
         quotient = _quotient(x, scale)
     codes = jnp.clip(quotient, -limit, limit).astype(format_name)
-    # Clipped by Triton a NaN is a number.
+    # Triton's clip turns NaN into a number.
     bits = lax.bitcast_convert_type(codes, jnp.uint8)
     nan = 0x7E if formats.get(format_name).has_inf else 0x7F
     bits = jnp.where(x == x, bits, jnp.uint8(nan))

@@ -151,7 +151,7 @@ def _whole(
 
 
 class _Partition:
-    """How a kernel is partitioned along the shards of its matrix.
+    """The partition of a kernel along the shards of its matrix.
 
     Args:
         mesh: The devices; empty if JAX does not know their axes.

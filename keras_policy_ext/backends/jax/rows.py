@@ -43,7 +43,7 @@ SIDE = 64
 
 
 class How(NamedTuple):
-    """What the kernels write, and how they run; hashable.
+    """Options of the kernels; hashable.
 
     Attributes:
         plain: The format of the codes of the matrix; None to write none.
