@@ -285,6 +285,22 @@ def test_a_kernel_gradient_is_rounded_once(of_rows):
         assert f"x{dtype}>" in product.rpartition("->")[2]
 
 
+def test_several_devices_add_up_a_kernel_gradient_in_float32(
+    monkeypatch, of_rows
+):
+    """Each device has a partial sum, which must not be rounded before."""
+    kernel, (a, b) = of_rows
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    traced = jax.jit(
+        lambda x, y: kernel.of_gradient.multiply(
+            a.with_values(x), b.with_values(y), "bfloat16", False
+        )
+    ).trace(a.values, b.values)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (product,) = (x for x in text.splitlines() if "dot_general" in x)
+    assert "xf32>" in product.rpartition("->")[2]
+
+
 @pytest.mark.parametrize(
     ("inputs", "kernel", "is_float32"),
     [
