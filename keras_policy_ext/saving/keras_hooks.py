@@ -111,8 +111,14 @@ _POLICIES = "dtype_policies"
 _OF_LAYERS = "layer_policies"
 
 
-def policies_of_models(model: keras.Layer) -> dict[str, Any]:
-    """Return the dtype policies of a model and inner models, for its file."""
+def policies_of_models(model: Any) -> dict[str, Any]:
+    """Return the dtype policies of a model and inner models, for its file.
+
+    Keras writes optimizers, losses and metrics by the same function, when they
+    are pickled: they have no policies.
+    """
+    if not isinstance(model, keras.Layer):
+        return {}
     found = [
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)

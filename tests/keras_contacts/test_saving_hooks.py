@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 import warnings
 
 import h5py
@@ -51,6 +52,24 @@ def test_files_folders_and_copies_are_read_by_two_functions(
     assert file.name == str(tmp_path / "model.keras")
     assert folder == str(tmp_path / "model")
     assert members_about(keras.Model, "deepcopy") == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        keras.optimizers.Adam,
+        keras.losses.MeanSquaredError,
+        keras.metrics.MeanSquaredError,
+        lambda: keras.layers.Dense(1),
+        dense_model,
+    ],
+    ids=["optimizer", "loss", "metric", "layer", "model"],
+)
+def test_whatever_keras_pickles_as_a_file_is_restored(make):
+    original = make()
+    restored = pickle.loads(pickle.dumps(original))
+    assert type(restored) is type(original)
+    assert restored.name == original.name
 
 
 def test_a_layer_is_not_asked_whether_it_can_be_exported():
