@@ -209,6 +209,21 @@ def test_operands_at_odd_addresses_are_copied(engine):
     assert_equal([first.detach()], [second.detach()])
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_report_of_memory_starts_no_kernel(engine, policy):
+    """Its tensors have no data: a kernel on a GPU would end the process."""
+    needs_rows(policy)
+    make, shape = LAYERS["Dense"]
+    layer = layer_of(make, policy, shape)
+    step(layer, lambda x: layer(x, training=True), shape, 0)
+    model = keras.Sequential([keras.Input(shape[1:]), layer])
+    model.compile("sgd", "mse")
+    with kernels.prefer("native"):
+        found = str(kpe.memory(model, np.zeros(shape, "float32")))
+    assert "without numbers" in found
+    assert "of a forward pass" not in found
+
+
 LAUNCHES = {
     "delayed": ["history", "cast", "cast", "cast", "observation", "sums"],
     "current": ["amax", "cast"] * 3 + ["sums"],

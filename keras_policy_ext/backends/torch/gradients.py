@@ -170,10 +170,8 @@ class Differentiable(ReverseMode):
         ctx.uses_state = bool(state)
         ctx.shapes = inputs.shape, kernel.shape
         ctx.passes = None
-        if bound.straight is not None and bound.straight.differentiates:
-            ctx.passes = bound.straight.of(
-                inputs.shape, kernel.shape, inputs.device
-            )
+        if bound.straight is not None:
+            ctx.passes = bound.straight.for_gradients(inputs, kernel)
         if ctx.passes is not None:
             matrix = state[0] if state else None
             outputs, saved = ctx.passes.forward(

@@ -240,7 +240,7 @@ class Saved(NamedTuple):
 
 
 class Straight:
-    """The forward and the backward pass of a plan, as lists of triton_states.
+    """The forward and the backward pass of a plan, as lists of kernels.
 
     Args:
         bound: A `BoundPlan` of two plain matrices.
@@ -278,6 +278,16 @@ class Straight:
         # Triton's interpreter does not round to 16 bits as a GPU does.
         self.sums_dtype = _FLOAT32 if interpreted else self.outputs_dtype
         self._passes: dict[Any, Passes | None] = {}
+
+    def for_gradients(self, inputs: Tensor, kernel: Tensor) -> Passes | None:
+        """Return the passes for these operands; None if they cannot run.
+
+        Tensors without data cannot run: a kernel would read from address 0.
+        """
+        are_real = backend.is_real(inputs) and backend.is_real(kernel)
+        if not (self.differentiates and are_real):
+            return None
+        return self.of(inputs.shape, kernel.shape, inputs.device)
 
     def of(
         self, inputs: Shape, kernel: Shape, device: torch.device
