@@ -39,7 +39,10 @@ _empty = torch.empty
 _FLOAT32 = torch.float32
 
 _WIDTH = 8
-"""The distance of the scales of two operands, each with a marked scale."""
+"""How many float32 numbers the scales of two operands lie apart in memory.
+
+Between them is a marked scale: see `triton_casts.MARKED_AFTER`.
+"""
 
 _DTYPES = "bfloat16", "float16", "float32"
 
@@ -85,7 +88,7 @@ class Cast:
         straight: The passes that it is part of.
         operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
         matrix: A matrix of its shape and strides.
-        lately: Whether the GPU has told that all operands were observed.
+        lately: Whether the GPU has reported that all operands were observed.
         observe: Whether to write the amax of each tile.
         sums: Whether to write sums of columns, a row for each row of tiles.
     """
@@ -306,7 +309,7 @@ class Straight:
         return Passes(self, inputs, kernel, device)
 
     def fits(self, inputs: Shape, kernel: Shape, device: torch.device) -> bool:
-        """Return True if the hardware accepts the sizes; see `of`."""
+        """Return True if the device and the sizes are supported; see `of`."""
         if not (self.interpreted or device.type == "cuda"):
             return False
         sizes = self.sizes(inputs, kernel)

@@ -17,7 +17,10 @@ from keras_policy_ext.numerics import casting
 from keras_policy_ext.recipes import Quantization
 
 MARKED_AFTER = 4
-"""The distance of a marked scale: cuBLASLt wants addresses that 16 divides."""
+"""How many float32 numbers a marked scale comes after the scale itself.
+
+cuBLASLt needs scales at addresses that 16 divides.
+"""
 
 _MARKED_AFTER = tl.constexpr(MARKED_AFTER)
 
