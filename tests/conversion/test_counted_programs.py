@@ -24,13 +24,19 @@ if keras.backend.backend() != "tensorflow":  # It takes no such index.
     GATHERED["entries"] = lambda k, i: k[i]
 
 
+MULTIPLIED = {
+    "einsum": lambda x, k: ops.einsum("btd,btkdf->btkf", x, k),
+    "broadcast": lambda x, k: ops.matmul(x[:, :, None, None], k)[..., 0, :],
+}
+
+
 class Gathers(keras.layers.Layer):
     """Experts whose kernels are gathered for each token."""
 
-    def __init__(self, gather):
+    def __init__(self, gather, multiply):
         super().__init__(name="moe")
         self.router = keras.layers.Dense(EXPERTS, name="router")
-        self.gather = gather
+        self.gather, self.multiply = gather, multiply
 
     def build(self, shape):
         self.router.build(shape)
@@ -39,7 +45,7 @@ class Gathers(keras.layers.Layer):
     def call(self, x):
         gates, chosen = ops.top_k(ops.softmax(self.router(x)), TOP)
         kernels = self.gather(self.up, chosen)
-        each = ops.einsum("btd,btkdf->btkf", x, kernels)
+        each = self.multiply(x, kernels)
         return ops.sum(each * gates[..., None], 2)
 
 
@@ -56,9 +62,12 @@ def counts(report):
     return {e.path: (e.multiplications, e.sizes_known) for e in entries}
 
 
-@pytest.mark.parametrize("gather", GATHERED)
-def test_products_of_gathered_kernels_are_counted(gather):
-    model = model_of(Gathers(GATHERED[gather]))
+@pytest.mark.parametrize(
+    ("gather", "product"),
+    [*((gather, "einsum") for gather in GATHERED), ("take", "broadcast")],
+)
+def test_products_of_gathered_kernels_are_counted(gather, product):
+    model = model_of(Gathers(GATHERED[gather], MULTIPLIED[product]))
     plan = kpe.plan(model, 8, "h200", compiled=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
