@@ -145,3 +145,24 @@ def test_a_converted_model_is_traced_as_before(kind):
     frozen = kpe.freeze(model)
     assert "moe/router" in [e.path for e in frozen.skipped]
     assert counts(frozen) == wanted
+
+
+class EachSample(keras.layers.Layer):
+    """A product for each sample; PyTorch's trace has one for each."""
+
+    def build(self, shape):
+        self.w = self.add_weight(name="w", shape=(WIDTH, WIDTH))
+
+    def call(self, x):
+        return ops.map(lambda sample: ops.matmul(sample, self.w), x)
+
+
+def test_a_loop_over_the_samples_hides_no_router():
+    moe = Gathers(GATHERED["take"], MULTIPLIED["einsum"])
+    model = model_of(EachSample(name="each"), moe)
+    report = kpe.convert(model, "current")
+    assert [e.path for e in report.converted] == ["moe"]
+    found = counts(report)
+    assert found["moe"] == (TOKENS * TOP * WIDTH * HIDDEN, True)
+    assert found["moe/router"] == (TOKENS * WIDTH * EXPERTS, True)
+    assert kpe.plan(model, 8, "h200", compiled=True).as_dict()
