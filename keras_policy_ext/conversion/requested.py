@@ -30,7 +30,7 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
 )
 from keras_policy_ext.recipes import Recipe
-from keras_policy_ext.recipes.spec import did_you_mean
+from keras_policy_ext.recipes.spec import did_you_mean, is_spec
 
 
 class DTypePolicyLike(Protocol):
@@ -466,7 +466,7 @@ def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
         return None if policy is None else _float8(_policy(policy))
     if policy is None:
         return _float8(_of_recipe(recipe))
-    if isinstance(policy, recipes.Recipe) or _is_recipe(policy):
+    if isinstance(policy, recipes.Recipe) or is_spec(policy):
         raise ValueError(
             "`policy` and `recipe` both give a recipe. Received: "
             f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "
@@ -481,13 +481,8 @@ def _of_recipe(recipe: Any) -> Float8DTypePolicy:
     return Float8DTypePolicy("float32", recipe=recipes.get(recipe))
 
 
-def _is_recipe(policy: object) -> bool:
-    name = policy.partition("(")[0] if isinstance(policy, str) else None
-    return name in recipes.names()
-
-
 def _policy(policy: Any) -> keras.DTypePolicy:
-    if isinstance(policy, recipes.Recipe) or _is_recipe(policy):
+    if isinstance(policy, recipes.Recipe) or is_spec(policy):
         return _of_recipe(policy)
     try:
         return policies.get(policy)

@@ -8,6 +8,7 @@ are computed from the shapes of their inputs.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -213,6 +214,23 @@ class Call(NamedTuple):
     chooses: bool = False
     reached: Sequence[Sources] = ()
     chosen: frozenset[Sources] = frozenset()
+
+
+def paired(
+    small: Call, large: Call
+) -> tuple[list[tuple[Counted, Counted]], list[keras.Layer]]:
+    """Return the matmuls of calls on two batch sizes in pairs.
+
+    Returns:
+        The pairs, and the layers without pairs: they have more matmuls for
+        more samples, as in a loop over the samples.
+    """
+    calls = small.counted, large.counted
+    one, other = (collections.Counter(id(x.layer) for x in c) for c in calls)
+    loops = {key for key in one | other if one[key] != other[key]}
+    kept = ([x for x in each if id(x.layer) not in loops] for each in calls)
+    left = {id(x.layer): x.layer for each in calls for x in each}
+    return list(zip(*kept, strict=True)), [left[key] for key in loops]
 
 
 def trace(

@@ -245,8 +245,9 @@ def _traced(model: keras.Layer) -> _Pair | None:
     for inputs in _inputs(model):
         with contextlib.suppress(Exception):
             small, large = traced.trace(model, map(inputs.of, SAMPLES))
-            products = list(_with_kernels(small.counted, large.counted))
-            unknown = [*small.unknown, *large.unknown]
+            pairs, loops = traced.paired(small, large)
+            products = list(_with_kernels(pairs))
+            unknown = [*small.unknown, *large.unknown, *loops]
             return _Pair(products, unknown, inputs, small.chooses)
     return None
 
@@ -275,14 +276,10 @@ def traced_within(model: keras.Layer, within: tuple[type, ...]) -> bool:
 
 
 def _with_kernels(
-    small: list[traced.Counted], large: list[traced.Counted]
+    paired: Iterable[tuple[traced.Counted, traced.Counted]],
 ) -> Iterator[tuple[keras.Layer, _Counted]]:
-    """Yield (layer, matmul) for matmuls with a kernel, per sample.
-
-    Raises:
-        ValueError: If the two traces have different matmuls.
-    """
-    for one, other in zip(small, large, strict=True):
+    """Yield (layer, matmul) for matmuls with a kernel, per sample."""
+    for one, other in paired:
         pairs = zip(one.product.sizes, other.product.sizes, strict=True)
         kernels = [before for before, after in pairs if before == after]
         number = other.product.multiplications - one.product.multiplications

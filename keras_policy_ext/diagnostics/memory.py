@@ -38,6 +38,7 @@ from keras_policy_ext.policies.of_layers import (
     layers_in_float8,
     stock_policy_of,
 )
+from keras_policy_ext.recipes.spec import is_spec
 from keras_policy_ext.reports import (
     EVERY,
     BaseReport,
@@ -505,8 +506,7 @@ def _weights_of(layer: keras.Layer, dtypes: Iterable[str]) -> list[Any]:
 
 
 def _read(policy: Any) -> Any:
-    named = isinstance(policy, str) and policy.partition("(")[0]
-    if isinstance(policy, recipes.Recipe) or named in recipes.names():
+    if isinstance(policy, recipes.Recipe) or is_spec(policy):
         return recipes.get(policy)
     return policies.get(policy)
 

@@ -475,8 +475,13 @@ def _work(
                 f"shapes only. Received: {error}. Allowed: models whose call "
                 "accepts a `keras.KerasTensor`. Call `kpe.plan` for its parts."
             ) from error
-        small, large = (call.counted for call in calls)
-        for one, other in zip(small, large, strict=True):
+        matmuls_of_both, loops = traced.paired(*calls)
+        attention += sum(
+            each.product.multiplications
+            for each in calls[0].counted
+            if each.layer in loops
+        )
+        for one, other in matmuls_of_both:
             pairs = zip(one.product.sizes, other.product.sizes, strict=True)
             kernels = [before for before, after in pairs if before == after]
             number = one.product.multiplications

@@ -538,16 +538,38 @@ def _recognised(
         return None
     if origins[0] is not None:
         first, second = second, first
-    try:
-        contraction = contraction_of(
-            explicit, tuple(first.shape), tuple(second.shape)
-        )
-    except ValueError:  # Sizes of 1 that the operation broadcasts.
-        return None
     if not keras.backend.is_float_dtype(_dtype_of(first)):
+        return None
+    shapes = tuple(first.shape), tuple(second.shape)
+    spread, explicit = _without_broadcast(explicit, *shapes)
+    if spread:
+        first = ops.squeeze(first, spread)
+    try:
+        contraction = contraction_of(explicit, tuple(first.shape), shapes[1])
+    except ValueError:  # The kernel has sizes of 1 that are broadcast.
         return None
     origin: Any = origins[0] or origins[1]
     return first, second, origin, contraction
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_broadcast(
+    equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
+) -> tuple[tuple[int, ...], str]:
+    """Return axes of the inputs to leave out, and the equation without them.
+
+    They have size 1 and are broadcast to an axis of the kernel, such as the
+    experts that all multiply the same inputs.
+    """
+    a, b, out = equations.split(equation)
+    sizes = {c: n for c, n in zip(b, second, strict=True) if c in out}
+    axes = tuple(
+        axis
+        for axis, (c, n) in enumerate(zip(a, first, strict=True))
+        if n == 1 and sizes.get(c, 1) not in (1, None)
+    )
+    kept = "".join(c for axis, c in enumerate(a) if axis not in axes)
+    return axes, f"{kept},{b}->{out}"
 
 
 _OF_CONV = "inputs", "kernel", "strides", "padding", "data_format"

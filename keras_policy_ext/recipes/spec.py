@@ -10,7 +10,10 @@ from typing import Any
 from keras_policy_ext.recipes.delayed import DelayedScaling
 from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, no_recipe
 
-# Words of other libraries, in small letters without separators.
+# torchao's names for recipes. Configs and files have the names here.
+_ALIASES = {"tensorwise": "current"}
+
+# Words that errors explain, in small letters without separators.
 _OF_OTHERS = {
     "float8": ("delayed",),
     "fp8": ("float8", "delayed"),
@@ -67,6 +70,17 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 def names() -> tuple[str, ...]:
     """Return the names of all recipes for training, such as `"delayed"`."""
     return tuple(name for name, cls in REGISTRY.items() if cls.trains)
+
+
+def is_spec(text: object) -> bool:
+    """Return True if a string names a recipe for training.
+
+    Its arguments are not read: `parse` says what is wrong with them.
+    """
+    if not isinstance(text, str):
+        return False
+    name = text.partition("(")[0]
+    return _ALIASES.get(name, name) in names()
 
 
 def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
@@ -147,7 +161,8 @@ def parse(spec: str) -> Recipe:
     It is the inverse of `Recipe.spec`.
 
     Grammar: `""` (delayed, 1024) | `"16"` (delayed, that length) | `name` |
-    `name(field=value,…)` with Python literals as values.
+    `name(field=value,…)` with Python literals as values. `"tensorwise"`,
+    torchao's name, means `"current"`.
 
     Args:
         spec: The string, e.g. `"current(power_of_two=True)"`.
@@ -201,8 +216,9 @@ def _grammar(spec: str) -> str:
 
 
 def _class(name: object) -> type[Recipe]:
-    if isinstance(name, str) and name in REGISTRY:
-        return REGISTRY[name]
+    for known in (name, _ALIASES.get(str(name))):
+        if isinstance(known, str) and known in REGISTRY:
+            return REGISTRY[known]
     raise ValueError(
         f"{name!r} is not a recipe. {did_you_mean(name, REGISTRY)}Allowed: "
         f"{', '.join(REGISTRY)}. Use one of these, or derive a dataclass from "

@@ -40,6 +40,10 @@ PRODUCTS = {
         ),
     ),
     "bank": ((3, WIDTH, 8), lambda x, w: ops.einsum("bi,eio->beo", x, w)),
+    "broadcast": (
+        (3, WIDTH, 8),
+        lambda x, w: ops.matmul(x[:, None, None], w)[:, :, 0],
+    ),
     "outputs first": (
         (3, 8, WIDTH),
         lambda x, w: ops.einsum("bi,eoi->beo", x, w),
@@ -196,7 +200,9 @@ def test_a_convolution_is_that_of_a_layer_of_keras(tmp_path, name, recipe):
     assert type(loaded.layers[0]) is Convolves
 
 
-@pytest.mark.parametrize("name", ["transposed", "some experts", "cast"])
+@pytest.mark.parametrize(
+    "name", ["transposed", "some experts", "cast", "broadcast"]
+)
 def test_gradients_reach_a_weight_through_what_moved_it(name):
     model = model_of(name)
     *_, expected = gradients(model, X, mean_square)

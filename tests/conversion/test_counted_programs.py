@@ -24,13 +24,19 @@ if keras.backend.backend() != "tensorflow":  # It takes no such index.
     GATHERED["entries"] = lambda k, i: k[i]
 
 
+MULTIPLIED = {
+    "einsum": lambda x, k: ops.einsum("btd,btkdf->btkf", x, k),
+    "broadcast": lambda x, k: ops.matmul(x[:, :, None, None], k)[..., 0, :],
+}
+
+
 class Gathers(keras.layers.Layer):
     """Experts whose kernels are gathered for each token."""
 
-    def __init__(self, gather):
+    def __init__(self, gather, multiply):
         super().__init__(name="moe")
         self.router = keras.layers.Dense(EXPERTS, name="router")
-        self.gather = gather
+        self.gather, self.multiply = gather, multiply
 
     def build(self, shape):
         self.router.build(shape)
@@ -39,7 +45,7 @@ class Gathers(keras.layers.Layer):
     def call(self, x):
         gates, chosen = ops.top_k(ops.softmax(self.router(x)), TOP)
         kernels = self.gather(self.up, chosen)
-        each = ops.einsum("btd,btkdf->btkf", x, kernels)
+        each = self.multiply(x, kernels)
         return ops.sum(each * gates[..., None], 2)
 
 
@@ -56,9 +62,12 @@ def counts(report):
     return {e.path: (e.multiplications, e.sizes_known) for e in entries}
 
 
-@pytest.mark.parametrize("gather", GATHERED)
-def test_products_of_gathered_kernels_are_counted(gather):
-    model = model_of(Gathers(GATHERED[gather]))
+@pytest.mark.parametrize(
+    ("gather", "product"),
+    [*((gather, "einsum") for gather in GATHERED), ("take", "broadcast")],
+)
+def test_products_of_gathered_kernels_are_counted(gather, product):
+    model = model_of(Gathers(GATHERED[gather], MULTIPLIED[product]))
     plan = kpe.plan(model, 8, "h200", compiled=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -136,3 +145,24 @@ def test_a_converted_model_is_traced_as_before(kind):
     frozen = kpe.freeze(model)
     assert "moe/router" in [e.path for e in frozen.skipped]
     assert counts(frozen) == wanted
+
+
+class EachSample(keras.layers.Layer):
+    """A product for each sample; PyTorch's trace has one for each."""
+
+    def build(self, shape):
+        self.w = self.add_weight(name="w", shape=(WIDTH, WIDTH))
+
+    def call(self, x):
+        return ops.map(lambda sample: ops.matmul(sample, self.w), x)
+
+
+def test_a_loop_over_the_samples_hides_no_router():
+    moe = Gathers(GATHERED["take"], MULTIPLIED["einsum"])
+    model = model_of(EachSample(name="each"), moe)
+    report = kpe.convert(model, "current")
+    assert [e.path for e in report.converted] == ["moe"]
+    found = counts(report)
+    assert found["moe"] == (TOKENS * TOP * WIDTH * HIDDEN, True)
+    assert found["moe/router"] == (TOKENS * WIDTH * EXPERTS, True)
+    assert kpe.plan(model, 8, "h200", compiled=True).as_dict()

@@ -41,7 +41,7 @@ def policies_of(report):
         ("delyaed", "delayed"),
         ("Current", "current"),
         ("mxfp_8", "mxfp8"),
-        ("tensorwise", "current"),
+        ("Tensorwise", "current"),
         ("blockwise", "block"),
         ("hybrid", "delayed"),
         ("e4m3", "delayed(fp8_format='e4m3')"),
@@ -105,6 +105,31 @@ def test_a_recipe_may_be_given_by_its_own_name():
     ):
         report = kpe.convert(stack(dense("a")), **arguments)
         assert policies_of(report) == [("stack/a", CURRENT)]
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("tensorwise", "current"),
+        ("tensorwise(power_of_two=True)", "current(power_of_two=True)"),
+    ],
+)
+def test_torchaos_name_of_a_recipe_is_read_and_never_written(word, meant):
+    written = f"float8/{meant}_from_float32"
+    assert kpe.recipes.get(word).spec == meant
+    for policy in (
+        kpe.get(f"float8/{word}_from_float32"),
+        kpe.Float8DTypePolicy("float32", recipe=word),
+        keras.layers.Dense(8, dtype=f"float8/{word}_from_float32").dtype_policy,
+    ):
+        assert policy.full_name == written
+        assert "tensorwise" not in repr((policy, policy.get_config()))
+    for arguments in ({"policy": word}, {"recipe": word}):
+        report = kpe.convert(stack(dense("a")), **arguments)
+        assert policies_of(report) == [("stack/a", written)]
+    with pytest.raises(ValueError, match="both give a recipe"):
+        kpe.convert(stack(dense("a")), word, recipe="delayed")
 
 
 @pytest.mark.any_backend
