@@ -24,10 +24,11 @@ import keras
 from keras_policy_ext import backends
 from keras_policy_ext._keras import walking
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers import gathered_kernels, stored_weights
 
 __all__ = [
     "follow_shards",
+    "gather_float8",
     "is_state",
     "parameters",
     "settle",
@@ -211,6 +212,39 @@ def uncut(model: keras.Layer) -> set[Tensor]:
     }
 
 
+def gather_float8(model: keras.Layer) -> list[keras.Variable]:
+    """Make PyTorch's `fully_shard` gather kernels of float8 layers as float8.
+
+    Call it before `fully_shard`. Each process then quantizes its shard of a
+    kernel before the shards are gathered. So a kernel is gathered in one byte
+    per element, with the same bits as if float32 had been gathered.
+
+    ```python
+    kpe.loops.gather_float8(model)
+    for layer in model.layers:
+        fully_shard(layer, ignored_params=kpe.loops.uncut(model))
+    kpe.loops.follow_shards(model)
+    ```
+
+    During a pass no other code can read these kernels.
+
+    Args:
+        model: See `parameters`.
+
+    Returns:
+        The kernels that are gathered as float8: trainable ones that have one
+        scale. All other weights are gathered in their own dtype.
+
+    Raises:
+        ValueError: If the backend is not PyTorch.
+    """
+    layers = _layers(model)
+    found = gathered_kernels.found_in(layers)
+    for each in found:
+        backends.current.gather_float8(*each, layers)
+    return [each.variable for each in found]
+
+
 def follow_shards(model: keras.Layer) -> None:
     """Make a model's variables read the parameters that `fully_shard` made.
 
@@ -233,11 +267,15 @@ def follow_shards(model: keras.Layer) -> None:
         ValueError: If nothing is sharded, or something in a way that cannot be
             trained. Nothing is changed then.
     """
-    layers = [model]
-    if isinstance(model, keras.layers.Layer):
-        layers = walking.layers_within(model)
     variables = _variables(model, "variables")
-    backends.current.follow_shards(variables, layers)
+    backends.current.follow_shards(variables, _layers(model))
+
+
+def _layers(model: Any) -> list[Any]:
+    """Return the layers of a model; of a torch module all its modules."""
+    if isinstance(model, keras.layers.Layer):
+        return list(walking.layers_within(model))
+    return list(model.modules())
 
 
 def _settled(

@@ -172,6 +172,15 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
     variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
 
 
+def replace(variable: keras.Variable, value: Tensor) -> None:
+    """Make a variable hold another tensor, without a copy.
+
+    `assign` copies into the tensor that is there (`_value`, keras 3.12 to
+    3.15).
+    """
+    variable._value = value
+
+
 @contextlib.contextmanager
 def dtypes_replaced(
     dtypes: Sequence[tuple[keras.Variable, str]],

@@ -656,6 +656,32 @@ class States(Replicas):
             "here; on JAX use keras.distribution.ModelParallel."
         )
 
+    def gather_float8(
+        self,
+        variable: Any,
+        quantization: Any,
+        source: Any,
+        state: Any,
+        modules: Sequence[Any],
+    ) -> None:
+        """Make `fully_shard` gather a kernel as float8.
+
+        Args:
+            variable: The kernel.
+            quantization: How the recipe quantizes it; with one scale.
+            source: The source of scales of the recipe.
+            state: The state variable of the kernel; None for none.
+            modules: The layers of the model.
+
+        Raises:
+            ValueError: On another framework than PyTorch.
+        """
+        raise ValueError(
+            "`fully_shard` works only on PyTorch. Received: the backend "
+            f"{self.name!r}. Allowed: 'torch'. Do not call `gather_float8` "
+            "here; on JAX `ModelParallel` gathers float8 without it."
+        )
+
     def settle_observed(self, variables: Sequence[Any]) -> None:
         """Update state variables with the observations stored for them.
 

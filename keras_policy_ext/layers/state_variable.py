@@ -248,6 +248,13 @@ class StateVariable(
             self._version, self._assigned = version, False
         self._ahead = 0
 
+    def forget_version(self) -> None:
+        """Do not look at the kernel in the next call, whatever its version.
+
+        A kernel that is gathered as float8 has no version, and cannot be read.
+        """
+        self._version = None
+
     @override
     def memory(self) -> Callable[[], None]:
         state: Any = self

@@ -47,6 +47,8 @@ class Gathering(NamedTuple):
     axes: tuple[Names, ...]
     batch: str
 
+    is_quantized = False
+
 
 def gathering_of(variable: keras.Variable) -> Gathering | None:
     """Return the `Gathering` of a kernel; None if no gather is needed.

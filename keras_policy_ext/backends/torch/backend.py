@@ -195,6 +195,10 @@ FULLY_SHARD = (
 )
 
 
+_GATHERS = "fsdp_pre_all_gather"
+"""The name of a method of parameters that are not yet gathered."""
+
+
 class TorchBackend(Backend):
     """The backend for PyTorch."""
 
@@ -378,6 +382,25 @@ class TorchBackend(Backend):
             )
         group = group_of(cut[0])
         observations.know_group(variables, group)
+
+    @override
+    def gather_float8(
+        self,
+        variable: Any,
+        quantization: Any,
+        source: Any,
+        state: Any,
+        modules: Sequence[Any],
+    ) -> None:
+        # Here, since most programs have one process.
+        from keras_policy_ext.backends.torch import float8_gathers
+
+        cast = float8_gathers.ShardCast(quantization, source, state)
+        float8_gathers.prepare(variable, cast, modules)
+
+    @override
+    def gathering_of(self, variable: Any) -> Any:
+        return getattr(variable, "float8_gathering", None)
 
     @override
     def settle_observed(self, variables: Sequence[Any]) -> None:
@@ -769,7 +792,7 @@ def _refuse_shards(kernel: Tensor) -> None:
     It marks the parameter that it replaces (torch 2.13); Keras goes on reading
     that one (keras 3.15).
     """
-    if hasattr(kernel, "_fsdp_orig_uid"):
+    if hasattr(kernel, "_fsdp_orig_uid") or hasattr(kernel, _GATHERS):
         raise NotImplementedError(FULLY_SHARD)
 
 
@@ -797,6 +820,12 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
         _check(variable, holders[variable.path])
     for variable in cut:
         holder = holders[variable.path][0]
+        if hasattr(holder[variable.path].to_local(), _GATHERS):
+            # Loaded by `gather_float8`.
+            from keras_policy_ext.backends.torch import float8_gathers
+
+            axes = ((),) * len(variable.shape)
+            variable.float8_gathering = float8_gathers.Gathering(axes)
         variable_values.read_from(variable, holder, variable.path)
     return cut
 
