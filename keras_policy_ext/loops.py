@@ -18,6 +18,7 @@ for x, y in batches:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 

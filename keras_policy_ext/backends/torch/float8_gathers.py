@@ -291,9 +291,10 @@ class GatheredKernel(torch.Tensor):
         raise NotImplementedError(
             "A kernel that was gathered as float8 can be multiplied by its "
             f"float8 layer only. Received: the operation {func}. Allowed: "
-            "layers that read no kernel but in their float8 matmul, outside "
-            "of torch.compile. Leave out kpe.loops.gather_float8 for this "
-            "layer."
+            "layers that read the kernel in their float8 matmul alone, and "
+            "run outside of torch.compile; leave out kpe.loops.gather_float8 "
+            "for other layers. Do you read it after a pass? Call "
+            "`reshard()` of the layer first."
         )
 
     def read(self, asked: Quantization, narrow: bool) -> tuple[Any, Any, Any]:

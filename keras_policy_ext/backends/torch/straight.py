@@ -255,6 +255,7 @@ class Straight:
     def __init__(self, bound: Any, interpreted: bool):
         plan = bound.plan
         has_state = plan.source.state_shape is not None
+        self._is_gathered = plan.gathering is not None
         self.interpreted = interpreted
         self.rule = plan.source.rule
         self.source = plan.source if has_state else None
@@ -293,7 +294,8 @@ class Straight:
         self, inputs: Shape, kernel: Shape, device: torch.device
     ) -> Passes:
         """Return new passes; see `of`."""
-        return Passes(self, inputs, kernel, device)
+        kind = PassesOfCodes if self._is_gathered else Passes
+        return kind(self, inputs, kernel, device)
 
     def fits(self, inputs: Shape, kernel: Shape, device: torch.device) -> bool:
         """Return True if the hardware accepts the sizes; see `of`."""
@@ -418,8 +420,7 @@ class Passes:
         """
         straight = self._straight
         x = _matrix(inputs, self._m, self._k)
-        w = _matrix(kernel, self._k, self._n)
-        operands, saved = self._operands(x, w, state, observe)
+        operands, saved = self._operands(x, kernel, state, observe)
         added = None
         if bias is not None and straight.adds and bias.shape == self.columns:
             added = bias if bias.dim() == 1 else bias.reshape(-1)
@@ -478,7 +479,7 @@ class Passes:
         return _shaped(found, self.columns)
 
     def _operands(
-        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+        self, x: Tensor, kernel: Any, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
@@ -498,12 +499,21 @@ class Passes:
         how, read = (lately, observe, False), (scales, unseen, used)
         cast = self._cast("inputs", x, how)
         xv, xa, x_amax, _ = cast(stream, x, *read)
-        cast = self._cast("kernel", w, how)
-        wv, wa, w_amax, _ = cast(stream, w, *read)
+        wv, wa, w_amax = self._codes_of(kernel, how, stream, *read)
         x_scale, w_scale = used.select(1, 0).unbind(0)
         amaxes = (x_amax, w_amax) if observe else ()
         saved = xa, wv, used, *known, *amaxes
         return (xv, wa.t(), x_scale, w_scale), saved
+
+    def _codes_of(
+        self, kernel: Any, how: Any, stream: int, *read: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Quantize a kernel; return codes, those of the transpose, and amax.
+
+        For the other arguments see `_cast` and `Cast`.
+        """
+        w = _matrix(kernel, self._k, self._n)
+        return self._cast("kernel", w, how)(stream, w, *read)[:3]
 
     def _gradient(
         self,
@@ -555,12 +565,29 @@ class Passes:
         return found
 
 
+class PassesOfCodes(Passes):
+    """`Passes` of a kernel that `fully_shard` has gathered as codes."""
+
+    def _codes_of(
+        self, kernel: Any, how: Any, stream: int, *read: Tensor
+    ) -> tuple[Tensor, ...]:
+        held, used = kernel.contents, read[-1]
+        used[1, 0] = held.scale.reshape(())
+        if self._source is None:
+            used[1, self._straight.column] = held.marked_scale.reshape(())
+        codes = held.codes.reshape(self._k, self._n)
+        dtype = getattr(torch, self._straight.quantizations["kernel"].format)
+        both = codes, codes.t().contiguous()
+        return *(x.view(dtype) for x in both), held.amax.reshape(1)
+
+
 class PassesOfRows(Passes):
     """`Passes` with a scale for each row that a matmul reads."""
 
     def _operands(
-        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+        self, x: Tensor, kernel: Any, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
         cast = self._cast_of_rows("inputs", x, False)
         xv, xa, x_rows, x_columns, _ = cast(stream, x)
