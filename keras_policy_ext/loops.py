@@ -272,7 +272,7 @@ def follow_shards(model: keras.Layer) -> None:
     backends.current.follow_shards(variables, _layers(model))
 
 
-def _layers(model: Any) -> list[Any]:
+def _layers(model: keras.Layer) -> list[Any]:
     """Return the layers of a model; of a torch module all its modules."""
     if isinstance(model, keras.layers.Layer):
         return list(walking.layers_within(model))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -20,6 +21,10 @@ from keras_policy_ext.backends.tracing import (
     Update,
 )
 from keras_policy_ext.numerics.primitives import Primitives
+
+if TYPE_CHECKING:
+    from keras_policy_ext.numerics.scale_sources import ScaleSource
+    from keras_policy_ext.recipes import Quantization
 
 Shape = tuple[Any, ...]
 
@@ -360,7 +365,9 @@ class Replicas:
         Returns:
             The hashable argument of `gathered`. Its tuple `axes` has the mesh
             axes that shard each axis of the kernel; an entry is empty if the
-            axis is not sharded. None if there is nothing to gather.
+            axis is not sharded. `is_quantized` tells whether the kernel
+            arrives gathered and quantized. None if there is nothing to
+            gather.
         """
         return None
 
@@ -658,11 +665,11 @@ class States(Replicas):
 
     def gather_float8(
         self,
-        variable: Any,
-        quantization: Any,
-        source: Any,
-        state: Any,
-        modules: Sequence[Any],
+        variable: keras.Variable,
+        quantization: Quantization,
+        source: ScaleSource,
+        state: keras.Variable | None,
+        modules: Sequence[keras.Layer],
     ) -> None:
         """Make `fully_shard` gather a kernel as float8.
 

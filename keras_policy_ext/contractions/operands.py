@@ -567,14 +567,14 @@ class OperandOfCodes(BoundOperand):
         self._asked = asked
         self._narrow = self.first.native or self.second.native
 
-    def amax(self, x: Any) -> Tensor:
+    def amax(self, x: Tensor) -> Tensor:
         """Return the amax of the shard of this process, a scalar."""
         found: Tensor = x.read(self._asked, self._narrow)[2]
         return found
 
     def quantize(
         self,
-        x: Any,
+        x: Tensor,
         known: StateReading | None,
         observe: bool,
         once: bool = False,

@@ -29,7 +29,7 @@ class GatheredKernel(NamedTuple):
     state: Any
 
 
-def found_in(layers: Iterable[Any]) -> list[GatheredKernel]:
+def found_in(layers: Iterable[keras.Layer]) -> list[GatheredKernel]:
     """Return the kernels that only one float8 matmul reads, in one form.
 
     These are trainable kernels of `Dense` and `EinsumDense`, if the recipe
@@ -38,7 +38,7 @@ def found_in(layers: Iterable[Any]) -> list[GatheredKernel]:
     Args:
         layers: All layers of a model.
     """
-    kernels = [
+    kernels: list[tuple[Any, keras.Variable]] = [
         (layer, kernel)
         for layer in layers
         if hasattr(layer, "float8_controller") and layer.float8_policy

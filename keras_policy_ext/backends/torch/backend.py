@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 
@@ -47,7 +48,8 @@ from keras_policy_ext.backends.torch.gradients import (
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import ScaleSource, source_of
+from keras_policy_ext.recipes import Quantization
 
 CUDA_OF_BLOCKS = (12, 9)
 CUDA_OF_MX = (12, 8)
@@ -386,11 +388,11 @@ class TorchBackend(Backend):
     @override
     def gather_float8(
         self,
-        variable: Any,
-        quantization: Any,
-        source: Any,
-        state: Any,
-        modules: Sequence[Any],
+        variable: keras.Variable,
+        quantization: Quantization,
+        source: ScaleSource,
+        state: keras.Variable | None,
+        modules: Sequence[keras.Layer],
     ) -> None:
         # Here, since most programs have one process.
         from keras_policy_ext.backends.torch import float8_gathers

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,8 +26,11 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import Shape, saved_dtype
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import Amax
+from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
 from keras_policy_ext.recipes import Quantization
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _aten = torch.ops.aten
 
@@ -37,11 +41,11 @@ class Gathering(NamedTuple):
     Attributes:
         axes: An empty entry for each axis of the kernel; see
             `Backend.gathering_of`.
+        is_quantized: True.
     """
 
     axes: tuple[tuple[str, ...], ...]
-
-    is_quantized = True
+    is_quantized: bool = True
 
 
 class Contents:
@@ -57,7 +61,14 @@ class Contents:
     """
 
     def __init__(self, *fields: Tensor):
-        self.codes, self.scale, self.marked_scale, self.amax = fields
+        self.renew(*fields)
+
+    def renew(
+        self, codes: Tensor, scale: Tensor, marked_scale: Tensor, amax: Tensor
+    ) -> None:
+        """Set all fields."""
+        self.codes, self.amax = codes, amax
+        self.scale, self.marked_scale = scale, marked_scale
 
 
 class ShardCast:
@@ -69,12 +80,19 @@ class ShardCast:
         state: The state variable of the kernel; None for none.
     """
 
-    def __init__(self, quantization: Quantization, source: Any, state: Any):
+    def __init__(
+        self,
+        quantization: Quantization,
+        source: ScaleSource,
+        state: Tensor,
+    ):
         self.quantization = quantization
         self._source, self._state = source, state
         self._last: tuple[Tensor, Tensor | None, Tensor | None] | None = None
 
-    def __call__(self, shard: Tensor, group: Any) -> tuple[Tensor, ...]:
+    def __call__(
+        self, shard: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, ...]:
         """Quantize the shard of this process.
 
         In a backward pass it computes the codes of the forward pass again,
@@ -108,12 +126,15 @@ class ShardCast:
         if self._state is not None:
             self._state.forget_version()
 
-    def _known_scale(self, amax: Tensor, group: Any) -> Tensor | None:
+    def _known_scale(
+        self, amax: Tensor, group: dist.ProcessGroup
+    ) -> Tensor | None:
         """Return the scale that the state of the kernel gives."""
         engine: Any = backends.engine
-        state, source = self._state.matrix(), self._source
+        source: Any = self._source
+        state = self._state.matrix()
         states = engine.state_kernels_for(source, state)
-        read = source.history_scales
+        read: Any = source.history_scales
         if states is not None:
             read = functools.partial(states.history_scales, source)
         known = read(state.detach())
@@ -128,7 +149,7 @@ class ShardCast:
         return found
 
 
-def _largest(amax: Tensor, group: Any) -> Tensor:
+def _largest(amax: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the largest amax of all processes; NaN if one is NaN.
 
     A collective may drop NaN from a maximum of floats. The bits of amaxes, as
@@ -173,7 +194,11 @@ class ShardedKernel(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Tensor],
+        types: Sequence[type],
+        args: Sequence[Tensor] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         """Run an operation on the tensors inside."""
         casts = []
@@ -192,11 +217,11 @@ class ShardedKernel(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self,
-        mesh: Any,
+        mesh: DeviceMesh,
         outer_size: Shape,
         outer_stride: Shape,
-        module: Any,
-        mp_policy: Any,
+        module: torch.nn.Module,
+        mp_policy: object,
     ) -> tuple[tuple[Tensor], Any]:
         """Return the codes to gather, and what `fsdp_post_all_gather` needs.
 
@@ -222,7 +247,7 @@ class ShardedKernel(torch.Tensor):
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: Sequence[Tensor],
-        metadata: Any,
+        metadata: tuple[int, Sequence[Tensor]],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -233,7 +258,7 @@ class ShardedKernel(torch.Tensor):
         if out is None:
             contents = Contents(*fields)
             return GatheredKernel(contents, param_dtype), all_gather_outputs
-        out.contents.__init__(*fields)
+        out.contents.renew(*fields)
         return None
 
 
@@ -241,7 +266,6 @@ _SHARDS = {
     _aten.detach.default,
     _aten.new_zeros.default,
     _aten.slice.Tensor,
-    _aten.narrow.default,
     _aten.split.Tensor,
     _aten.view.default,
     _aten.as_strided.default,
@@ -280,7 +304,11 @@ class GatheredKernel(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Tensor],
+        types: Sequence[type],
+        args: Sequence[Tensor] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         """Return the same kernel, or zeros of its shape, or raise."""
         if func in _ALIASES:
@@ -323,7 +351,11 @@ _ALIASES = {
 """The operations by which `fully_shard` makes a parameter of it."""
 
 
-def prepare(variable: Any, cast: ShardCast, modules: Iterable[Any]) -> None:
+def prepare(
+    variable: keras.Variable,
+    cast: ShardCast,
+    modules: Iterable[torch.nn.Module],
+) -> None:
     """Make `fully_shard` gather a kernel as float8.
 
     It replaces the parameter of the variable in the modules.

@@ -479,7 +479,7 @@ class Passes:
         return _shaped(found, self.columns)
 
     def _operands(
-        self, x: Tensor, kernel: Any, state: Tensor | None, observe: bool
+        self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
@@ -506,7 +506,11 @@ class Passes:
         return (xv, wa.t(), x_scale, w_scale), saved
 
     def _codes_of(
-        self, kernel: Any, how: Any, stream: int, *read: Tensor
+        self,
+        kernel: Tensor,
+        how: tuple[bool, bool, bool],
+        stream: int,
+        *read: Tensor,
     ) -> tuple[Tensor, ...]:
         """Quantize a kernel; return codes, those of the transpose, and amax.
 
@@ -569,7 +573,11 @@ class PassesOfCodes(Passes):
     """`Passes` of a kernel that `fully_shard` has gathered as codes."""
 
     def _codes_of(
-        self, kernel: Any, how: Any, stream: int, *read: Tensor
+        self,
+        kernel: Tensor,
+        how: tuple[bool, bool, bool],
+        stream: int,
+        *read: Tensor,
     ) -> tuple[Tensor, ...]:
         held, used = kernel.contents, read[-1]
         used[1, 0] = held.scale.reshape(())
@@ -585,7 +593,7 @@ class PassesOfRows(Passes):
     """`Passes` with a scale for each row that a matmul reads."""
 
     def _operands(
-        self, x: Tensor, kernel: Any, state: Tensor | None, observe: bool
+        self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
