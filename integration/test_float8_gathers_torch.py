@@ -12,12 +12,17 @@ import pytest
 from processes import is_installed, run
 
 TRAIN = """
-import collections, datetime, json, pathlib, sys
+import collections, datetime, gc, json, pathlib, sys, weakref
 rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 import keras, numpy as np, torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 import keras_policy_ext as kpe
 
@@ -32,7 +37,7 @@ mesh = init_device_mesh("cpu", (2,))
 rng = np.random.default_rng(0)
 x = torch.tensor(rng.normal(size=(3, 8, 6)).astype("float32"))
 y = torch.tensor(rng.normal(size=(3, 8, 4)).astype("float32"))
-results, said, counted = {}, {}, {}
+results, said, counted, held = {}, {}, {}, []
 sent = collections.Counter()
 
 
@@ -104,6 +109,11 @@ def module(recipe, source="float32"):
 
 
 def shard(model, gathers, whole=False, **options):
+    weights = [
+        weakref.ref(v.value)
+        for v in model.variables
+        if v.trainable and not kpe.loops.is_state(v)
+    ]
     found = kpe.loops.gather_float8(model) if gathers else []
     ignored = kpe.loops.uncut(model)
     parts = [model] if whole else model.layers
@@ -113,6 +123,8 @@ def shard(model, gathers, whole=False, **options):
     for part in parts:
         fully_shard(part, mesh=mesh, ignored_params=ignored, **options)
     kpe.loops.follow_shards(model)
+    gc.collect()
+    held.append(sum(weight() is not None for weight in weights))
     return [v.path.split("/", 1)[1] for v in found]
 
 
@@ -173,6 +185,31 @@ def infinite(gathers):
     return bool(torch.isnan(gradient).any())
 
 
+def checkpoint(gathers):
+    # Saved from a model that gathers float8, loaded into one that may.
+    found = []
+    for seed, here in ((0, True), (1, gathers)):
+        keras.backend.clear_session()  # The paths are part of a checkpoint.
+        model = dense("delayed")
+        keras.utils.set_random_seed(seed)
+        for v in model.trainable_variables:
+            if not kpe.loops.is_state(v):
+                v.assign(keras.random.normal(v.shape))
+        shard(model, here)
+        values = {"model": model.state_dict()}
+        place = str(folder / f"checkpoint {gathers}")
+        if seed:
+            found.append(call(model))
+            for layer in model.layers:
+                layer.reshard()
+            dcp.load(values, checkpoint_id=place)
+            model.load_state_dict(values["model"])
+        else:
+            dcp.save(values, checkpoint_id=place)
+        found.append(call(model))
+    return found
+
+
 def call(model):
     return float(model(x[0][rank::2], training=False).sum())
 
@@ -221,23 +258,27 @@ both("rowwise", dense, "rowwise")
 both("whole", dense, f"delayed({HISTORY})", whole=True)
 both("module", module, f"delayed({HISTORY})")
 both("module, current", module, "current")
-both("attention", attention, "current")
+both("attention", attention, f"delayed({HISTORY})")
 both("16 bits", dense, f"delayed({HISTORY})", "mixed_bfloat16")
 both("inference", dense, f"delayed({HISTORY})", training=False)
 both("accumulated", dense, "current", backwards=2)
 both("kept", dense, "current", reshard_after_forward=False)
+on_host = CPUOffloadPolicy(pin_memory=False)
+both("offloaded", dense, "current", offload_policy=on_host)
 halves = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 model = dense("current", "mixed_bfloat16")
 said["halves"] = shard(model, True, mp_policy=halves)
 train("halves", model)
 for gathers in (False, True):
     said[f"infinite, {gathers}"] = infinite(gathers)
+    said[f"checkpoint, {gathers}"] = checkpoint(gathers)
 shown("not sharded", forgotten, False)
 shown("not followed", forgotten, True)
 shown("read elsewhere", read_elsewhere)
 shown("by columns", by_columns)
 shown("read after", read_after)
 np.savez(folder / f"{rank}.npz", **results)
+said["held"] = held
 (folder / f"{rank}.json").write_text(json.dumps([said, counted]))
 dist.destroy_process_group()
 """
@@ -255,6 +296,7 @@ ALIKE = (
     "inference",
     "accumulated",
     "kept",
+    "offloaded",
 )
 
 pytestmark = pytest.mark.skipif(
@@ -312,6 +354,12 @@ def test_each_process_has_a_part_of_the_kernels(ranks, case):
         rows = len(ranks[0][name.removeprefix("rows/")])
         first, second = (int(results[name]) for results in ranks)
         assert (first, first + second) == (-(-rows // 2), rows)
+
+
+def test_no_process_keeps_a_whole_weight(told):
+    for said, _ in told:
+        assert len(said["held"]) > 2 * len(ALIKE)
+        assert not any(said["held"])
 
 
 @pytest.mark.parametrize(
@@ -375,6 +423,13 @@ def test_an_infinite_kernel_of_one_process_marks_gradients_of_all(
 ):
     for said, _ in told:
         assert said[f"infinite, {gathers}"] is True
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_checkpoint_is_loaded_however_kernels_are_gathered(told, gathers):
+    for said, _ in told:
+        saved, before, loaded = said[f"checkpoint, {gathers}"]
+        assert loaded == saved != before
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,8 @@ def gather_float8(model: keras.Layer) -> list[keras.Variable]:
     kpe.loops.follow_shards(model)
     ```
 
-    During a pass no other code can read these kernels.
+    During a pass no other code can read these kernels. Changes of a kernel
+    beside a step are not noticed any more.
 
     Args:
         model: See `parameters`.
@@ -242,7 +243,9 @@ def gather_float8(model: keras.Layer) -> list[keras.Variable]:
     layers = _layers(model)
     found = gathered_kernels.found_in(layers)
     for each in found:
-        backends.current.gather_float8(*each, layers)
+        if each.state is not None:
+            each.state.look_last()
+    backends.current.gather_float8(found, layers)
     return [each.variable for each in found]
 
 

@@ -170,6 +170,8 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
     cls = type(variable)
     value = property(lambda self: holder[key])
     variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
+    # Its first tensor, of a whole weight, is not needed any more.
+    vars(variable).pop("_value", None)
 
 
 def replace(variable: keras.Variable, value: Tensor) -> None:

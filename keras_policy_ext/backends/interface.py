@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -21,10 +21,6 @@ from keras_policy_ext.backends.tracing import (
     Update,
 )
 from keras_policy_ext.numerics.primitives import Primitives
-
-if TYPE_CHECKING:
-    from keras_policy_ext.numerics.scale_sources import ScaleSource
-    from keras_policy_ext.recipes import Quantization
 
 Shape = tuple[Any, ...]
 
@@ -664,20 +660,12 @@ class States(Replicas):
         )
 
     def gather_float8(
-        self,
-        variable: keras.Variable,
-        quantization: Quantization,
-        source: ScaleSource,
-        state: keras.Variable | None,
-        modules: Sequence[keras.Layer],
+        self, kernels: Sequence[Any], modules: Sequence[keras.Layer]
     ) -> None:
-        """Make `fully_shard` gather a kernel as float8.
+        """Make `fully_shard` gather kernels as float8.
 
         Args:
-            variable: The kernel.
-            quantization: How the recipe quantizes it; with one scale.
-            source: The source of scales of the recipe.
-            state: The state variable of the kernel; None for none.
+            kernels: See `layers.gathered_kernels.GatheredKernel`.
             modules: The layers of the model.
 
         Raises:

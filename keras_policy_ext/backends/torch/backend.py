@@ -48,8 +48,7 @@ from keras_policy_ext.backends.torch.gradients import (
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
-from keras_policy_ext.numerics.scale_sources import ScaleSource, source_of
-from keras_policy_ext.recipes import Quantization
+from keras_policy_ext.numerics.scale_sources import source_of
 
 CUDA_OF_BLOCKS = (12, 9)
 CUDA_OF_MX = (12, 8)
@@ -387,18 +386,13 @@ class TorchBackend(Backend):
 
     @override
     def gather_float8(
-        self,
-        variable: keras.Variable,
-        quantization: Quantization,
-        source: ScaleSource,
-        state: keras.Variable | None,
-        modules: Sequence[keras.Layer],
+        self, kernels: Sequence[Any], modules: Sequence[keras.Layer]
     ) -> None:
         # Here, since most programs have one process.
         from keras_policy_ext.backends.torch import float8_gathers
 
-        cast = float8_gathers.ShardCast(quantization, source, state)
-        float8_gathers.prepare(variable, cast, modules)
+        for each in kernels:
+            float8_gathers.prepare(each, modules)
 
     @override
     def gathering_of(self, variable: Any) -> Any:
@@ -816,7 +810,8 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
         ValueError: If a variable is sharded twice, or is not trainable.
             Nothing is changed then.
     """
-    holders = _holders_of_parts(modules)
+    dicts = parameters_of(modules)
+    holders = _holders_of_parts(dicts)
     cut = [v for v in variables if v.path in holders]
     for variable in cut:
         _check(variable, holders[variable.path])
@@ -829,6 +824,11 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
             axes = ((),) * len(variable.shape)
             variable.float8_gathering = float8_gathers.Gathering(axes)
         variable_values.read_from(variable, holder, variable.path)
+        # A Keras model lists the weights of its layers as its own, and would
+        # keep and save what these were before.
+        for each in dicts:
+            if variable.path in each and each not in holders[variable.path]:
+                each[variable.path] = holder[variable.path]
     return cut
 
 
@@ -837,19 +837,24 @@ def group_of(variable: Any) -> Any:
     return variable.value.device_mesh.get_group()
 
 
-def _holders_of_parts(modules: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return, by parameter name, the dicts that hold the parameter's shards."""
-    # Not at the top: it takes a tenth of a second.
-    from torch.distributed.tensor import DTensor
-
+def parameters_of(modules: Iterable[Any]) -> list[Any]:
+    """Return the dicts of parameters in modules, without repeats."""
     dicts = {
         id(inner): inner
         for module in modules
         for inner in module.modules()
         if isinstance(inner, torch.nn.ParameterDict)
     }
+    return list(dicts.values())
+
+
+def _holders_of_parts(dicts: list[Any]) -> dict[str, list[Any]]:
+    """Return, by parameter name, the dicts that hold the parameter's shards."""
+    # Not at the top: it takes a tenth of a second.
+    from torch.distributed.tensor import DTensor
+
     found: dict[str, list[Any]] = {}
-    for each in dicts.values():
+    for each in dicts:
         for name, parameter in each.items():
             if isinstance(parameter, DTensor):
                 found.setdefault(name, []).append(each)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
-import keras
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import Shape, saved_dtype
+from keras_policy_ext.backends.torch import backend
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
@@ -121,11 +121,6 @@ class ShardCast:
         marked = read if whole is None else read.with_nan_scales(whole)
         return codes.view(torch.uint8), read.scale, marked.scale, amax
 
-    def forget_version(self) -> None:
-        """Let the state not look at the kernel, which it cannot read."""
-        if self._state is not None:
-            self._state.forget_version()
-
     def _known_scale(
         self, amax: Tensor, group: dist.ProcessGroup
     ) -> Tensor | None:
@@ -192,6 +187,10 @@ class ShardedKernel(torch.Tensor):
     def __repr__(self) -> str:
         return f"ShardedKernel({self.tensor!r})"
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # Files have plain tensors.
+        return self.tensor.__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(
         cls,
@@ -254,6 +253,10 @@ class ShardedKernel(torch.Tensor):
     ) -> Any:
         """Make the whole kernel of gathered codes, or renew that in `out`."""
         rows, scales = metadata
+        if self.is_cuda:
+            # They were made on another stream, which may reuse their memory.
+            for each in scales:
+                each.record_stream(torch.cuda.current_stream())
         fields = all_gather_outputs[0][:rows], *scales
         if out is None:
             contents = Contents(*fields)
@@ -351,28 +354,20 @@ _ALIASES = {
 """The operations by which `fully_shard` makes a parameter of it."""
 
 
-def prepare(
-    variable: keras.Variable,
-    cast: ShardCast,
-    modules: Iterable[torch.nn.Module],
-) -> None:
-    """Make `fully_shard` gather a kernel as float8.
-
-    It replaces the parameter of the variable in the modules.
+def prepare(kernel: Any, modules: Iterable[torch.nn.Module]) -> None:
+    """Replace the parameter of a kernel by one that is gathered as float8.
 
     Args:
-        variable: The kernel.
-        cast: The cast of its shards.
+        kernel: See `Backend.gather_float8`.
         modules: The layers of the model.
     """
+    variable = kernel.variable
     before = variable.value
+    cast = ShardCast(kernel.quantization, kernel.source, kernel.state)
     after = torch.nn.Parameter(
         ShardedKernel(before.detach(), cast), before.requires_grad
     )
-    for module in modules:
-        for inner in module.modules():
-            if isinstance(inner, torch.nn.ParameterDict):
-                for name in [n for n, p in inner.items() if p is before]:
-                    inner[name] = after
+    for each in backend.parameters_of(modules):
+        for name in [n for n, p in each.items() if p is before]:
+            each[name] = after
     variable_values.replace(variable, after)
-    cast.forget_version()
