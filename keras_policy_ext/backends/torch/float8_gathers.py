@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import Shape, saved_dtype
-from keras_policy_ext.backends.torch import backend
+from keras_policy_ext.backends.torch import shards
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
@@ -33,19 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _aten = torch.ops.aten
-
-
-class Gathering(NamedTuple):
-    """The mark of a plan whose kernel arrives quantized.
-
-    Attributes:
-        axes: An empty entry for each axis of the kernel; see
-            `Backend.gathering_of`.
-        is_quantized: True.
-    """
-
-    axes: tuple[tuple[str, ...], ...]
-    is_quantized: bool = True
 
 
 class Contents:
@@ -367,7 +354,7 @@ def prepare(kernel: Any, modules: Iterable[torch.nn.Module]) -> None:
     after = torch.nn.Parameter(
         ShardedKernel(before.detach(), cast), before.requires_grad
     )
-    for each in backend.parameters_of(modules):
+    for each in shards.parameters_of(modules):
         for name in [n for n, p in each.items() if p is before]:
             each[name] = after
     variable_values.replace(variable, after)
