@@ -665,7 +665,8 @@ class States(Replicas):
         """Make `fully_shard` gather kernels as float8.
 
         Args:
-            kernels: See `layers.gathered_kernels.GatheredKernel`.
+            kernels: Objects with the attributes `variable`, `quantization`,
+                `source` (of its scales), and `state`, which may be None.
             modules: The layers of the model.
 
         Raises:
