@@ -17,7 +17,9 @@ for x, y in batches:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 
@@ -25,9 +27,12 @@ from keras_policy_ext import backends
 from keras_policy_ext._keras import walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.recipes import Quantization, matmuls_of
 
 __all__ = [
     "follow_shards",
+    "gather_float8",
     "is_state",
     "parameters",
     "settle",
@@ -211,6 +216,42 @@ def uncut(model: keras.Layer) -> set[Tensor]:
     }
 
 
+def gather_float8(model: keras.Layer) -> list[keras.Variable]:
+    """Make PyTorch's `fully_shard` gather kernels of float8 layers as float8.
+
+    Call it before `fully_shard`. Each process then quantizes its shard of a
+    kernel before the shards are gathered. So a kernel is gathered in one byte
+    per element, with the same bits as if float32 had been gathered.
+
+    ```python
+    kpe.loops.gather_float8(model)
+    for layer in model.layers:
+        fully_shard(layer, ignored_params=kpe.loops.uncut(model))
+    kpe.loops.follow_shards(model)
+    ```
+
+    During a pass no other code can read these kernels. Changes of a kernel
+    beside a step are not noticed any more.
+
+    Args:
+        model: See `parameters`.
+
+    Returns:
+        The kernels that are gathered as float8: trainable ones that have one
+        scale. All other weights are gathered in their own dtype.
+
+    Raises:
+        ValueError: If the backend is not PyTorch.
+    """
+    layers = _layers(model)
+    found = _gathered_as_float8(layers)
+    for each in found:
+        if each.state is not None:
+            each.state.look_last()
+    backends.current.gather_float8(found, layers)
+    return [each.variable for each in found]
+
+
 def follow_shards(model: keras.Layer) -> None:
     """Make a model's variables read the parameters that `fully_shard` made.
 
@@ -233,11 +274,15 @@ def follow_shards(model: keras.Layer) -> None:
         ValueError: If nothing is sharded, or something in a way that cannot be
             trained. Nothing is changed then.
     """
-    layers = [model]
-    if isinstance(model, keras.layers.Layer):
-        layers = walking.layers_within(model)
     variables = _variables(model, "variables")
-    backends.current.follow_shards(variables, layers)
+    backends.current.follow_shards(variables, _layers(model))
+
+
+def _layers(model: keras.Layer) -> list[Any]:
+    """Return the layers of a model; of a torch module all its modules."""
+    if isinstance(model, keras.layers.Layer):
+        return list(walking.layers_within(model))
+    return list(model.modules())
 
 
 def _settled(
@@ -291,3 +336,57 @@ def _check(
                 f"{tuple(tensor.shape)} for {variable.path!r}. Allowed: "
                 f"{tuple(variable.shape)}. {order}"
             )
+
+
+class _Gathered(NamedTuple):
+    """A kernel that can be gathered as float8.
+
+    Attributes:
+        variable: The kernel.
+        quantization: How the recipe quantizes it; with one scale.
+        source: The source of scales of the recipe.
+        state: The state variable of the kernel; None for none.
+    """
+
+    variable: keras.Variable
+    quantization: Quantization
+    source: Any
+    state: Any
+
+
+def _gathered_as_float8(layers: Iterable[keras.Layer]) -> list[_Gathered]:
+    """Return the kernels that only one float8 matmul reads, in one form.
+
+    These are trainable kernels of `Dense` and `EinsumDense`, if the recipe
+    gives each kernel one scale, and rounds to the nearest value.
+
+    Args:
+        layers: All layers of a model.
+    """
+    kernels: list[tuple[Any, keras.Variable]] = [
+        (layer, kernel)
+        for layer in layers
+        if hasattr(layer, "float8_controller") and layer.float8_policy
+        for kernel in layer.float8_controller.contracted
+    ]
+    uses = Counter(id(kernel) for _, kernel in kernels)
+    found = []
+    for layer, kernel in kernels:
+        is_dense = isinstance(
+            layer, (keras.layers.Dense, keras.layers.EinsumDense)
+        )
+        is_weight = (
+            not isinstance(kernel, stored_weights.StoredVariable)
+            and kernel.trainable
+        )
+        if not (is_dense and is_weight) or uses[id(kernel)] > 1:
+            continue
+        recipe = layer.float8_policy.recipe
+        asked = {recipe.quantization("kernel", m) for m in matmuls_of("kernel")}
+        one = asked.pop()
+        is_bank = layer.float8_bank_axis(layer, kernel) is not None
+        if asked or one is None or not one.keeps_axes or is_bank:
+            continue
+        state = layer.float8_state.of(kernel)
+        found.append(_Gathered(kernel, one, source_of(recipe), state))
+    return found

@@ -170,6 +170,17 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
     cls = type(variable)
     value = property(lambda self: holder[key])
     variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
+    # Its first tensor, of a whole weight, is not needed any more.
+    vars(variable).pop("_value", None)
+
+
+def replace(variable: keras.Variable, value: Tensor) -> None:
+    """Make a variable hold another tensor, without a copy.
+
+    `assign` copies into the tensor that is there (`_value`, keras 3.12 to
+    3.15).
+    """
+    variable._value = value
 
 
 @contextlib.contextmanager

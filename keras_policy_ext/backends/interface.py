@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -360,7 +361,9 @@ class Replicas:
         Returns:
             The hashable argument of `gathered`. Its tuple `axes` has the mesh
             axes that shard each axis of the kernel; an entry is empty if the
-            axis is not sharded. None if there is nothing to gather.
+            axis is not sharded. `is_quantized` tells whether the kernel
+            arrives gathered and quantized. None if there is nothing to
+            gather.
         """
         return None
 
@@ -654,6 +657,25 @@ class States(Replicas):
             "`fully_shard` works only on PyTorch. Received: the backend "
             f"{self.name!r}. Allowed: 'torch'. Do not call `follow_shards` "
             "here; on JAX use keras.distribution.ModelParallel."
+        )
+
+    def gather_float8(
+        self, kernels: Sequence[Any], modules: Sequence[keras.Layer]
+    ) -> None:
+        """Make `fully_shard` gather kernels as float8.
+
+        Args:
+            kernels: Objects with the attributes `variable`, `quantization`,
+                `source` (of its scales), and `state`, which may be None.
+            modules: The layers of the model.
+
+        Raises:
+            ValueError: On another framework than PyTorch.
+        """
+        raise ValueError(
+            "`fully_shard` works only on PyTorch. Received: the backend "
+            f"{self.name!r}. Allowed: 'torch'. Do not call `gather_float8` "
+            "here; on JAX `ModelParallel` gathers float8 without it."
         )
 
     def settle_observed(self, variables: Sequence[Any]) -> None:

@@ -252,9 +252,9 @@ class BoundPlan:
     @property
     def _is_plain(self) -> bool:
         """True if it multiplies the operands as plain matrices."""
-        contraction = self.plan.contraction
+        contraction, gathering = self.plan.contraction, self.plan.gathering
         is_einsum = type(contraction) is Einsum
-        is_whole = self.plan.gathering is None
+        is_whole = gathering is None or gathering.is_quantized
         return is_einsum and is_whole and contraction.form.is_plain
 
     @property

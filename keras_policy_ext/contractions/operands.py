@@ -549,6 +549,42 @@ class OperandOfRows(BoundOperand):
         return read, marked
 
 
+class OperandOfCodes(BoundOperand):
+    """A kernel that arrives quantized: another process gathered its codes."""
+
+    def __init__(
+        self, plan: Any, operand: str, engine: Engine, selections: Selections
+    ):
+        super().__init__(plan, operand, engine, selections)
+        asked = self.first.quantization
+        if not self.is_shared or asked is None or not asked.keeps_axes:
+            raise NotImplementedError(
+                "A kernel that is gathered as float8 has one scale. Received: "
+                f"{plan.contraction!r} under {plan.recipe!r}, which needs "
+                "more. Allowed: kernels that are not gathered as float8. "
+                "Leave out kpe.loops.gather_float8 for this layer."
+            )
+        self._asked = asked
+        self._narrow = self.first.native or self.second.native
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Return the amax of the shard of this process, a scalar."""
+        found: Tensor = x.read(self._asked, self._narrow)[2]
+        return found
+
+    def quantize(
+        self,
+        x: Tensor,
+        known: StateReading | None,
+        observe: bool,
+        once: bool = False,
+        sums: bool = False,
+    ) -> QuantizedForBoth:
+        """Return the kernel as it is, for the two matmuls that read it."""
+        saturated, marked, amax = x.read(self._asked, self._narrow)
+        return QuantizedForBoth(saturated, marked, amax if observe else None)
+
+
 def bind_operand(
     plan: Any, operand: str, engine: Engine, selections: Selections
 ) -> BoundOperand:
@@ -560,6 +596,8 @@ def bind_operand(
         engine: The kernels of the framework.
         selections: The kernel of each matmul, and the reason for it.
     """
+    if _is_gathered(plan, operand) and plan.gathering.is_quantized:
+        return OperandOfCodes(plan, operand, engine, selections)
     cast_for_both = (
         engine.both_layouts is not None
         and plan.operands.cast_for_both[operand] is not None

@@ -77,6 +77,9 @@ class Float8State(keras.layers.Layer):
         self._stock_loaded = False
         self._failure: ValueError | None = None
         self.built = True
+        # Else, without a variable, it would become a module with parameters
+        # only when PyTorch first asks for these.
+        built_layers.track_again([self])
 
     def belong_to(self, layer: keras.Layer) -> None:
         """Set the layer of this state, whose policy names files store with it.

@@ -96,6 +96,7 @@ class StateVariable(
     _said = False
     _ahead = 0
     _assigned = False
+    _looks = True
     _version: int | None = None
     _row: int | None = None
 
@@ -234,8 +235,8 @@ class StateVariable(
         if self._watched != id(self.kernel):  # this is a copy of another
             self._watch()
         framework = backends.current
-        if framework.keeps_values_apart:
-            return  # see `value`
+        if framework.keeps_values_apart or not self._looks:
+            return  # see `value` and `look_last`
         version = framework.version(kernel)
         is_new = version != self._version
         if is_new or self._ahead > 0:
@@ -247,6 +248,14 @@ class StateVariable(
         if is_new:
             self._version, self._assigned = version, False
         self._ahead = 0
+
+    def look_last(self) -> None:
+        """Look at the kernel now, and at no later call.
+
+        A kernel that is gathered as float8 cannot be read.
+        """
+        self.look_at(variable_values.value_without_autocast(self.kernel))
+        self._looks = False
 
     @override
     def memory(self) -> Callable[[], None]:

@@ -163,6 +163,17 @@ def test_a_variable_keeps_its_tensor_whatever_its_module_has():
     assert isinstance(kernel, keras.Variable)
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="only PyTorch has parameters")
+def test_a_variable_copies_what_is_assigned_and_holds_what_replaces_it():
+    torch = pytest.importorskip("torch")
+    variable = keras.Variable([1.0, 2.0])
+    other = torch.nn.Parameter(torch.ones(2))
+    variable.assign(other)
+    assert variable.value is not other
+    variable_values.replace(variable, other)
+    assert variable.value is other
+
+
 def test_a_variable_makes_a_tensor_and_has_no_numbers_but_its_own():
     """Why `ComputedVariable` has what Keras keeps in attributes."""
     assert members_about(keras.Variable, "compute", "view") == []

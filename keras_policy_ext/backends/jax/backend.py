@@ -41,11 +41,13 @@ class Gathering(NamedTuple):
         mesh: The devices.
         axes: For each axis of the kernel, the mesh axes that shard it.
         batch: The mesh axis that shards the batch.
+        is_quantized: False: the matmul quantizes the kernel.
     """
 
     mesh: Mesh
     axes: tuple[Names, ...]
     batch: str
+    is_quantized: bool = False
 
 
 def gathering_of(variable: keras.Variable) -> Gathering | None:

@@ -6,10 +6,11 @@ import functools
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 
@@ -32,6 +33,7 @@ from keras_policy_ext.backends.torch import (
     moments,
     observations,
     operators,
+    shards,
     tracing,
     transforms,
 )
@@ -368,7 +370,7 @@ class TorchBackend(Backend):
         # Tensors in parts are not in every build of PyTorch.
         pass
 
-        cut = follow(variables, modules)
+        cut = shards.follow(variables, modules)
         if not cut:
             raise ValueError(
                 "Nothing of this model is sharded. Received: a model without "
@@ -376,8 +378,22 @@ class TorchBackend(Backend):
                 "Allowed: a model that fully_shard was called on, or on a "
                 "layer of it. Call torch.distributed.fsdp.fully_shard first."
             )
-        group = group_of(cut[0])
+        group = shards.group_of(cut[0])
         observations.know_group(variables, group)
+
+    @override
+    def gather_float8(
+        self, kernels: Sequence[Any], modules: Sequence[keras.Layer]
+    ) -> None:
+        # Here, since most programs have one process.
+        from keras_policy_ext.backends.torch import float8_gathers
+
+        for each in kernels:
+            float8_gathers.prepare(each, modules)
+
+    @override
+    def gathering_of(self, variable: Any) -> Any:
+        return getattr(variable, "float8_gathering", None)
 
     @override
     def settle_observed(self, variables: Sequence[Any]) -> None:
@@ -769,76 +785,5 @@ def _refuse_shards(kernel: Tensor) -> None:
     It marks the parameter that it replaces (torch 2.13); Keras goes on reading
     that one (keras 3.15).
     """
-    if hasattr(kernel, "_fsdp_orig_uid"):
+    if hasattr(kernel, "_fsdp_orig_uid") or hasattr(kernel, shards.GATHERS):
         raise NotImplementedError(FULLY_SHARD)
-
-
-def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
-    """Make variables read the sharded parameters of `fully_shard`.
-
-    Keras stores the parameters of a layer in a dict, by variable path.
-    `fully_shard` puts the shard of this process into that dict, and the whole
-    parameter during a pass.
-
-    Args:
-        variables: The variables of one model.
-        modules: Its layers.
-
-    Returns:
-        The variables that are sharded.
-
-    Raises:
-        ValueError: If a variable is sharded twice, or is not trainable.
-            Nothing is changed then.
-    """
-    holders = _holders_of_parts(modules)
-    cut = [v for v in variables if v.path in holders]
-    for variable in cut:
-        _check(variable, holders[variable.path])
-    for variable in cut:
-        holder = holders[variable.path][0]
-        variable_values.read_from(variable, holder, variable.path)
-    return cut
-
-
-def group_of(variable: Any) -> Any:
-    """Return the process group over which a variable is sharded."""
-    return variable.value.device_mesh.get_group()
-
-
-def _holders_of_parts(modules: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return, by parameter name, the dicts that hold the parameter's shards."""
-    # Not at the top: it takes a tenth of a second.
-    from torch.distributed.tensor import DTensor
-
-    dicts = {
-        id(inner): inner
-        for module in modules
-        for inner in module.modules()
-        if isinstance(inner, torch.nn.ParameterDict)
-    }
-    found: dict[str, list[Any]] = {}
-    for each in dicts.values():
-        for name, parameter in each.items():
-            if isinstance(parameter, DTensor):
-                found.setdefault(name, []).append(each)
-    return found
-
-
-def _check(variable: Any, holders: list[Any]) -> None:
-    parts = {id(holder[variable.path]) for holder in holders}
-    if len(parts) > 1:
-        raise ValueError(
-            "A weight is sharded twice, and only one of the two copies would "
-            f"be trained. Received: {variable.path!r}, by fully_shard of its "
-            "layer and by fully_shard of the Keras model, which lists it too. "
-            "Allowed: fully_shard of the model, or of its layers, not both."
-        )
-    state = getattr(variable, "overwrite_with_gradient", False)
-    if state or not variable.trainable:
-        raise ValueError(
-            "An assignment to a sharded variable would be lost. Received: "
-            f"{variable.path!r}, sharded by fully_shard. Allowed: weights that "
-            "an optimizer updates. Pass all others to fully_shard(..., "
-            "ignored_params=kpe.loops.uncut(model))."
-        )

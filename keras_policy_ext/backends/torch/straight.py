@@ -258,6 +258,7 @@ class Straight:
     def __init__(self, bound: Any, interpreted: bool):
         plan = bound.plan
         has_state = plan.source.state_shape is not None
+        self._is_gathered = plan.gathering is not None
         self.interpreted = interpreted
         self.rule = plan.source.rule
         self.source = plan.source if has_state else None
@@ -306,7 +307,8 @@ class Straight:
         self, inputs: Shape, kernel: Shape, device: torch.device
     ) -> Passes:
         """Return new passes; see `of`."""
-        return Passes(self, inputs, kernel, device)
+        kind = PassesOfCodes if self._is_gathered else Passes
+        return kind(self, inputs, kernel, device)
 
     def fits(self, inputs: Shape, kernel: Shape, device: torch.device) -> bool:
         """Return True if the device and the sizes are supported; see `of`."""
@@ -431,8 +433,7 @@ class Passes:
         """
         straight = self._straight
         x = _matrix(inputs, self._m, self._k)
-        w = _matrix(kernel, self._k, self._n)
-        operands, saved = self._operands(x, w, state, observe)
+        operands, saved = self._operands(x, kernel, state, observe)
         added = None
         if bias is not None and straight.adds and bias.shape == self.columns:
             added = bias if bias.dim() == 1 else bias.reshape(-1)
@@ -491,7 +492,7 @@ class Passes:
         return _shaped(found, self.columns)
 
     def _operands(
-        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+        self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
@@ -511,12 +512,25 @@ class Passes:
         how, read = (lately, observe, False), (scales, unseen, used)
         cast = self._cast("inputs", x, how)
         xv, xa, x_amax, _ = cast(stream, x, *read)
-        cast = self._cast("kernel", w, how)
-        wv, wa, w_amax, _ = cast(stream, w, *read)
+        wv, wa, w_amax = self._codes_of(kernel, how, stream, *read)
         x_scale, w_scale = used.select(1, 0).unbind(0)
         amaxes = (x_amax, w_amax) if observe else ()
         saved = xa, wv, used, *known, *amaxes
         return (xv, wa.t(), x_scale, w_scale), saved
+
+    def _codes_of(
+        self,
+        kernel: Tensor,
+        how: tuple[bool, bool, bool],
+        stream: int,
+        *read: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Quantize a kernel; return codes, those of the transpose, and amax.
+
+        For the other arguments see `_cast` and `Cast`.
+        """
+        w = _matrix(kernel, self._k, self._n)
+        return self._cast("kernel", w, how)(stream, w, *read)[:3]
 
     def _gradient(
         self,
@@ -568,12 +582,33 @@ class Passes:
         return found
 
 
+class PassesOfCodes(Passes):
+    """`Passes` of a kernel that `fully_shard` has gathered as codes."""
+
+    def _codes_of(
+        self,
+        kernel: Tensor,
+        how: tuple[bool, bool, bool],
+        stream: int,
+        *read: Tensor,
+    ) -> tuple[Tensor, ...]:
+        held, used = kernel.contents, read[-1]
+        used[1, 0] = held.scale.reshape(())
+        if self._source is None:
+            used[1, self._straight.column] = held.marked_scale.reshape(())
+        codes = held.codes.reshape(self._k, self._n)
+        dtype = getattr(torch, self._straight.quantizations["kernel"].format)
+        both = codes, codes.t().contiguous()
+        return *(x.view(dtype) for x in both), held.amax.reshape(1)
+
+
 class PassesOfRows(Passes):
     """`Passes` with a scale for each row that a matmul reads."""
 
     def _operands(
-        self, x: Tensor, w: Tensor, state: Tensor | None, observe: bool
+        self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
         cast = self._cast_of_rows("inputs", x, False)
         xv, xa, x_rows, x_columns, _ = cast(stream, x)

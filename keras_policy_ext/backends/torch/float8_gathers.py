@@ -1,0 +1,360 @@
+"""PyTorch: `fully_shard` gathers kernels of float8 layers as float8 codes.
+
+`fully_shard` looks for two methods on the shard of a parameter (PyTorch 2.11
+to 2.13): `fsdp_pre_all_gather` returns the tensors to gather, and
+`fsdp_post_all_gather` makes the whole parameter of what was gathered. Here each
+process quantizes its shard, with one scale for all shards, and gathers one byte
+per element. A float8 layer multiplies the gathered codes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+from keras_policy_ext import backends
+from keras_policy_ext._keras import variable_values
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.interface import Shape, saved_dtype
+from keras_policy_ext.backends.torch import shards
+from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
+from keras_policy_ext.recipes import Quantization
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_aten = torch.ops.aten
+
+
+class Contents:
+    """What a gathered kernel holds now; the next gather replaces it.
+
+    Attributes:
+        codes: Uint8, of the shape of the kernel. `fully_shard` frees its
+            memory after a pass, and gathers into it again.
+        scale: Float32 (1, 1, 1).
+        marked_scale: The same, NaN if the kernel is not finite and no state
+            records that.
+        amax: Float32 scalar, the amax of the shard of this process.
+    """
+
+    def __init__(self, *fields: Tensor):
+        self.renew(*fields)
+
+    def renew(
+        self, codes: Tensor, scale: Tensor, marked_scale: Tensor, amax: Tensor
+    ) -> None:
+        """Set all fields."""
+        self.codes, self.amax = codes, amax
+        self.scale, self.marked_scale = scale, marked_scale
+
+
+class ShardCast:
+    """The cast of a kernel's shards, with one scale for all of them.
+
+    Args:
+        quantization: How the recipe quantizes the kernel; with one scale.
+        source: The source of scales of the recipe.
+        state: The state variable of the kernel; None for none.
+    """
+
+    def __init__(
+        self,
+        quantization: Quantization,
+        source: ScaleSource,
+        state: Tensor,
+    ):
+        self.quantization = quantization
+        self._source, self._state = source, state
+        self._last: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+
+    def __call__(
+        self, shard: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, ...]:
+        """Quantize the shard of this process.
+
+        In a backward pass it computes the codes of the forward pass again,
+        since the layer has saved their scale.
+
+        Args:
+            shard: Of the shape of all shards, with zeros for missing rows.
+            group: The process group of the shards.
+
+        Returns:
+            The fields of `Contents`, the codes of the shard first.
+        """
+        if self._last is None or torch._C._current_graph_task_id() < 0:
+            amax = scaling.amax(shard)
+            if self._state is None:
+                self._last = amax, _largest(amax, group), None
+            else:
+                self._last = amax, None, self._known_scale(amax, group)
+        amax, whole, scale = self._last
+        engine: Any = backends.engine
+        asked = self.quantization
+        read, _ = quantized.quantize(
+            shard, asked, scale, engine.narrow_cast, lambda _: whole
+        )
+        codes = read.encoded(saved_dtype(asked.format), engine.encode).values
+        marked = read if whole is None else read.with_nan_scales(whole)
+        return codes.view(torch.uint8), read.scale, marked.scale, amax
+
+    def _known_scale(
+        self, amax: Tensor, group: dist.ProcessGroup
+    ) -> Tensor | None:
+        """Return the scale that the state of the kernel gives."""
+        engine: Any = backends.engine
+        source: Any = self._source
+        state = self._state.matrix()
+        states = engine.state_kernels_for(source, state)
+        read: Any = source.history_scales
+        if states is not None:
+            read = functools.partial(states.history_scales, source)
+        known = read(state.detach())
+        # All processes have the same state, and so decide the same.
+        unseen = known.unseen
+        if unseen is None or backends.current.known_any(unseen) is False:
+            known = dataclasses.replace(known, unseen=None)
+        else:
+            amax = _largest(amax, group)
+        now = Amax(amax, True, lambda x: x)
+        found: Tensor = source.scale("kernel", self.quantization, now, known)
+        return found
+
+
+def _largest(amax: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the largest amax of all processes; NaN if one is NaN.
+
+    A collective may drop NaN from a maximum of floats. The bits of amaxes, as
+    integers, are in the same order, and those of NaN are the largest.
+    """
+    bits = amax.abs().reshape(1).view(torch.int32).clone()
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32).reshape(())
+
+
+class ShardedKernel(torch.Tensor):
+    """A kernel, or the shard of one, that is gathered as float8.
+
+    All operations run on the tensor inside. The results are plain tensors,
+    except for those of which `fully_shard` makes a shard.
+    """
+
+    tensor: Tensor
+    cast: ShardCast
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, cast: ShardCast) -> ShardedKernel:
+        """Return a wrapper of a tensor, which shares its memory."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        made.tensor, made.cast = tensor, cast
+        return made
+
+    def __init__(self, tensor: Tensor, cast: ShardCast):
+        pass
+
+    def __repr__(self) -> str:
+        return f"ShardedKernel({self.tensor!r})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # Files have plain tensors.
+        return self.tensor.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Tensor],
+        types: Sequence[type],
+        args: Sequence[Tensor] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Any:
+        """Run an operation on the tensors inside."""
+        casts = []
+
+        def unwrap(x: ShardedKernel) -> Tensor:
+            casts.append(x.cast)
+            return x.tensor
+
+        args, kwargs = pytree.tree_map_only(cls, unwrap, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        if func not in _SHARDS:
+            return found
+        return pytree.tree_map_only(
+            torch.Tensor, lambda x: cls(x, casts[0]), found
+        )
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: Shape,
+        outer_stride: Shape,
+        module: torch.nn.Module,
+        mp_policy: object,
+    ) -> tuple[tuple[Tensor], Any]:
+        """Return the codes to gather, and what `fsdp_post_all_gather` needs.
+
+        Raises:
+            NotImplementedError: If the kernel is not sharded along axis 0.
+        """
+        shard = self.tensor
+        if shard.shape[1:] != outer_size[1:]:
+            raise NotImplementedError(
+                "A kernel that is gathered as float8 must be sharded along "
+                "its first axis. Received: a shard of shape "
+                f"{tuple(shard.shape)} of a kernel of shape "
+                f"{tuple(outer_size)}. Allowed: fully_shard without "
+                "shard_placement_fn. Or leave out kpe.loops.gather_float8."
+            )
+        rows = -(-outer_size[0] // mesh.size())
+        if len(shard) < rows:
+            zeros = [0, 0] * (shard.dim() - 1)
+            shard = F.pad(shard, [*zeros, 0, rows - len(shard)])
+        codes, *scales = self.cast(shard, mesh.get_group())
+        return (codes,), (outer_size[0], scales)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: tuple[int, Sequence[Tensor]],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Make the whole kernel of gathered codes, or renew that in `out`."""
+        rows, scales = metadata
+        if self.is_cuda:
+            # They were made on another stream, which may reuse their memory.
+            for each in scales:
+                each.record_stream(torch.cuda.current_stream())
+        fields = all_gather_outputs[0][:rows], *scales
+        if out is None:
+            contents = Contents(*fields)
+            return GatheredKernel(contents, param_dtype), all_gather_outputs
+        out.contents.renew(*fields)
+        return None
+
+
+_SHARDS = {
+    _aten.detach.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.view.default,
+    _aten.as_strided.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+}
+"""The operations by which `fully_shard` makes shards of a parameter."""
+
+
+class GatheredKernel(torch.Tensor):
+    """A gathered kernel: float8 codes that only a float8 layer can read.
+
+    Autograd takes it for a leaf of the kernel's shape and dtype.
+    """
+
+    contents: Contents
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, contents: Contents, dtype: torch.dtype) -> GatheredKernel:
+        """Return a tensor of a dtype, without memory of its own."""
+        codes = contents.codes
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=dtype, device=codes.device
+        )
+        made.contents = contents
+        return made
+
+    def __init__(self, contents: Contents, dtype: torch.dtype):
+        pass
+
+    def __repr__(self) -> str:
+        return f"GatheredKernel({self.contents.codes!r})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Tensor],
+        types: Sequence[type],
+        args: Sequence[Tensor] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Any:
+        """Return the same kernel, or zeros of its shape, or raise."""
+        if func in _ALIASES:
+            return cls(args[0].contents, args[0].dtype)
+        if func is _aten.zeros_like.default:
+            x = args[0]
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        raise NotImplementedError(
+            "A kernel that was gathered as float8 can be multiplied by its "
+            f"float8 layer only. Received: the operation {func}. Allowed: "
+            "layers that read the kernel in their float8 matmul alone, and "
+            "run outside of torch.compile; leave out kpe.loops.gather_float8 "
+            "for other layers. Do you read it after a pass? Call "
+            "`reshard()` of the layer first."
+        )
+
+    def read(self, asked: Quantization, narrow: bool) -> tuple[Any, Any, Any]:
+        """Return the kernel quantized, with both scales, and its amax.
+
+        Args:
+            asked: How the plan quantizes it.
+            narrow: Whether a float8 matmul reads it.
+        """
+        held = self.contents
+        values = held.codes
+        if narrow or saved_dtype(asked.format) != "uint8":
+            values = backends.current.as_float8(values, asked.format)
+        read, marked = (
+            Quantized(values, scale, asked)
+            for scale in (held.scale, held.marked_scale)
+        )
+        return read, marked, held.amax
+
+
+_ALIASES = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.as_strided.default,
+}
+"""The operations by which `fully_shard` makes a parameter of it."""
+
+
+def prepare(kernel: Any, modules: Iterable[torch.nn.Module]) -> None:
+    """Replace the parameter of a kernel by one that is gathered as float8.
+
+    Args:
+        kernel: See `Backend.gather_float8`.
+        modules: The layers of the model.
+    """
+    variable = kernel.variable
+    before = variable.value
+    cast = ShardCast(kernel.quantization, kernel.source, kernel.state)
+    after = torch.nn.Parameter(
+        ShardedKernel(before.detach(), cast), before.requires_grad
+    )
+    for each in shards.parameters_of(modules):
+        for name in [n for n, p in each.items() if p is before]:
+            each[name] = after
+    variable_values.replace(variable, after)
