@@ -127,8 +127,11 @@ def policies_of_models(model: Any) -> dict[str, Any]:
     layers: list[list[Any]] = []
     for each in _others(model):
         number = None
-        if is_plain(each.dtype_policy) and not isinstance(each, Float8Mixin):
-            policy = keras.dtype_policies.serialize(each.dtype_policy)
+        policy = each.dtype_policy
+        is_float8 = isinstance(policy, policies.Float8DTypePolicy)
+        can_follow = is_float8 or is_plain(policy)
+        if can_follow and not isinstance(each, Float8Mixin):
+            policy = keras.dtype_policies.serialize(policy)
             if policy not in several:
                 several.append(policy)
             number = several.index(policy)

@@ -174,3 +174,16 @@ def test_plain_layers_of_a_block_keep_their_policies(change, other, tmp_path):
     assert again.norm.dtype_policy.name == "mixed_bfloat16"
     assert again.wide.dtype_policy.name == "float32"
     assert {v.dtype for v in again.norm.weights} == {"float32"}
+
+
+def test_layers_that_were_never_converted_keep_their_float8_policies(tmp_path):
+    with kpe.policy_scope("mixed_float8"):
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, MakesItsLayers(name="block")(inputs))
+    model.save(tmp_path / "model.keras")
+    with kpe.policy_scope("float32"):
+        block = kpe.load_model(tmp_path / "model.keras").get_layer("block")
+    policy = model.get_layer("block").dense.dtype_policy
+    assert isinstance(policy, kpe.Float8DTypePolicy)
+    assert block.dense.dtype_policy == block.norm.dtype_policy == policy
+    assert block.wide.dtype_policy.name == "float32"
