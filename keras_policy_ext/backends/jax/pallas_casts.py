@@ -408,13 +408,8 @@ def _cast_kernel(
     """Quantize a tile; write what is asked for."""
     written = dict(zip(names, refs, strict=True))
     is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
-    inside = _inside(sizes)
-    x = (
-        x_ref[...]
-        if inside is None
-        else triton.load(x_ref, mask=inside, other=0.0)
-    )
-    x = x.astype(jnp.float32)
+    inside = places_inside(sizes, (ROWS, COLUMNS))
+    x = read(x_ref, inside)
     scale = lax.cond(
         unseen_ref[0] != 0,
         lambda: _scale_of(how, jnp.max(amaxes_ref[...])),
@@ -426,14 +421,13 @@ def _cast_kernel(
         written["scale"][...] = scale
 
     codes = codes_of(x, scale, how.format, how.interpreted)
-    store(written["codes"], codes, inside)
+    store(written["codes"], codes, inside.elements)
     written["amaxes"][...] = jnp.full((1, 1), jnp.max(magnitude(x)))
     if how.across:
-        turned = None if inside is None else inside.T
-        store(written["across"], codes.T, turned)
+        store(written["across"], codes.T, inside.turned)
     if how.sums:
-        below = None if inside is None else _columns_inside(sizes)
-        store(written["sums"], jnp.sum(x, axis=0, keepdims=True), below)
+        sums = jnp.sum(x, axis=0, keepdims=True)
+        store(written["sums"], sums, inside.columns)
 
 
 def _scale_of(how: Cast, bits: Tensor) -> Tensor:
@@ -470,20 +464,37 @@ def _divided(how: Cast, x: Tensor, y: Tensor) -> Tensor:
     return _asm("div.rn.f32", x, y)
 
 
-def _inside(sizes: tuple[int, int]) -> Tensor | None:
-    """Return which elements of a tile are in the matrix; None if all are."""
-    if sizes[0] % ROWS == 0 and sizes[1] % COLUMNS == 0:
-        return None
-    shape = ROWS, COLUMNS
-    i = lax.broadcasted_iota(jnp.int32, shape, 0) + pl.program_id(0) * ROWS
-    j = lax.broadcasted_iota(jnp.int32, shape, 1) + pl.program_id(1) * COLUMNS
-    return (i < sizes[0]) & (j < sizes[1])
+class Inside(NamedTuple):
+    """Which places of a tile are in the matrix; None where all are.
+
+    Attributes:
+        elements: Bool (rows, columns).
+        turned: Bool (columns, rows), the same.
+        columns: Bool (1, columns).
+    """
+
+    elements: Tensor | None = None
+    turned: Tensor | None = None
+    columns: Tensor | None = None
 
 
-def _columns_inside(sizes: tuple[int, int]) -> Tensor:
-    """Return which columns of a tile are in the matrix, (1, columns)."""
-    j = lax.broadcasted_iota(jnp.int32, (1, COLUMNS), 1)
-    return j + pl.program_id(1) * COLUMNS < sizes[1]
+def places_inside(sizes: tuple[int, int], tile: tuple[int, int]) -> Inside:
+    """Return which places of a program's tile are in a matrix."""
+    if sizes[0] % tile[0] == 0 and sizes[1] % tile[1] == 0:
+        return Inside()
+    rows, columns = (
+        lax.iota(jnp.int32, side) + pl.program_id(axis) * side < size
+        for axis, (side, size) in enumerate(zip(tile, sizes, strict=True))
+    )
+    elements = rows[:, None] & columns[None, :]
+    return Inside(elements, elements.T, columns[None, :])
+
+
+def read(ref: Any, inside: Inside) -> Tensor:
+    """Return a tile in float32, with zeros outside of the matrix."""
+    if inside.elements is None:
+        return ref[...].astype(jnp.float32)
+    return triton.load(ref, mask=inside.elements, other=0.0).astype(jnp.float32)
 
 
 def store(ref: Any, x: Tensor, inside: Tensor | None) -> None:

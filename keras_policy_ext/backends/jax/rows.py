@@ -25,6 +25,8 @@ from keras_policy_ext.backends.jax.pallas_casts import (
     codes_of,
     lacking,
     magnitude,
+    places_inside,
+    read,
     store,
     triton,
 )
@@ -265,7 +267,8 @@ def _amaxes_kernel(
 ) -> None:
     """Take the maximum with the amaxes of the rows and columns of a tile."""
     side = how.side
-    x = _read(how, sizes, x_ref)
+    inside = places_inside(sizes, (side, side))
+    x = read(x_ref, inside)
     bits = magnitude(x)
     column = pl.cdiv(sizes[0], side) + pl.program_id(1)
     # Triton compares floats that are not negative as their bits: NaN is above
@@ -282,9 +285,8 @@ def _amaxes_kernel(
                 lax.bitcast_convert_type(largest, jnp.float32),
             )
     if how.sums:
-        inside = _inside(how, sizes)
-        below = None if inside is None else inside[1][None, :]
-        store(sums_ref[0], jnp.sum(x, axis=0, keepdims=True), below)
+        sums = jnp.sum(x, axis=0, keepdims=True)
+        store(sums_ref[0], sums, inside.columns)
 
 
 def _codes_by_pallas(
@@ -326,18 +328,17 @@ def _codes_kernel(
     *refs: Any,
 ) -> None:
     """Quantize a tile by rows; quantize it by columns and transpose it."""
-    x = _read(how, sizes, x_ref)
-    inside = _inside(how, sizes)
-    both = None if inside is None else inside[0][:, None] & inside[1][None, :]
+    inside = places_inside(sizes, (how.side, how.side))
+    x = read(x_ref, inside)
     written = iter(refs)
     if how.plain:
         scale = rows_ref[...][:, None]
         codes = codes_of(x, scale, how.plain, how.interpreted)
-        store(next(written), codes, both)
+        store(next(written), codes, inside.elements)
     if how.across:
         scale = columns_ref[...][None, :]
         codes = codes_of(x, scale, how.across, how.interpreted)
-        store(next(written), codes.T, None if both is None else both.T)
+        store(next(written), codes.T, inside.turned)
 
 
 def _tile(how: How) -> Any:
@@ -346,24 +347,3 @@ def _tile(how: How) -> Any:
 
 def _params(how: How) -> Any:
     return triton.CompilerParams(num_warps=how.warps, num_stages=1)
-
-
-def _inside(how: How, sizes: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """Return which rows and columns of a tile exist; None if all do."""
-    if not any(size % how.side for size in sizes):
-        return None
-    places = lax.iota(jnp.int32, how.side)
-    rows, columns = (
-        places + pl.program_id(axis) * how.side < size
-        for axis, size in enumerate(sizes)
-    )
-    return rows, columns
-
-
-def _read(how: How, sizes: tuple[int, int], x_ref: Any) -> Tensor:
-    """Return a tile in float32, with zeros outside of the matrix."""
-    inside = _inside(how, sizes)
-    if inside is None:
-        return x_ref[...].astype(jnp.float32)
-    mask = inside[0][:, None] & inside[1][None, :]
-    return triton.load(x_ref, mask=mask, other=0.0).astype(jnp.float32)
