@@ -99,6 +99,8 @@ def on_a_gpu(straight=True):
         (backends, "engine", engine),
         (torch, "_scaled_mm", _product),
         (observations, "told", seen),
+        # Nobody reads a state on a GPU.
+        (observations, "changed_value", lambda variable: None),
     ]
     for module in (triton_casts, triton_states):
         for name, kernel in vars(module).items():

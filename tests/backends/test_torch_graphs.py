@@ -166,8 +166,8 @@ def test_steps_with_an_optimizer_compile_once():
     assert len(graphs) == 1
     assert losses == sorted(losses, reverse=True)
     operators = [node.target for node in graphs[0].graph.nodes]
-    forward = torch.ops.keras_policy_ext.forward.default
-    assert operators.count(forward) == 2
+    contraction = torch.ops.keras_policy_ext.contraction.default
+    assert operators.count(contraction) == 2
 
 
 # So few that one compilation for each layer would be too many.
