@@ -213,6 +213,13 @@ def test_a_call_without_gradient_takes_no_slot():
     assert state.uses == 1
 
 
+def test_operators_of_a_compiled_step_do_not_ask_autograd():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in ("forward", "backward"):
+        assert has(f"keras_policy_ext::{name}", "CompositeExplicitAutograd")
+        assert not has(f"keras_policy_ext::{name}", "Autograd")
+
+
 def test_operations_that_look_alike_keep_apart():
     def recipe(format_name):
         class Same(recipes.Recipe):
