@@ -4,7 +4,7 @@ No GPU is needed: the layer takes the path of an H100, with launches of kernels
 that do nothing. Triton must be installed, as any build of PyTorch for CUDA
 brings it along. All rows run in turn, in one thread, 64 x 64 numbers.
 
-    KERAS_BACKEND=torch python integration/benchmarks/host_time.py
+    KERAS_BACKEND=torch python integration/benchmarks/host_time.py --compiled
 """
 
 import argparse
@@ -99,6 +99,8 @@ def on_a_gpu(straight=True):
         (backends, "engine", engine),
         (torch, "_scaled_mm", _product),
         (observations, "told", seen),
+        # Nobody reads a state on a GPU.
+        (observations, "changed_value", lambda variable: None),
     ]
     for module in (triton_casts, triton_states):
         for name, kernel in vars(module).items():
@@ -117,14 +119,25 @@ class Row:
         policy: A recipe; None for bfloat16.
         context: Returns the context of its steps.
         updates: Whether a step ends with an update by SGD.
+        compiled: Whether torch.compile compiles the forward pass.
     """
 
-    def __init__(self, policy, context=contextlib.nullcontext, updates=False):
+    def __init__(
+        self,
+        policy,
+        context=contextlib.nullcontext,
+        updates=False,
+        compiled=False,
+    ):
         with kpe.policy_scope("mixed_bfloat16"):
             self.model = dense(SIZE)
         if policy:
             kpe.convert(self.model, policy)
         self.context, self.updates = context, updates
+        self.call = functools.partial(self.model, training=True)
+        if compiled:
+            model = self.model
+            self.call = torch.compile(lambda x: model(x, training=True))
         self.variables = self.model.trainable_variables
         self.sgd = keras.optimizers.SGD(1e-9)
         self.sgd.build(self.variables)
@@ -135,7 +148,7 @@ class Row:
         """Run a step; return the times of its three parts, in ns."""
         x = self.x.detach().requires_grad_()
         times = [time.perf_counter_ns()]
-        y = self.model(x, training=True)
+        y = self.call(x)
         times.append(time.perf_counter_ns())
         y.backward(self.outputs_grad)
         times.append(time.perf_counter_ns())
@@ -150,8 +163,8 @@ class Row:
         return [b - a for a, b in itertools.pairwise(times)]
 
 
-def rows():
-    """All rows by their names."""
+def rows(compiled=False):
+    """All rows by their names; those of compiled steps if asked."""
     general = functools.partial(on_a_gpu, False)
     found = {BASE: Row(None)}
     for recipe in RECIPES:
@@ -160,12 +173,15 @@ def rows():
     for recipe in (None, *RECIPES):
         name = f"{recipe or BASE}, with SGD"
         found[name] = Row(recipe, on_a_gpu, updates=True)
+        if compiled:
+            how = {"updates": True, "compiled": True}
+            found[f"{name}, compiled"] = Row(recipe, on_a_gpu, **how)
     return found
 
 
-def measure(rounds, inner=5):
+def measure(rounds, compiled=False, inner=5):
     """The medians of all rows, in µs: forward, backward, update."""
-    made = rows()
+    made = rows(compiled)
     found = {name: [] for name in made}
     for number in range(rounds + 3):
         for name, row in made.items():
@@ -184,17 +200,18 @@ def main():
     """Print a table, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(options.rounds)
+    found = measure(options.rounds, options.compiled)
     base = sum(found[BASE][:2])
     print(f"torch {torch.__version__}, keras {keras.__version__}; µs")
-    print(f"{'':30}forward backward   both  ratio update")
+    print(f"{'':38}forward backward   both  ratio update")
     for name, (forward, backward, update) in found.items():
         both = forward + backward
         print(
-            f"{name:30}{forward:7.0f} {backward:8.0f} {both:6.0f} "
+            f"{name:38}{forward:7.0f} {backward:8.0f} {both:6.0f} "
             f"{both / base:6.2f} {update:6.0f}"
         )
     if options.out:

@@ -169,6 +169,19 @@ def test_a_graph_has_the_bits_of_eager(engine, policy, name):
     assert_equal(eager, step(layer, call, shape, 0))
 
 
+def test_a_graph_trains_a_bias_alone(engine):
+    make, shape = LAYERS["Dense"]
+    layer = layer_of(make, POLICIES[3], shape)
+    layer.kernel.value.requires_grad_(False)
+    dynamo.reset()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with kernels.prefer("native"):
+        y = call(operands(shape, 0).detach())
+        y.backward(torch.ones_like(y))
+    rows = torch.full_like(layer.bias.value, shape[0])
+    assert_equal([layer.bias.value.grad], [rows])
+
+
 @pytest.mark.parametrize(
     "shape", [(32, 24), (8, 64), (3, 64), (0, 64)], ids=str
 )

@@ -579,8 +579,15 @@ class States(Replicas):
         """Return the count of in-place changes of a tensor; None if unknown."""
         return None
 
-    def assigned(self, variable: Any, value: Tensor) -> Tensor:
-        """Return the new state of `variable` after `value` is assigned."""
+    def as_value_of(self, variable: Any, value: Any) -> Tensor:
+        """Return a value as a tensor that can be assigned to a variable."""
+        return ops.convert_to_tensor(value, dtype=variable.dtype)
+
+    def assigned(self, variable: Any, value: Tensor) -> Tensor | None:
+        """Return the new state of `variable` after `value` is assigned.
+
+        None if that is stored already.
+        """
         return self.settle(variable.settling, value, variable.value)
 
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:

@@ -141,7 +141,7 @@ class StateVariable(
                 in `set_weights`, that is neither an observation nor a state.
         """
         assigned = self.enter(value)
-        if _is_settled(value):
+        if isinstance(value, np.ndarray) and _is_settled(value):
             # As in `set_weights`, perhaps with the state of another kernel. A
             # step of training grows a kernel by less.
             self.catch_up(beyond=2.0)
@@ -156,7 +156,7 @@ class StateVariable(
             return self.value
         self._check_shape(value)
         self.check(value)
-        settled = _is_settled(value)
+        settled = isinstance(value, np.ndarray) and _is_settled(value)
         self._count_assignment(settled)
         if settled:
             value = _sealed(value)
@@ -164,11 +164,11 @@ class StateVariable(
             if self.observed is not None:
                 self.observed.replaced()
         self.uses = 0
-        value = ops.convert_to_tensor(value, dtype=self.dtype)
+        value = backends.current.as_value_of(self, value)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
             value = backends.current.assigned(self, value)
-        assigned = super().assign(value)
+        assigned = self.value if value is None else super().assign(value)
         if readable or settled:
             self.warn_if_moved()
         if readable and backends.current.keeps_values_apart:
@@ -546,10 +546,6 @@ def _sealed(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def _is_settled(value: Tensor) -> bool:
-    """Return True if a NumPy array is a state, not an observation."""
-    return (
-        isinstance(value, np.ndarray)
-        and value.ndim == 2
-        and bool(np.all(value[:, 0] < 0))
-    )
+def _is_settled(value: np.ndarray) -> bool:
+    """Return True if an array is a state, not an observation."""
+    return value.ndim == 2 and bool(np.all(value[:, 0] < 0))

@@ -166,8 +166,8 @@ def test_steps_with_an_optimizer_compile_once():
     assert len(graphs) == 1
     assert losses == sorted(losses, reverse=True)
     operators = [node.target for node in graphs[0].graph.nodes]
-    forward = torch.ops.keras_policy_ext.forward.default
-    assert operators.count(forward) == 2
+    contraction = torch.ops.keras_policy_ext.contraction.default
+    assert operators.count(contraction) == 2
 
 
 # So few that one compilation for each layer would be too many.
@@ -211,6 +211,13 @@ def test_a_call_without_gradient_takes_no_slot():
     assert state.uses == 0
     layer(torch.ones(shape))
     assert state.uses == 1
+
+
+def test_operators_of_a_compiled_step_do_not_ask_autograd():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in ("forward", "backward"):
+        assert has(f"keras_policy_ext::{name}", "CompositeExplicitAutograd")
+        assert not has(f"keras_policy_ext::{name}", "Autograd")
 
 
 def test_operations_that_look_alike_keep_apart():

@@ -311,23 +311,34 @@ class TorchBackend(Backend):
         return x._version if counts else None
 
     @override
-    def assigned(self, variable: Any, value: Tensor) -> Tensor:
+    def as_value_of(self, variable: Any, value: Any) -> Tensor:
+        # Most are gradients. Keras takes as long to see that as a state to
+        # change.
+        stored = variable.value
+        if type(value) is torch.Tensor and (
+            value.dtype == stored.dtype and value.device == stored.device
+        ):
+            return value
+        return super().as_value_of(variable, value)
+
+    @override
+    def assigned(self, variable: Any, value: Tensor) -> Tensor | None:
         # Only there: eagerly the decorator takes longer than the kernel.
         if torch.compiler.is_compiling():
             return self._assigned_apart(variable, value)
         return self._assigned(variable, value)
 
     @torch.compiler.disable
-    def _assigned_apart(self, variable: Any, value: Tensor) -> Tensor:
+    def _assigned_apart(self, variable: Any, value: Tensor) -> Tensor | None:
         return self._assigned(variable, value)
 
-    def _assigned(self, variable: Any, value: Tensor) -> Tensor:
+    def _assigned(self, variable: Any, value: Tensor) -> Tensor | None:
         with torch.no_grad():
             found, state = observations.taken(variable, value), variable.value
             merge = self._merge_of(variable, state)
             if merge is not None:
                 merge(value, found, state)
-                return state
+                return None
             value = observations.merged(value, found)
             return super().settle(variable.settling, value, state)
 

@@ -264,6 +264,11 @@ class TritonStates(StateKernels):
 
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
+        self._settling = functools.cache(self._new_settling)
+
+    @staticmethod
+    def _new_settling(*how: Any) -> Any:
+        return triton_states.Settling(*how)
 
     @override
     def supports(self, source: Any, state: Tensor) -> str | None:
@@ -288,8 +293,11 @@ class TritonStates(StateKernels):
 
     @override
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
-        pair = value.contiguous(), previous.contiguous()
-        return triton_states.settle(source, *pair)
+        previous = previous.contiguous()
+        settled = torch.empty_like(previous)
+        settle = self._settling(source, 0, previous.device)
+        settle(value.contiguous(), [], previous, settled)
+        return settled
 
     def merge(
         self,
@@ -298,9 +306,13 @@ class TritonStates(StateKernels):
         observed: list[Tensor],
         state: Tensor,
     ) -> None:
-        """Merge into a state, in place: see `triton_states.merge`."""
-        given = [each.contiguous() for each in (value, *observed)]
-        triton_states.merge(source, given[0], given[1:], state)
+        """Change a state in place, as the assignment of a value changes it.
+
+        At most two observations are merged with the value first.
+        """
+        given = [each.contiguous() for each in observed]
+        settle = self._settling(source, len(given), state.device)
+        settle(value.contiguous(), given, state, state)
         torch.autograd.graph.increment_version(state)
 
 

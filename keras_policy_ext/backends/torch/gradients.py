@@ -301,7 +301,7 @@ def linked(
     if any(needed and link is None for needed, link in pairs):
         # Of operands of a type that has no links.
         found = _gradients(how, outputs_grad, saved)
-        return *_last(found[:2], outputs_grad), *found[2:]
+        return *last(found[:2], outputs_grad), *found[2:]
     operation, *rest = how
     how = operation.another_use, *rest
     return _Gradients.apply(how, outputs_grad, *links, *saved)
@@ -348,7 +348,7 @@ class _Gradients(ByExample):
             )
         if torch.is_grad_enabled():
             of_gradients = inputs_grad_grad, kernel_grad_grad
-            found = _last(found, outputs_grad, *ctx.links, *of_gradients)
+            found = last(found, outputs_grad, *ctx.links, *of_gradients)
         return None, *found, *ctx.observed, *(None for _ in leaves)
 
 
@@ -392,7 +392,7 @@ class _Last(ByExample):
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-def _last(
+def last(
     gradients: Iterable[Tensor | None], *sources: Tensor | None
 ) -> list[Tensor | None]:
     """Return the same gradients; differentiating them again raises.

@@ -3,6 +3,9 @@
 A compiled step of a float8 model is one graph with two operators for each
 contraction. If Inductor compiled their contents, a 512-2048-512 MLP would take
 a third longer on a CPU, and a minute to compile (torch 2.13, 2 cores).
+
+The compiler sees a third operator first, and takes it apart into the two, with
+what autograd does between them. So no step asks autograd again.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from typing import Any
 import torch
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import (
-    DIFFERENTIATED_AGAIN,
-    FrozenOperation,
-    Operation,
-)
+from keras_policy_ext.backends.interface import FrozenOperation, Operation
 from keras_policy_ext.backends.torch import observations
-from keras_policy_ext.backends.torch.gradients import no_autocast
+from keras_policy_ext.backends.torch.gradients import (
+    ReverseMode,
+    last,
+    no_autocast,
+)
 
 _OPERATIONS: dict[str, Operation | FrozenOperation] = {}
 """The operations by their name in graphs, which may outlive the process."""
@@ -45,30 +48,8 @@ def run(
         kernel: See `BoundOperation.forward`.
         *state: See `BoundOperation.forward`; at most one tensor.
     """
-    name = _written(operation)
     matrix = state[0] if state else None
-    keep = torch.is_grad_enabled() and any(
-        [tensor.requires_grad for tensor in (inputs, kernel, *state)]
-    )
-    added = None
-    if bias is not None and kernel.shape[_summed(name) :] == bias.shape:
-        added = bias
-    outputs = _forward(name, inputs, kernel, matrix, added, keep)[0]
-    return outputs if bias is added else outputs + bias
-
-
-@torch.compiler.assume_constant_result
-def _summed(name: str) -> int:
-    """Return how many axes of a kernel are summed, if it runs straight.
-
-    Else return so many that no axes are left for a bias.
-    """
-    operation: Any = _OPERATIONS[name]
-    straight = operation.bound.straight
-    return _MANY if straight is None else int(straight.contracted)
-
-
-_MANY = 1 << 10
+    return _contraction(_written(operation), inputs, kernel, matrix, bias)
 
 
 def _straight(bound: Any, keep: bool) -> Any:
@@ -129,11 +110,14 @@ def _name_of(pieces: Any) -> str:
     return name
 
 
-def _operator(name: str) -> Callable[[Any], Any]:
+def _operator(name: str, key: str = "default") -> Callable[[Any], Any]:
     """Return a decorator that registers a function as an operator.
 
+    `key` is a dispatch key of `torch.library.impl`.
+
     An operator of `torch.library.custom_op` takes the host longer: it looks for
-    results that share memory, at each call (torch 2.11).
+    results that share memory, at each call (torch 2.11). One of
+    `torch.library.register_autograd` is dispatched in Python twice.
     """
 
     def register(function: Any) -> Any:
@@ -141,7 +125,7 @@ def _operator(name: str) -> Callable[[Any], Any]:
         tag = torch.Tag.pt2_compliant_tag
         qualified = f"keras_policy_ext::{name}"
         torch.library.define(qualified, schema, tags=(tag,))
-        torch.library.impl(qualified, "default")(function)
+        torch.library.impl(qualified, key)(function)
         return getattr(torch.ops.keras_policy_ext, name).default
 
     return register
@@ -265,47 +249,74 @@ def _(
     return found + [torch.empty_like(matrix) for matrix in _listed(state)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    name, x, kernel, state, bias, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.name, ctx.uses_state = name, state is not None
-    ctx.shapes, ctx.rank = [*x.shape, *kernel.shape], len(x.shape)
-    ctx.bias_shape = [] if bias is None else list(bias.shape)
-    ctx.save_for_backward(*_listed(state), *output[1:])
+class _Passes(ReverseMode):
+    """An autograd function of the two operators."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str,
+        inputs: Tensor,
+        kernel: Tensor,
+        state: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.name, ctx.uses_state = name, state is not None
+        ctx.shapes, ctx.rank = [*inputs.shape, *kernel.shape], inputs.dim()
+        ctx.bias_shape = [] if bias is None else list(bias.shape)
+        outputs, *saved = _forward(name, inputs, kernel, state, bias, True)
+        ctx.save_for_backward(*_listed(state), *saved)
+        return outputs
 
-def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
-    saved = ctx.saved_tensors
-    state = saved[0] if ctx.uses_state else None
-    needs = ctx.needs_input_grad
-    needed = [needs[1], needs[2], needs[4]]
-    found = iter(
-        _backward(
+    @staticmethod
+    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        state = saved[0] if ctx.uses_state else None
+        needs = ctx.needs_input_grad
+        needed = [needs[1], needs[2], needs[4]]
+        found = _backward(
             ctx.name,
             list(saved[ctx.uses_state :]),
-            gradients[0],
+            outputs_grad,
             state,
             ctx.shapes,
             ctx.rank,
             ctx.bias_shape,
             needed,
         )
+        if torch.is_grad_enabled():
+            found = last(found, outputs_grad)
+        found = iter(found)
+        inputs_grad, kernel_grad, bias_grad = (
+            next(found) if wanted else None for wanted in needed
+        )
+        return None, inputs_grad, kernel_grad, next(found, None), bias_grad
+
+
+@_operator("contraction", "CompositeImplicitAutograd")
+def _contraction(
+    name: str,
+    inputs: torch.Tensor,
+    kernel: torch.Tensor,
+    state: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the outputs plus the bias, with their gradients."""
+    operation: Any = _OPERATIONS[name]
+    keep = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (inputs, kernel, *_listed(state))
     )
-    inputs_grad, kernel_grad, bias_grad = (
-        next(found) if wanted else None for wanted in needed
-    )
-    state_grad = next(found, None)
-    return None, inputs_grad, kernel_grad, state_grad, bias_grad, None
-
-
-def _refuse(ctx: Any, *gradients: Any) -> Any:
-    raise NotImplementedError(DIFFERENTIATED_AGAIN)
-
-
-torch.library.register_autograd(
-    "keras_policy_ext::forward", _gradients, setup_context=_save
-)
-torch.library.register_autograd("keras_policy_ext::backward", _refuse)
+    straight, added = operation.bound.straight, None
+    if bias is not None and straight is not None:
+        # A bias that is trained alone gets its gradient from an addition.
+        alone = torch.is_grad_enabled() and not keep
+        if not alone and bias.shape == kernel.shape[straight.contracted :]:
+            added = bias
+    if keep:
+        outputs = _Passes.apply(name, inputs, kernel, state, added)
+    else:
+        outputs = _forward(name, inputs, kernel, state, added, False)[0]
+    return outputs if bias is added else outputs + bias
 
 
 def run_frozen(

@@ -10,7 +10,7 @@ launch takes the host longer than the step takes a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,11 @@ from keras_policy_ext.recipes import MATMULS, OPERANDS, matmuls_of
 
 if casts.HAS_TRITON:
     from keras_policy_ext.backends.torch import triton_casts, triton_states
+    from keras_policy_ext.backends.torch.triton_states import (
+        Launch,
+        aligned,
+        stream_of,
+    )
 
 _empty = torch.empty
 
@@ -45,40 +50,6 @@ Between them is a marked scale: see `triton_casts.MARKED_AFTER`.
 """
 
 _DTYPES = "bfloat16", "float16", "float32"
-
-
-class Launch:
-    """A Triton kernel with its grid and constants, started directly.
-
-    All calls have tensors of the same dtypes, at addresses that 16 divides,
-    and the same sizes. So the kernel that the first call compiles is the one
-    for all. Triton itself takes 9 µs to find it, 0.3 µs to start it. It starts
-    kernels in this way (triton 3.6 to 3.9); its interpreter compiles nothing.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        constants: dict[str, Any],
-        **options: Any,
-    ):
-        self._kernel, self._options = kernel, {**constants, **options}
-        self._grid = (*grid, 1, 1)[:3]
-        names = kernel.arg_names
-        self._constants = [constants[n] for n in names if n in constants]
-        self._start: Any = None
-
-    def __call__(self, stream: int, *arguments: Any) -> None:
-        """Start the kernel with tensors and sizes, on a CUDA stream."""
-        if self._start is None:
-            made = self._kernel[self._grid](*arguments, **self._options)
-            if hasattr(made, "packed_metadata"):
-                self._how = made.function, made.packed_metadata, *(None,) * 3
-                self._start = made.run
-            return
-        constants = self._constants
-        self._start(*self._grid, stream, *self._how, *arguments, *constants)
 
 
 class Cast:
@@ -402,7 +373,7 @@ class Passes:
         rows = inputs[: len(inputs) - straight.contracted]
         self._shape = *rows, *self.columns
         self._device, self._fast = device, device.type == "cuda"
-        self._stream = _stream_of(device)
+        self._stream = stream_of(device)
         self._casts: dict[Any, Any] = {}
         self._tells = False
         if self._source is not None:
@@ -505,7 +476,7 @@ class Passes:
             unseen = _empty(3, dtype=torch.bool, device=device)
             told = observations.told(state) if self._tells else None
             flags = unseen if told is None else told
-            self._read(stream, _aligned(state), scales, unseen, flags)
+            self._read(stream, aligned(state), scales, unseen, flags)
             lately = observations.seen_lately(state)
             known = scales, unseen
         observe = observe and state is not None
@@ -654,19 +625,7 @@ def _matrix(x: Tensor, rows: int, columns: int) -> Tensor:
     """Return a tensor as a matrix, at an address that 16 divides."""
     if x.dim() != 2:
         x = x.reshape(rows, columns)
-    return _aligned(x)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Return a tensor, cloned if 16 does not divide its address."""
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def _stream_of(device: torch.device) -> Callable[[], int]:
-    """Return a function that returns the address of the current stream."""
-    if device.type != "cuda":
-        return int
-    return triton_states.current_stream(device.index)
+    return aligned(x)
 
 
 def bind(bound: Any) -> Straight | None:
