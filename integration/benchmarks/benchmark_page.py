@@ -193,7 +193,7 @@ def read(folder=RESULTS):
     found = collections.defaultdict(list)
     for path in sorted(folder.glob("*_*.json")):
         result = json.loads(path.read_text("utf-8"))
-        if result["benchmark"] != cards.BENCHMARK:
+        if result["benchmark"] not in (cards.BENCHMARK, "torch_on_card"):
             found[result["environment"]["device"]].append(result)
     return dict(found)
 
@@ -358,8 +358,9 @@ def _break_even(rows):
         "model by the same speeds: those that were measured, and where there "
         "are none, those of a model. A size of 8192³ means a matmul with 8192 "
         "rows, inputs and outputs. With PyTorch the steps are eager. Their "
-        "sizes are estimated with the time that the host took with an earlier "
-        "version of this package; it takes less now, so they are too large."
+        "sizes are estimated with the time that the host of an H200 took for a "
+        "step of one layer of 4096³: 1.5 ms in bfloat16, 1.8 ms under "
+        "`current`, 2.2 ms under `delayed`."
     )
     yield textwrap.fill(text, 79, break_on_hyphens=False) + "\n"
     yield table(

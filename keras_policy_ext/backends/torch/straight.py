@@ -259,8 +259,9 @@ class Straight:
 
         Tensors without data cannot run: a kernel would read from address 0.
         """
-        are_real = backend.is_real(inputs) and backend.is_real(kernel)
-        if not (self.differentiates and are_real):
+        has_kernel = self._is_gathered or backend.is_real(kernel)
+        has_data = has_kernel and backend.is_real(inputs)
+        if not (self.differentiates and has_data):
             return None
         return self.of(inputs.shape, kernel.shape, inputs.device)
 
