@@ -293,7 +293,7 @@ def plan(
                 names, used, policies, natives, strict=True
             )
         ),
-        notes=tuple(_notes(compiled, unfit)),
+        notes=tuple(_notes(compiled, unfit, backend)),
     )
 
 
@@ -414,7 +414,7 @@ def _memory(
     return plain[memory.AS_IT_IS], held, note
 
 
-def _notes(compiled: bool, unfit: str) -> Iterator[str]:
+def _notes(compiled: bool, unfit: str, backend: str) -> Iterator[str]:
     if unfit:
         yield unfit
     yield (
@@ -427,6 +427,12 @@ def _notes(compiled: bool, unfit: str) -> Iterator[str]:
             f"{_time(HOST['float8'])} for each float8 layer and "
             f"{_time(HOST['plain'])} for another. Pass compiled=True for "
             "compiled steps."
+        )
+    elif backend == "torch":
+        yield (
+            "The host's time for compiled steps is not counted. On an H200 a "
+            "step of one Dense layer took the host 1.4 ms in bfloat16, and "
+            "2.4 ms under delayed: small models are slower than estimated."
         )
 
 

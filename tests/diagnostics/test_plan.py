@@ -212,6 +212,9 @@ def test_a_row_for_each_recipe_and_the_model_is_unchanged():
     moved = 2 * (2 * numbers[0] + 4 * numbers[1] + 2 * numbers[2])
     assert current.bytes_cast == moved + 2 * sum(numbers)
     assert "H200" in str(report) and "emulated" in str(report)
+    counts_no_host = "host's time for compiled steps is not counted"
+    is_torch = keras.backend.backend() == "torch"
+    assert (counts_no_host in " ".join(report.notes)) == is_torch
 
 
 @pytest.mark.parametrize(
