@@ -131,7 +131,7 @@ class CountedCasts:
         return found
 
     def settle(self, source, value, previous):
-        """See `triton_states.settle`."""
+        """See `triton_states.Settling`."""
         self.counter.enter("triton settle", [value, previous, previous])
         return torch.empty_like(previous)
 
