@@ -210,6 +210,19 @@ def test_gradients_can_be_differentiated(monkeypatch, general):
     assert_equal(straight, penalty())
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_autocast_changes_no_gradient(engine, policy):
+    needs_rows(policy)
+    make, shape = LAYERS["Dense"]
+    found = []
+    for enabled in (False, True):
+        layer = layer_of(make, policy, shape)
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            found.append(step(layer, layer, shape, 0))
+        assert straight_of(layer) is not None
+    assert_equal(*found)
+
+
 def test_operands_at_odd_addresses_are_copied(engine):
     make, shape = LAYERS["Dense"]
     layer = layer_of(make, POLICIES[3], shape)

@@ -199,12 +199,11 @@ class Differentiable(ReverseMode):
                 # A bias of another shape is no bias of the matmul.
                 of_bias = ctx.needs_input_grad[2]
                 summed = of_bias and ctx.bias_shape == ctx.passes.columns
-                *grads, bias_grad, state_grad = ctx.passes.backward(
-                    saved,
-                    outputs_grad,
-                    state[0] if state else None,
-                    (*needed, summed),
-                )
+                matrix = state[0] if state else None
+                with no_autocast(outputs_grad):
+                    *grads, bias_grad, state_grad = ctx.passes.backward(
+                        saved, outputs_grad, matrix, (*needed, summed)
+                    )
                 if of_bias and not summed:
                     bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
                 state_grads = (state_grad,) if state else ()

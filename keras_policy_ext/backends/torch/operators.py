@@ -148,7 +148,10 @@ def _forward(
     straight = _straight(operation.bound, keep)
     passes = straight and straight.of(inputs.shape, kernel.shape, inputs.device)
     if passes:
-        outputs, saved = passes.forward(inputs, kernel, bias, state, observe)
+        with no_autocast(inputs):
+            outputs, saved = passes.forward(
+                inputs, kernel, bias, state, observe
+            )
         return [outputs, *saved] if keep else [outputs]
     with no_autocast(inputs):
         outputs, residuals = operation.bound.forward(
@@ -208,7 +211,8 @@ def _backward(
     straight = _straight(bound, True)
     passes = straight and straight.of(*sizes, outputs_grad.device)
     if passes:
-        found = passes.backward(leaves, outputs_grad, state, needed)
+        with no_autocast(outputs_grad):
+            found = passes.backward(leaves, outputs_grad, state, needed)
         return [x for x in found if x is not None]
     residuals = bound.residuals(leaves, sizes)
     bias_grad = None
