@@ -222,6 +222,15 @@ def forgotten(sharded):
     return call(model)
 
 
+def too_late(followed):
+    model = dense("delayed")
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=kpe.loops.uncut(model))
+    if followed:
+        kpe.loops.follow_shards(model)
+    return str(kpe.loops.gather_float8(model))
+
+
 class Norms(kpe.layers.Dense):
     def call(self, inputs, training=None):
         outputs = super().call(inputs, training=training)
@@ -274,6 +283,8 @@ for gathers in (False, True):
     said[f"checkpoint, {gathers}"] = checkpoint(gathers)
 shown("not sharded", forgotten, False)
 shown("not followed", forgotten, True)
+shown("too late", too_late, False)
+shown("too late, followed", too_late, True)
 shown("read elsewhere", read_elsewhere)
 shown("by columns", by_columns)
 shown("read after", read_after)
@@ -437,6 +448,8 @@ def test_a_checkpoint_is_loaded_however_kernels_are_gathered(told, gathers):
     [
         ("not sharded", "kpe.loops.follow_shards(model)"),
         ("not followed", "kpe.loops.follow_shards(model)"),
+        ("too late", "sharded already"),
+        ("too late, followed", "sharded already"),
         ("read elsewhere", "can be multiplied by its float8 layer only"),
         ("read after", "Call `reshard()` of the layer first"),
         ("by columns", "must be sharded along its first axis"),

@@ -241,13 +241,11 @@ def gather_float8(model: keras.Layer) -> list[keras.Variable]:
         scale. All other weights are gathered in their own dtype.
 
     Raises:
-        ValueError: If the backend is not PyTorch.
+        ValueError: If the backend is not PyTorch, or if `fully_shard` has
+            sharded a kernel already. Nothing is changed then.
     """
     layers = _layers(model)
     found = _gathered_as_float8(layers)
-    for each in found:
-        if each.state is not None:
-            each.state.look_last()
     backends.current.gather_float8(found, layers)
     return [each.variable for each in found]
 

@@ -677,7 +677,8 @@ class States(Replicas):
             modules: The layers of the model.
 
         Raises:
-            ValueError: On another framework than PyTorch.
+            ValueError: On another framework than PyTorch, or if a kernel is
+                sharded already. Nothing is changed then.
         """
         raise ValueError(
             "`fully_shard` works only on PyTorch. Received: the backend "

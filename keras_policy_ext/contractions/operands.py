@@ -550,7 +550,7 @@ class OperandOfRows(BoundOperand):
 
 
 class OperandOfCodes(BoundOperand):
-    """A kernel that arrives quantized: another process gathered its codes."""
+    """A kernel that arrives as codes, which are gathered before."""
 
     def __init__(
         self, plan: Any, operand: str, engine: Engine, selections: Selections

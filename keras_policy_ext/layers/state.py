@@ -77,8 +77,8 @@ class Float8State(keras.layers.Layer):
         self._stock_loaded = False
         self._failure: ValueError | None = None
         self.built = True
-        # Else, without a variable, it would become a module with parameters
-        # only when PyTorch first asks for these.
+        # A state without variables would otherwise add its dict of parameters
+        # when PyTorch first asks for them, which `fully_shard` refuses.
         built_layers.track_again([self])
 
     def belong_to(self, layer: keras.Layer) -> None:

@@ -250,7 +250,7 @@ class StateVariable(
         self._ahead = 0
 
     def look_last(self) -> None:
-        """Look at the kernel now, and at no later call.
+        """Check the kernel for changes now, and in no later call.
 
         A kernel that is gathered as float8 cannot be read.
         """

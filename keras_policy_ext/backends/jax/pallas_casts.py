@@ -465,7 +465,7 @@ def _divided(how: Cast, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Inside(NamedTuple):
-    """Which places of a tile are in the matrix; None where all are.
+    """Masks of the places of a tile that are in the matrix; None if all are.
 
     Attributes:
         elements: Bool (rows, columns).

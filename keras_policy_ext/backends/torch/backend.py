@@ -312,8 +312,8 @@ class TorchBackend(Backend):
 
     @override
     def as_value_of(self, variable: Any, value: Any) -> Tensor:
-        # Most are gradients. Keras takes as long to see that as a state to
-        # change.
+        # Keras's conversion would return the same tensor, and take the host
+        # as long as the update of the state.
         stored = variable.value
         if type(value) is torch.Tensor and (
             value.dtype == stored.dtype and value.device == stored.device
@@ -399,8 +399,7 @@ class TorchBackend(Backend):
         # Here, since most programs have one process.
         from keras_policy_ext.backends.torch import float8_gathers
 
-        for each in kernels:
-            float8_gathers.prepare(each, modules)
+        float8_gathers.prepare(kernels, modules)
 
     @override
     def gathering_of(self, variable: Any) -> Any:

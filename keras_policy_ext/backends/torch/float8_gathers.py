@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 
 
 class Contents:
-    """What a gathered kernel holds now; the next gather replaces it.
+    """The codes and scales of a gathered kernel; the next gather replaces them.
 
     Attributes:
         codes: Uint8, of the shape of the kernel. `fully_shard` frees its
@@ -341,20 +341,47 @@ _ALIASES = {
 """The operations by which `fully_shard` makes a parameter of it."""
 
 
-def prepare(kernel: Any, modules: Iterable[torch.nn.Module]) -> None:
-    """Replace the parameter of a kernel by one that is gathered as float8.
+def prepare(kernels: Iterable[Any], modules: Iterable[torch.nn.Module]) -> None:
+    """Replace the parameters of kernels by ones that are gathered as float8.
 
     Args:
-        kernel: See `Backend.gather_float8`.
+        kernels: See `Backend.gather_float8`. Those that were replaced before
+            are left as they are.
         modules: The layers of the model.
+
+    Raises:
+        ValueError: If a kernel is sharded already. Nothing is changed then.
     """
+    parameters = shards.parameters_of(modules)
+    sharded = shards.holders_of_parts(parameters)
+    new = [
+        each
+        for each in kernels
+        if not isinstance(each.variable.value, ShardedKernel)
+    ]
+    for each in new:
+        if each.variable.path in sharded:
+            raise ValueError(
+                "A kernel that is sharded already cannot be gathered as "
+                f"float8. Received: {each.variable.path!r}. Allowed: kernels "
+                "of a model before fully_shard. Call kpe.loops.gather_float8 "
+                "first, then fully_shard, then kpe.loops.follow_shards."
+            )
+    for each in new:
+        _prepare(each, parameters)
+
+
+def _prepare(kernel: Any, parameters: Iterable[Any]) -> None:
+    """Replace the parameter of a kernel, in all dicts that have it."""
+    if kernel.state is not None:
+        kernel.state.look_last()
     variable = kernel.variable
     before = variable.value
     cast = ShardCast(kernel.quantization, kernel.source, kernel.state)
     after = torch.nn.Parameter(
         ShardedKernel(before.detach(), cast), before.requires_grad
     )
-    for each in shards.parameters_of(modules):
+    for each in parameters:
         for name in [n for n, p in each.items() if p is before]:
             each[name] = after
     variable_values.replace(variable, after)

@@ -14,7 +14,7 @@ GATHERS = "fsdp_pre_all_gather"
 
 
 class Gathering(NamedTuple):
-    """The mark of a plan whose kernel arrives quantized.
+    """How `fully_shard` gathers a kernel: as codes, before its layer runs.
 
     Attributes:
         axes: An empty entry for each axis of the kernel; see
@@ -45,7 +45,7 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
             Nothing is changed then.
     """
     dicts = parameters_of(modules)
-    holders = _holders_of_parts(dicts)
+    holders = holders_of_parts(dicts)
     cut = [v for v in variables if v.path in holders]
     for variable in cut:
         _check(variable, holders[variable.path])
@@ -79,7 +79,7 @@ def parameters_of(modules: Iterable[Any]) -> list[Any]:
     return list(dicts.values())
 
 
-def _holders_of_parts(dicts: list[Any]) -> dict[str, list[Any]]:
+def holders_of_parts(dicts: list[Any]) -> dict[str, list[Any]]:
     """Return, by parameter name, the dicts that hold the parameter's shards."""
     # Not at the top: it takes a tenth of a second.
     from torch.distributed.tensor import DTensor
