@@ -325,3 +325,21 @@ def test_a_step_counts_though_its_observation_was_scaled():
     kpe.loops.settle(model, [g / 16 for g in grads])
     for one, other in zip(before, states_of(model), strict=True):
         assert not np.array_equal(one, other)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has fully_shard")
+def test_kernels_are_gathered_as_float8_only_on_pytorch():
+    with pytest.raises(ValueError, match="only on PyTorch"):
+        kpe.loops.gather_float8(network())
+
+
+@torch_only
+def test_a_second_call_finds_the_same_kernels_to_gather():
+    model = network()
+    first = kpe.loops.gather_float8(model)
+    held = [kernel.value for kernel in first]
+    again = kpe.loops.gather_float8(model)
+    assert first and [id(k) for k in again] == [id(k) for k in first]
+    assert all(
+        kernel.value is value for kernel, value in zip(again, held, strict=True)
+    )
