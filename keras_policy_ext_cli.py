@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 2, with one line on stderr, if there is no such
-        backend; else that of `keras_policy_ext.cli.main`.
+        backend; else that of `keras_policy_ext.ext.cli.commands.main`.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # OpenMP's threads wait by spinning: where they outnumber the free
         # cores, a step of a model this small takes ten times as long.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from keras_policy_ext import cli
+    from keras_policy_ext.ext.cli import commands as cli
 
     return cli.main(argv)
 

@@ -109,7 +109,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax
 from keras import distribution
 COMMON
-from keras_policy_ext.numerics.moments import quantize_moments
+from keras_policy_ext.ext.moments.codes import quantize_moments
 
 
 def of_replicas(variable):

@@ -94,26 +94,26 @@ _LAZY = (
 
 # Public names and the modules that load on their first use.
 _LAZY_NAMES = {
-    "Tuned": "diagnostics.tune",
-    "audit": "diagnostics.audit",
-    "autopilot": "diagnostics.autopilot",
+    "Tuned": "ext.tune.tune",
+    "audit": "ext.audit.audit",
+    "autopilot": "ext.watch.autopilot",
     "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
     "freeze": "conversion",
-    "inspect": "diagnostics.inspection",
+    "inspect": "ext.inspect.inspection",
     "load_model": "saving",
     "load_preset": "saving",
     "load_weights": "saving",
-    "memory": "diagnostics.memory",
-    "plan": "diagnostics.plan",
-    "record": "diagnostics.recorder",
-    "replay": "diagnostics.replay",
+    "memory": "ext.memory.step_memory",
+    "plan": "ext.plan.step_plan",
+    "record": "ext.replay.recorder",
+    "replay": "ext.replay.replay",
     "revert": "conversion",
     "thaw": "conversion",
-    "tune": "diagnostics.tune",
-    "watch": "diagnostics.monitor",
-    "what_if": "diagnostics.what_if",
+    "tune": "ext.tune.tune",
+    "watch": "ext.watch.monitor",
+    "what_if": "ext.what_if.what_if",
     "widen": "conversion",
 }
 
@@ -189,16 +189,16 @@ if TYPE_CHECKING:
         thaw,
         widen,
     )
-    from keras_policy_ext.diagnostics.audit import audit
-    from keras_policy_ext.diagnostics.autopilot import autopilot
-    from keras_policy_ext.diagnostics.inspection import inspect
-    from keras_policy_ext.diagnostics.memory import memory
-    from keras_policy_ext.diagnostics.monitor import watch
-    from keras_policy_ext.diagnostics.plan import plan
-    from keras_policy_ext.diagnostics.recorder import record
-    from keras_policy_ext.diagnostics.replay import replay
-    from keras_policy_ext.diagnostics.tune import Tuned, tune
-    from keras_policy_ext.diagnostics.what_if import what_if
+    from keras_policy_ext.ext.audit.audit import audit
+    from keras_policy_ext.ext.inspect.inspection import inspect
+    from keras_policy_ext.ext.memory.step_memory import memory
+    from keras_policy_ext.ext.plan.step_plan import plan
+    from keras_policy_ext.ext.replay.recorder import record
+    from keras_policy_ext.ext.replay.replay import replay
+    from keras_policy_ext.ext.tune.tune import Tuned, tune
+    from keras_policy_ext.ext.watch.autopilot import autopilot
+    from keras_policy_ext.ext.watch.monitor import watch
+    from keras_policy_ext.ext.what_if.what_if import what_if
     from keras_policy_ext.saving import load_model, load_preset, load_weights
 else:
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_policy_ext import cli
+from keras_policy_ext.ext.cli import commands as cli
 
 
 def error_of(capsys, *arguments):

@@ -19,7 +19,7 @@ from keras import ops
 
 from keras_policy_ext import migration
 
-FILES = pathlib.Path(__file__).parent / "migration" / "files"
+FILES = pathlib.Path(__file__).parent / "ext" / "migration" / "files"
 MODELS = sorted(
     p.name for p in FILES.iterdir() if p.suffix in (".h5", ".keras")
 )

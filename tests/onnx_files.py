@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_policy_ext import stored_kernels
-from keras_policy_ext.export import onnx as onnx_export
+from keras_policy_ext.ext import onnx as onnx_export
 
 LEVELS = (
     "ORT_DISABLE_ALL",

@@ -11,7 +11,8 @@ import training_page
 
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions, recipes
-from keras_policy_ext.diagnostics import demo, machine
+from keras_policy_ext.ext import demo
+from keras_policy_ext.ext.sampling import machine
 
 SMALL = demo.Settings(
     steps=3,

@@ -10,13 +10,13 @@ import keras
 import keras_policy_ext as kpe
 from keras_policy_ext import layers
 from keras_policy_ext.conversion import Report
-from keras_policy_ext.diagnostics.audit import Audit
-from keras_policy_ext.diagnostics.inspection import Inspection
-from keras_policy_ext.diagnostics.memory import MemoryReport
-from keras_policy_ext.diagnostics.monitor import Watch
-from keras_policy_ext.diagnostics.plan import PlanReport
-from keras_policy_ext.diagnostics.tune import Tuned
-from keras_policy_ext.diagnostics.what_if import WhatIf
+from keras_policy_ext.ext.audit.audit import Audit
+from keras_policy_ext.ext.inspect.inspection import Inspection
+from keras_policy_ext.ext.memory.step_memory import MemoryReport
+from keras_policy_ext.ext.plan.step_plan import PlanReport
+from keras_policy_ext.ext.tune.tune import Tuned
+from keras_policy_ext.ext.watch.monitor import Watch
+from keras_policy_ext.ext.what_if.what_if import WhatIf
 
 
 def convert_and_look(model: Any) -> None:

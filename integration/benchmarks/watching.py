@@ -25,8 +25,8 @@ import measuring
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext.diagnostics import monitor as diagnostics_monitor
-from keras_policy_ext.diagnostics import recorder as diagnostics_recorder
+from keras_policy_ext.ext.replay import recorder as diagnostics_recorder
+from keras_policy_ext.ext.watch import monitor as diagnostics_monitor
 
 
 def network(recipe, layers, size):

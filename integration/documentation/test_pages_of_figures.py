@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from keras_policy_ext.diagnostics import doctor
-from keras_policy_ext.diagnostics.page import page
-from keras_policy_ext.diagnostics.run_report import RunReport
-from keras_policy_ext.diagnostics.samples import FIGURES, Measured, Samples
+from keras_policy_ext.ext.inspect import doctor
+from keras_policy_ext.ext.sampling.samples import FIGURES, Measured, Samples
+from keras_policy_ext.ext.watch.page import page
+from keras_policy_ext.ext.watch.run_report import RunReport
 
 
 def run():

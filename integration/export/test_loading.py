@@ -13,8 +13,8 @@ import tiny_models as tiny
 from test_hugging_face import HEAD, trained
 
 import keras_policy_ext as kpe
-from keras_policy_ext.export import safetensors_files
-from keras_policy_ext.export.safetensors_files import Tensor
+from keras_policy_ext.ext.export import safetensors_files
+from keras_policy_ext.ext.export.safetensors_files import Tensor
 from keras_policy_ext.layers.stored_weights import StoredVariable
 
 CHANNEL = ("compressed-tensors", "channel", None)

@@ -9,8 +9,8 @@ import numpy as np
 from keras.src import testing
 
 import keras_policy_ext as kpe
-from keras_policy_ext.optimizers.quantized import make_quantized
-from keras_policy_ext.optimizers.settings import Settings
+from keras_policy_ext.ext.moments.quantized import make_quantized
+from keras_policy_ext.ext.moments.settings import Settings
 
 TOLERANCE = 0.02
 """Of weights, relative and absolute. A step is off by a sixteenth where its

@@ -1,4 +1,4 @@
-"""Write the files of tests/migration/files with the real tf_keras.
+"""Write the files of tests/ext/migration/files with the real tf_keras.
 
     tox run -e legacy                    compares them with the committed ones
     tox run -e legacy -- --write         writes them anew

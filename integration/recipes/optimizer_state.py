@@ -29,8 +29,8 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.diagnostics.demo import settings, text, train
-from keras_policy_ext.numerics.moments import (
+from keras_policy_ext.ext.demo import settings, text, train
+from keras_policy_ext.ext.moments.codes import (
     dequantize_moments,
     quantize_moments,
 )

@@ -14,8 +14,8 @@ if keras.backend.backend() != "torch" or not importlib.util.find_spec("triton"):
 
 import torch
 
-from keras_policy_ext.backends.torch import triton_moments
-from keras_policy_ext.reference import moments as reference
+from keras_policy_ext.ext.moments import triton_codes as triton_moments
+from keras_policy_ext.ext.reference import moments as reference
 
 
 def hostile(size):

@@ -9,7 +9,6 @@ kpe.revert(model)
 
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.calibration import calibrate
-from keras_policy_ext.conversion.eight_bits import eight_bit_rules
 from keras_policy_ext.conversion.freezing import freeze, thaw, widen
 from keras_policy_ext.conversion.in_place import convert, revert
 from keras_policy_ext.conversion.report import (
@@ -18,7 +17,8 @@ from keras_policy_ext.conversion.report import (
     Report,
     Skipped,
 )
-from keras_policy_ext.conversion.smoothing import Smoothed, smooth_swiglu
+from keras_policy_ext.ext.smoothing.eight_bits import eight_bit_rules
+from keras_policy_ext.ext.smoothing.smoothing import Smoothed, smooth_swiglu
 
 __all__ = [
     "Converted",

@@ -22,7 +22,7 @@ import keras
 
 from keras_policy_ext import _user_code, policies
 from keras_policy_ext._keras import global_policy, keras_hub, walking
-from keras_policy_ext.conversion import candidates, roles, smoothing, training
+from keras_policy_ext.conversion import candidates, roles, training
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     Unconverted,
@@ -49,6 +49,7 @@ from keras_policy_ext.conversion.requested import (
     warn_of_plain,
 )
 from keras_policy_ext.conversion.work import Works
+from keras_policy_ext.ext.smoothing import smoothing
 from keras_policy_ext.layers.activation_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class

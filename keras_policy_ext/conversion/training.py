@@ -19,19 +19,19 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext.conversion.candidates import leaves, path_of
-from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_weights import is_state
-from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.mixed_precision.float32_views import is_overwritten
-from keras_policy_ext.mixed_precision.wrapping import loss_scale_of_model
-from keras_policy_ext.optimizers.conversion import (
+from keras_policy_ext.ext.mixed.float32_views import is_overwritten
+from keras_policy_ext.ext.mixed.loss_scales import LossScale
+from keras_policy_ext.ext.mixed.wrapping import loss_scale_of_model
+from keras_policy_ext.ext.moments.conversion import (
     check_state,
     dequantize,
     quantize,
 )
-from keras_policy_ext.optimizers.settings import Settings
-from keras_policy_ext.policies.loss_scales import LossScale
-from keras_policy_ext.reference.moments import BLOCKS
+from keras_policy_ext.ext.moments.settings import Settings
+from keras_policy_ext.ext.reference.moments import BLOCKS
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_weights import is_state
+from keras_policy_ext.layers.transaction import unchanged_on_error
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
 _CONTAINERS = (dict, list, tuple)

@@ -12,14 +12,22 @@ if TYPE_CHECKING:
     # The names that `__getattr__` forwards.
     from keras.layers import *  # noqa: F403
 
-from keras_policy_ext.layers.attention import (
-    GroupedQueryAttention,
-    MultiHeadAttention,
-)
-from keras_policy_ext.layers.autocast import (
+from keras_policy_ext.ext.mixed.autocast import (
     AutocastMixin,
     autocast_scope,
     is_autocast_variable,
+)
+from keras_policy_ext.ext.recurrent.rnn import (
+    GRU,
+    LSTM,
+    GRUCell,
+    LSTMCell,
+    SimpleRNN,
+    SimpleRNNCell,
+)
+from keras_policy_ext.layers.attention import (
+    GroupedQueryAttention,
+    MultiHeadAttention,
 )
 from keras_policy_ext.layers.conv import (
     Conv1D,
@@ -34,14 +42,6 @@ from keras_policy_ext.layers.conv import (
 from keras_policy_ext.layers.dense import Dense, EinsumDense
 from keras_policy_ext.layers.embedding import Embedding, ReversibleEmbedding
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.rnn import (
-    GRU,
-    LSTM,
-    GRUCell,
-    LSTMCell,
-    SimpleRNN,
-    SimpleRNNCell,
-)
 
 Convolution1D = Conv1D
 Convolution2D = Conv2D

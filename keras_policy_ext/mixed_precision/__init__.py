@@ -6,26 +6,26 @@ names of `tf.keras.mixed_precision`; `experimental` has names of TensorFlow
 model that has a layer in float16.
 """
 
-from keras_policy_ext.mixed_precision import experimental
-from keras_policy_ext.mixed_precision.monitor import LossScaleMonitor
-from keras_policy_ext.mixed_precision.optimizer import LossScaleOptimizer
-from keras_policy_ext.mixed_precision.policy import (
+from keras_policy_ext.ext.mixed.loss_scales import (
+    DynamicLossScale,
+    FixedLossScale,
+)
+from keras_policy_ext.ext.mixed.monitor import LossScaleMonitor
+from keras_policy_ext.ext.mixed.optimizer import LossScaleOptimizer
+from keras_policy_ext.ext.mixed.policy import (
     Policy,
     global_policy,
     set_global_policy,
 )
-from keras_policy_ext.mixed_precision.stochastic_rounding import (
+from keras_policy_ext.ext.mixed.stochastic_rounding import (
     StochasticRounding,
 )
-from keras_policy_ext.mixed_precision.wrapping import (
+from keras_policy_ext.ext.mixed.wrapping import (
     LossScaleMixin,
     compile,
     wrap_optimizer,
 )
-from keras_policy_ext.policies.loss_scales import (
-    DynamicLossScale,
-    FixedLossScale,
-)
+from keras_policy_ext.mixed_precision import experimental
 
 __all__ = [
     "DynamicLossScale",

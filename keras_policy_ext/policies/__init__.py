@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import keras
 
 from keras_policy_ext._keras import global_policy
+from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
 from keras_policy_ext.policies._in_keras import names_in_keras
 from keras_policy_ext.policies._plain import FLOATS, actual_dtype
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
-from keras_policy_ext.policies.loss_scales import LossScaleDTypePolicy
 
 __all__ = [
     "FLOATS",

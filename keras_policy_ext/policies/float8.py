@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Self, TypeGuard
 import keras
 
 from keras_policy_ext import policy_names, recipes
+from keras_policy_ext.ext.mixed.loss_scales import AUTO, LossScaleDTypePolicy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
-from keras_policy_ext.policies.loss_scales import AUTO, LossScaleDTypePolicy
 from keras_policy_ext.recipes.fields import settled
 from keras_policy_ext.recipes.spec import did_you_mean
 

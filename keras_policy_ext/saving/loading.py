@@ -23,6 +23,7 @@ from keras_policy_ext import _input_files, _user_code, policies
 from keras_policy_ext._keras import built_layers, stock_float8, walking
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
+from keras_policy_ext.ext.mixed import _arguments
 from keras_policy_ext.layers import saved_weights
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.entries import GROUP
@@ -30,7 +31,6 @@ from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.saved_layers import SavedState
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.mixed_precision import _arguments
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.policies.of_layers import (

@@ -1,1 +1,0 @@
-"""Show what float8 does in a model: the demo, the doctor, tables, plots."""

@@ -1,0 +1,1 @@
+"""Find scales that see other positions or examples."""

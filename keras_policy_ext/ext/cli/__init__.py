@@ -1,0 +1,1 @@
+"""The command `keras-policy-ext`."""

@@ -1,0 +1,442 @@
+"""Load a quantized Hugging Face folder into a KerasHub model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_policy_ext import _input_files
+from keras_policy_ext._keras import calls, keras_hub, walking
+from keras_policy_ext._keras.symbolic import Symbols
+from keras_policy_ext.conversion import candidates, freezing, in_place
+from keras_policy_ext.ext.export import safetensors_files
+from keras_policy_ext.ext.export.safetensors_files import OF_DAMAGE, Slot
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
+from keras_policy_ext.layers.stored_weights import StoredVariable
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import source_policy_of
+from keras_policy_ext.recipes import FrozenKernels
+from keras_policy_ext.stored_kernels import (
+    BLOCK,
+    StoredKernel,
+    as_matrix,
+    of_matrix,
+    scale_shape,
+    spread_blocks,
+)
+
+Array = np.ndarray[Any, Any]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_SCALES = ("weight_scale", "weight_scale_inv")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedFolder:
+    """The quantization that `config.json` of a Hugging Face folder states.
+
+    Attributes:
+        config: The content of `config.json`.
+        recipe: The recipe that its kernels are frozen with.
+        dtype: The dtype of its other weights.
+    """
+
+    config: dict[str, Any]
+    recipe: FrozenKernels
+    dtype: str
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> QuantizedFolder:
+        """Read `config.json` in a folder; no weight is read.
+
+        Raises:
+            FileNotFoundError: If there is no `config.json`.
+            ValueError: If it is damaged, or has another quantization.
+        """
+        place = folder / "config.json"
+        if not place.is_file():
+            raise FileNotFoundError(
+                "There is no model in Hugging Face's form here. Received: "
+                f"{str(folder)!r}, without a config.json. Allowed: a folder "
+                "with one. Check the path."
+            )
+        try:
+            config = _input_files.json_in(place.read_bytes(), place)
+            quantization = config["quantization_config"]
+            method = quantization["quant_method"]
+        except KeyError as error:
+            raise _wrong(place, f"no {error.args[0]!r}") from error
+        except OF_DAMAGE as error:
+            raise _wrong(place, f"no config ({error})") from error
+        try:
+            recipe = _RECIPES[method](quantization)
+        except OF_DAMAGE as error:
+            raise _wrong(place, f"{quantization}") from error
+        return cls(config, recipe, _dtype(config))
+
+
+def scales(slots: Mapping[str, Slot], name: str) -> tuple[Array, float | None]:
+    """Return (scales of a weight, static scale of its inputs or None).
+
+    Raises:
+        ValueError: If they are missing, or are not floats.
+    """
+    module = name.removesuffix("weight")
+    found = [slots[module + s] for s in _SCALES if module + s in slots]
+    if len(found) != 1 or found[0].dtype not in ("F32", "BF16", "F16"):
+        raise ValueError(
+            f"A weight in float8 has no scale. Received: {name!r}. Allowed: "
+            f"one of {module}weight_scale and {module}weight_scale_inv, in "
+            "floating point, beside it. Export the model again."
+        )
+    scale = found[0].read().astype("float32")
+    inputs = slots.get(f"{module}input_scale")
+    if inputs is None:
+        return scale, None
+    return scale, float(inputs.read().astype("float32").reshape(-1)[0])
+
+
+def _compressed_tensors(quantization: Any) -> FrozenKernels:
+    if quantization["quantization_status"] != "compressed":
+        raise ValueError("not compressed")
+    (group,) = quantization["config_groups"].values()
+    weights, inputs = group["weights"], group.get("input_activations")
+    _check_numbers(weights)
+    if weights.get("dynamic") or group["targets"] != ["Linear"]:
+        raise ValueError("other weights")
+    if weights["strategy"] == "block":
+        _check_block(weights["block_structure"])
+    activations = None
+    if inputs is not None and not quantization.get("dequantize"):
+        _check_numbers(inputs)
+        kind = inputs["strategy"], bool(inputs.get("dynamic"))
+        activations = {("token", True): "dynamic", ("tensor", False): "static"}[
+            kind
+        ]
+    return FrozenKernels(per=weights["strategy"], activations=activations)
+
+
+def _fp8(quantization: Any) -> FrozenKernels:
+    if quantization.get("weight_block_size") is None:
+        return FrozenKernels(per="tensor")
+    _check_block(quantization["weight_block_size"])
+    return FrozenKernels(per="block")
+
+
+_RECIPES = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
+
+
+def _check_numbers(scheme: Any) -> None:
+    if (scheme["num_bits"], scheme["type"]) != (8, "float"):
+        raise ValueError("no float8")
+    if not scheme.get("symmetric", True):
+        raise ValueError("zero points")
+
+
+def _check_block(sizes: Any) -> None:
+    if list(sizes) != [BLOCK, BLOCK]:
+        raise ValueError("other blocks")
+
+
+def _dtype(config: Any) -> str:
+    text = config.get("text_config") or config
+    for found in (config, text):
+        dtype = found.get("torch_dtype") or found.get("dtype")
+        if dtype in _DTYPES:
+            return str(dtype)
+    return "float32"
+
+
+def _wrong(place: pathlib.Path, found: str) -> ValueError:
+    return ValueError(
+        "The model in this folder has no float8 kernels that can be read. "
+        f"Received: {str(place)!r} with {found}. Allowed: the "
+        "quantization_config of compressed-tensors in float8 e4m3 (per "
+        "channel, tensor or block of 128x128; inputs not quantized, by token, "
+        "or static by tensor), or of 'fp8' (blocks of 128x128, or per "
+        "tensor). To read a model in floats, call "
+        "`keras_hub.models.CausalLM.from_preset`."
+    )
+
+
+Hook = Callable[[Array, list[int]], Array]
+
+
+def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
+    """Load a quantized Hugging Face folder as a model; see `load_quantized`."""
+    place = pathlib.Path(path)
+    folder = QuantizedFolder.read(place)
+    slots = safetensors_files.read_folder(place)
+    converter = keras_hub.Converter(place, folder.config)
+
+    def freeze(layer: keras.Layer) -> None:
+        form = _form(layer)
+        if form and stored_weights.kernels_to_store(layer, form):
+            source = source_policy_of(layer).name
+            policy = Float8DTypePolicy(source, recipe=folder.recipe)
+            to_float8_class(layer, policy)
+
+    numbers = sum(math.prod(slot.shape) for slot in slots.values())
+    with (
+        _input_files.within_memory_of(place, numbers),
+        calls.after_each_build(freeze),
+        calls.without_initial_values(_is_to_be_frozen),
+    ):
+        backbone = converter.make_backbone(dtype or folder.dtype)
+    asked = _Asked(backbone, slots)
+    converter.port(asked.stand_in, asked)
+    asked.check_all()
+    thawed = _thawed(backbone, asked)
+    for port in asked.ports:
+        _fill(thawed.get(id(port.variable), port.variable), port, slots)
+    return keras_hub.language_model_of(backbone)
+
+
+def _form(layer: keras.Layer) -> Any:
+    """Return the class that `freeze` would give a layer, or None.
+
+    Embeddings are not frozen, because folders have them in floats.
+    """
+    if isinstance(layer, keras.layers.Embedding):
+        return None
+    return freezing.form_to_freeze(layer)
+
+
+def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
+    """Return True if a weight that a layer is adding will be frozen."""
+    return name in (getattr(_form(layer), "float8_kernels", None) or ())
+
+
+def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
+    """Thaw layers whose kernels the folder has in float; return new kernels.
+
+    Returns:
+        Their new kernels, by the ids of the old ones.
+    """
+    wide = {id(port.variable) for port in asked.ports if not port.is_float8}
+    found: dict[int, Any] = {}
+    for layer in freezing.frozen_layers(backbone):
+        before = {v.name: id(v) for v in stored_weights.stored_in(layer)}
+        if wide.isdisjoint(before.values()):
+            continue
+        to_stock_class(layer)
+        own = {v.name: v for v in walking.own_weights(layer)}
+        found.update({place: own[name] for name, place in before.items()})
+    for layer in candidates.survey(backbone).composites:
+        in_place.enter_float8_with_children(layer)
+    in_place.declare_policies(backbone)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Port:
+    """A tensor of the folder, and the variable that it is loaded into.
+
+    Attributes:
+        variable: The variable of the new model.
+        name: The name of the tensor.
+        hook: Converts the tensor to the shape of the variable.
+        is_float8: Whether the tensor is in float8.
+    """
+
+    variable: keras.Variable
+    name: str
+    hook: Hook
+    is_float8: bool
+
+
+class _Asked:
+    """Records which tensor KerasHub's converter assigns to which variable.
+
+    Args:
+        backbone: The model that the tensors are for.
+        slots: The tensors of the folder.
+    """
+
+    safetensor_config = None
+    """None, so that KerasHub does not compare ported tensors with a list."""
+
+    def __init__(
+        self, backbone: keras.Model, slots: Mapping[str, Slot]
+    ) -> None:
+        self._slots = slots
+        self._symbols = Symbols()
+        self.stand_in = self._symbols.stand_in(backbone)
+        self.ports: list[_Port] = []
+
+    def get_tensor(self, name: str) -> Array:
+        """Read a tensor of the folder, for KerasHub's converter."""
+        return self._slots[self._name(name)].read()
+
+    def port_weight(
+        self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None
+    ) -> None:
+        """Record that a tensor is the value of a variable; no value is read.
+
+        Args:
+            keras_variable: The symbolic tensor of the variable.
+            hf_weight_key: The name of the tensor, or the end of it.
+            hook_fn: Converts the tensor to the shape of the variable.
+        """
+        (variable,) = self._symbols.variables(keras_variable)
+        name = self._name(hf_weight_key)
+        hook: Hook = hook_fn or (lambda value, shape: value)
+        is_float8 = self._slots[name].dtype == "F8_E4M3"
+        self.ports.append(_Port(variable, name, hook, is_float8))
+
+    def check_all(self) -> None:
+        """Raise if a float8 kernel of the folder belongs to no variable."""
+        ported = {port.name for port in self.ports}
+        left = [
+            name
+            for name, slot in self._slots.items()
+            if slot.dtype == "F8_E4M3"
+            and name not in ported
+            # Layers that predict several tokens, which KerasHub has not.
+            and not name.startswith("mtp.")
+        ]
+        if left:
+            raise ValueError(
+                "The model that KerasHub makes from this folder lacks some of "
+                f"its kernels. Received: {len(left)} kernels without a place "
+                f"in the model, such as {left[0]!r}. Allowed: a folder whose "
+                "whole architecture KerasHub supports. Read it with "
+                "transformers."
+            )
+
+    def _name(self, wanted: str) -> str:
+        """Return the full name of a tensor, which may have a prefix."""
+        if wanted in self._slots:
+            return wanted
+        ends = [n for n in self._slots if n.endswith(f".{wanted}")]
+        if not ends:
+            raise ValueError(
+                "This folder lacks a weight of the model. Received: no "
+                f"tensor {wanted!r}. Allowed: a folder with every tensor of "
+                "the model that config.json describes. Copy the folder "
+                "again, or export it again."
+            )
+        return min(ends, key=len)
+
+
+def _fill(
+    variable: keras.Variable, port: _Port, slots: Mapping[str, Slot]
+) -> None:
+    """Assign a tensor of the folder, as values or codes, to a variable."""
+    value = slots[port.name].read()
+    shape = list(variable.shape)
+    if not port.is_float8:
+        if value.dtype.kind not in "biu":
+            value = value.astype("float32")
+        variable.assign(_hooked(value, port, shape))
+        return
+    scale, inputs_scale = scales(slots, port.name)
+    if not isinstance(variable, StoredVariable):
+        value = value.astype("float32") * _spread(scale, value.shape)
+        variable.assign(_hooked(value, port, shape))
+        return
+    bits = value.view("uint8")
+    codes = _hooked(bits, port, shape)
+    stored = StoredKernel(
+        codes=codes,
+        scale=_scale_of(variable, bits, codes, scale, port.hook),
+        weights=variable.weights,
+        granularity=variable.granularity,
+        axes=variable.axes,
+    )
+    variable.take(stored, inputs_scale)
+
+
+def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
+    """Convert a tensor to its variable's shape, by KerasHub's function."""
+    try:
+        made = np.asarray(port.hook(value.view(_Kept), shape), order="C")
+    except (IndexError, ValueError) as error:
+        raise _misshapen(port.name, value.shape, shape) from error
+    if list(made.shape) != shape:
+        raise _misshapen(port.name, value.shape, shape)
+    return made
+
+
+class _Kept(np.ndarray[Any, Any]):
+    """An array whose `astype` returns the array itself.
+
+    KerasHub's converter for Mistral casts each tensor to float16.
+    """
+
+    def astype(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the array itself, whatever dtype is requested."""
+        return self
+
+
+def _scale_of(
+    variable: StoredVariable,
+    bits: Array,
+    hooked: Array,
+    scale: Array,
+    hook: Hook,
+) -> Array:
+    """Convert the scales in a file to the shape of the kernel's scales.
+
+    If the tensor is the matrix of the kernel, its scales have the same order.
+    Otherwise, as in GPT-2, each element is given its scale, and the scales are
+    reordered like the elements.
+
+    Raises:
+        ValueError: If they do not fit the kernel.
+    """
+    shape, axes = tuple(variable.shape), variable.axes
+    wanted = scale_shape(shape, axes, variable.granularity)
+    columns, rows = axes.sizes(shape)
+    same = bits.shape == (rows, columns) and np.array_equal(
+        hooked, of_matrix(bits, shape, axes)
+    )
+    if variable.granularity == "block":
+        if same and scale.shape == wanted:
+            return scale
+    elif scale.size == 1:
+        tensor = np.full((1,) * len(shape), scale.reshape(()), "float32")
+        return np.broadcast_to(tensor, wanted)
+    elif same and scale.shape == (rows, 1):
+        return of_matrix(scale, wanted, axes)
+    elif not same:
+        spread = np.asarray(hook(_spread(scale, bits.shape), list(shape)))
+        matrix = as_matrix(spread, axes)
+        if np.all(matrix == matrix[:, :1]):
+            return of_matrix(matrix[:, :1], wanted, axes)
+    raise ValueError(
+        "The scales of a kernel have the wrong shape. Received: scales of "
+        f"shape {scale.shape} for a tensor {bits.shape}, per "
+        f"{variable.granularity}. Allowed: {wanted} for the kernel {shape}. "
+        "Export the model again."
+    )
+
+
+def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
+    """Return the scale of each element of a tensor with this shape.
+
+    A scale may be that of a row, or of a block of 128x128.
+    """
+    try:
+        return np.broadcast_to(scale, shape)
+    except ValueError:
+        return spread_blocks(scale, shape)
+
+
+def _misshapen(
+    name: str, received: tuple[int, ...], allowed: list[int]
+) -> ValueError:
+    return ValueError(
+        f"A tensor does not fit the model. Received: {name!r} of shape "
+        f"{received}. Allowed: a tensor for a weight of shape {allowed}. The "
+        "config.json of this folder belongs to another model; copy the whole "
+        "folder again."
+    )

@@ -1,0 +1,208 @@
+"""What the programs that load Hugging Face folders accept, by format.
+
+Taken from the sources of transformers 5.23 and compressed-tensors 0.20, and
+tested with both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from keras_policy_ext.ext.export import kernels
+from keras_policy_ext.ext.export.kernels import Scheme
+from keras_policy_ext.stored_kernels import BLOCK
+
+COMPRESSED_TENSORS, FP8, MODELOPT = "compressed-tensors", "fp8", "modelopt"
+
+CONV1D = frozenset({"GPT2Backbone"})
+"""Families whose matrices are `Conv1D` of transformers, not `Linear`, and
+transposed."""
+
+USUAL = {
+    COMPRESSED_TENSORS: kernels.USUAL,
+    FP8: Scheme(
+        weights="float8_e4m3fn", granularity="block", activations="dynamic"
+    ),
+    MODELOPT: Scheme(
+        weights="float8_e4m3fn", granularity="tensor", activations="static"
+    ),
+}
+"""The defaults of each format, if no kernel is frozen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """The programs that load one export format, and what they accept.
+
+    Attributes:
+        format: The name of the format.
+        family: The class of the backbone in KerasHub.
+        scheme: How kernels are stored.
+    """
+
+    format: str
+    family: str
+    scheme: Scheme
+
+    @property
+    def transposed(self) -> bool:
+        """True if the programs expect matrices of shape (in, out)."""
+        return self.family in CONV1D
+
+    @property
+    def granularity(self) -> str:
+        """The granularity of the scales: "channel", "tensor" or "block"."""
+        return "channel" if self.transposed else self.scheme.granularity
+
+    @property
+    def scale_name(self) -> str:
+        """The last part of the name of a module's scales in the file."""
+        return "weight_scale_inv" if self.format == FP8 else "weight_scale"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for users about how programs will load the export."""
+        if self.format == FP8:
+            return (
+                "fp8 has no form without quantized inputs: on a GPU the "
+                "reader quantizes them in groups of 128, on a CPU never.",
+            )
+        if self.transposed:
+            return (
+                "The matrices of this model are no Linear of transformers. "
+                "It dequantizes them while it loads; vLLM does not read them.",
+            )
+        return ()
+
+    def check(self) -> None:
+        """Raise if programs that load this format do not support the scheme."""
+        scheme = self.scheme
+        if self.transposed:
+            self._check_transposed()
+        if scheme.weights != "float8_e4m3fn":
+            raise _refused(
+                self, f"weights={scheme.weights!r}", "'float8_e4m3fn'"
+            )
+        allowed = _GRANULARITIES[self.format]
+        if self.transposed:
+            allowed = tuple(g for g in allowed if g != "block")
+        if scheme.granularity not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise _refused(self, f"granularity={scheme.granularity!r}", listed)
+        self._check_inputs()
+
+    def _check_transposed(self) -> None:
+        inputs = self.scheme.activations
+        if self.format != COMPRESSED_TENSORS:
+            raise _refused(
+                self,
+                f"a {self.family}, whose matrices are Conv1D, which the "
+                "reader takes for numbers that are not quantized",
+                "format='compressed-tensors', or format='safetensors'",
+            )
+        if inputs is not None:
+            raise _refused(
+                self,
+                f"activations={inputs!r} for a {self.family}, whose matrices "
+                "are Conv1D, the inputs of which are not quantized",
+                "activations=None",
+            )
+
+    def _check_inputs(self) -> None:
+        inputs = self.scheme.activations
+        if self.format == FP8 and inputs == "static":
+            raise _refused(self, "activations='static'", "'dynamic' or None")
+        if self.format == MODELOPT and inputs != "static":
+            raise _refused(
+                self,
+                f"activations={inputs!r}",
+                "'static', with granularity='tensor'; "
+                "`kpe.freeze(model, granularity='tensor', "
+                "activations='static')` makes such a model",
+            )
+
+    def why_float(self, rows: int, columns: int) -> str | None:
+        """Return why a matrix of these sizes stays in float, or None."""
+        if self.format != FP8 or self.scheme.granularity != "block":
+            return None
+        wrong = [s for s in (rows, columns) if s > BLOCK and s % BLOCK]
+        if not wrong:
+            return None
+        return f"the reader would misread blocks of {wrong[0]} numbers"
+
+    def config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """Return the entry `quantization_config` for `config.json`."""
+        if self.format == FP8:
+            return self._fp8(list(ignore))
+        return self._compressed_tensors(list(ignore))
+
+    def _fp8(self, ignore: list[str]) -> dict[str, Any]:
+        block = self.scheme.granularity == "block"
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK] if block else None,
+            "modules_to_not_convert": ignore,
+            "ignored_layers": ignore,
+        }
+
+    def _compressed_tensors(self, ignore: list[str]) -> dict[str, Any]:
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = {**number, "strategy": self.granularity, "dynamic": False}
+        if self.granularity == "block":
+            weights["block_structure"] = [BLOCK, BLOCK]
+        inputs = {
+            None: None,
+            "dynamic": {**number, "strategy": "token", "dynamic": True},
+            "static": {**number, "strategy": "tensor", "dynamic": False},
+        }[self.scheme.activations]
+        found: dict[str, Any] = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "ignore": ignore,
+            "kv_cache_scheme": None,
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": weights,
+                    "input_activations": inputs,
+                }
+            },
+        }
+        return {**found, "dequantize": True} if self.transposed else found
+
+    def further_files(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """Return the content of other JSON files to write, by file name."""
+        if self.format != MODELOPT:
+            return {}
+        quantization = {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": None,
+            "exclude_modules": list(ignore),
+        }
+        return {
+            "hf_quant_config.json": {
+                "producer": {"name": "modelopt"},
+                "quantization": quantization,
+            }
+        }
+
+
+_GRANULARITIES = {
+    COMPRESSED_TENSORS: ("channel", "tensor", "block"),
+    FP8: ("block", "tensor"),
+    MODELOPT: ("tensor",),
+}
+
+
+def _refused(reader: Reader, received: str, allowed: str) -> ValueError:
+    return ValueError(
+        f"format={reader.format!r} does not support this model. Received: "
+        f"{received}. Allowed: {allowed}. Pass an allowed value, or another "
+        "`format`. If the model is frozen with other arguments, call "
+        "`keras_policy_ext.thaw`, and freeze the model again with allowed "
+        "arguments."
+    )

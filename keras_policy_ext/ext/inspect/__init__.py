@@ -1,0 +1,1 @@
+"""Say what each layer of a model does, and what this machine can do."""

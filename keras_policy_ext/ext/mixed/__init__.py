@@ -1,0 +1,1 @@
+"""Loss scaling, autocasting and stochastic rounding."""

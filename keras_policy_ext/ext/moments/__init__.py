@@ -1,0 +1,1 @@
+"""Optimizers whose moments take one byte a number."""

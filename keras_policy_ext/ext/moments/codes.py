@@ -1,0 +1,203 @@
+"""Quantize the moments of an optimizer to one byte a number.
+
+The bits are those of `reference.moments`. Of a second moment, the square root
+is stored: it has the dynamic range of a first moment. It has no sign, so that
+its codes have one more bit of the mantissa.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.ext.reference.moments import (
+    BLOCKS,
+    GOLDEN,
+    KINDS,
+    LARGEST,
+    OFFSET,
+    SMALLEST,
+    SMALLEST_NORMAL,
+)
+from keras_policy_ext.numerics import primitives
+from keras_policy_ext.numerics.casting import (
+    MAGNITUDE_BITS,
+    decode_scales,
+    encode_scales,
+    shifted_right,
+    view,
+)
+from keras_policy_ext.numerics.scaling import round_up_to_power_of_two
+from keras_policy_ext.numerics.stochastic import _wrapped
+
+_SCALE_FORMAT = "float8_e8m0fnu"
+_LANES = 16
+
+
+def blocks_of(shape: Any, form: str) -> int:
+    """Return how many scales a moment of a shape has."""
+    return -(-math.prod(shape) // BLOCKS[form])
+
+
+def quantize_moments(
+    x: Tensor,
+    kind: str,
+    form: str,
+    key: Tensor | None = None,
+    first: Tensor | int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Quantize a moment to codes of one byte, with a scale for each block.
+
+    Args:
+        x: Float32 tensor of a known shape.
+        kind: `"first"`, or `"second"` for a moment that is never negative.
+        form: `"float8"`: a float32 scale for 256 numbers; `"mx"`: a power of
+            two, one byte, for 32.
+        key: Int32 scalar for stochastic rounding; None rounds to nearest.
+        first: How many numbers of the moment are before `x`: whole blocks.
+
+    Returns:
+        Uint8 codes of the shape of `x`, and scales (blocks,), float32 or
+        uint8. See `reference.moments.quantize_moments`.
+    """
+    shape, count = tuple(x.shape), math.prod(x.shape)
+    rows = _in_blocks(ops.cast(x, "float32"), count, BLOCKS[form])
+
+    def quantized(before: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        here = key
+        if here is not None:
+            # The place of a number counts in the whole moment.
+            place = first + before
+            if isinstance(place, int):
+                turn = _wrapped(place * GOLDEN & 0xFFFFFFFF)
+                here = here + turn if turn else here
+            else:
+                here = here + ops.cast(place, "int32") * _wrapped(GOLDEN)
+        found = primitives.current.quantize_blocks(rows, kind, form, here)
+        return found or _quantized(rows, kind, form, here)
+
+    codes, scale = primitives.current.by_rows(quantized, rows)
+    codes = ops.reshape(codes, (-1,))[:count]
+    return ops.reshape(codes, shape), scale
+
+
+def _quantized(
+    rows: Tensor, kind: str, form: str, key: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Quantize blocks, the rows of a matrix."""
+    stored = KINDS[kind]
+    scale = _scales(_largest(rows), kind, form)
+    # The `where` hides from compilers that the dividend is a constant.
+    one = ops.where(scale > 0.0, 1.0, scale)
+    factor = ops.expand_dims(ops.divide(one, scale), 1)
+    # No compiler makes one operation of a product and the sum below: it is
+    # not the product that is added.
+    if stored.signed:
+        q = ops.abs(ops.multiply(rows, factor))
+    else:
+        magnitude = ops.abs(rows)
+        q = ops.multiply(primitives.current.sqrt(magnitude), factor)
+        q = ops.maximum(q, OFFSET * 2.0**-stored.mantissa_bits)
+        q = ops.where(magnitude < SMALLEST_NORMAL, 0.0, q)
+    bits = ops.minimum(view(q + OFFSET, "int32"), _bits_of(stored.largest))
+    bits = bits + _bits(rows.shape, key, stored.dropped)
+    code = ops.right_shift(bits, stored.dropped)
+    if stored.signed:
+        sign = ops.right_shift(view(rows, "int32"), 24)
+        code = ops.bitwise_or(code, ops.bitwise_and(sign, 0x80))
+    if form == "mx":
+        scale = encode_scales(scale, _SCALE_FORMAT)
+    # A cast keeps the lower bits; the upper ones are those of OFFSET.
+    return ops.cast(code, "uint8"), scale
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the bits of the largest magnitude in each row, int32 (rows,).
+
+    Integers are compared, which no compiler does in another way. It reduces
+    halves: XLA for a CPU takes twice as long for the whole axis (JAX 0.10).
+    """
+    bits = view(rows, "int32")
+    parts = [bits]
+    while parts[0].shape[1] > _LANES:
+        half = parts[0].shape[1] // 2
+        parts = [y for x in parts for y in (x[:, :half], x[:, half:])]
+    parts = [ops.bitwise_and(x, MAGNITUDE_BITS) for x in parts]
+    return ops.max(functools.reduce(ops.maximum, parts), axis=1)
+
+
+def _scales(largest: Tensor, kind: str, form: str) -> Tensor:
+    """Return the float32 scales of blocks, of the bits of their amaxes."""
+    stored = KINDS[kind]
+    limit = LARGEST[kind]
+    known = largest >= _bits_of(SMALLEST_NORMAL)
+    if stored.signed:
+        amax = view(ops.minimum(largest, _bits_of(limit)), "float32")
+    else:
+        square = view(ops.minimum(largest, _bits_of(limit**2)), "float32")
+        amax = primitives.current.sqrt(square)
+    scale = amax * float(np.float32(1 / (stored.largest - OFFSET)))
+    if form == "mx":
+        scale = round_up_to_power_of_two(scale)
+    return ops.where(known, ops.maximum(scale, SMALLEST), 1.0)
+
+
+def _bits_of(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
+
+
+def dequantize_moments(
+    codes: Tensor, scale: Tensor, kind: str, form: str
+) -> Tensor:
+    """Return the float32 numbers of the codes of `quantize_moments`."""
+    shape, count = tuple(codes.shape), math.prod(codes.shape)
+    rows = _in_blocks(codes, count, BLOCKS[form])
+
+    def numbers(_: int, rows: Tensor, scale: Tensor) -> tuple[Tensor]:
+        found = primitives.current.dequantize_blocks(rows, scale, kind, form)
+        if found is None:
+            found = _numbers(rows, scale, kind, form)
+        return (found,)
+
+    (found,) = primitives.current.by_rows(numbers, rows, scale)
+    return ops.reshape(ops.reshape(found, (-1,))[:count], shape)
+
+
+def _numbers(rows: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
+    if form == "mx":
+        scale = decode_scales(scale, _SCALE_FORMAT)
+    scale = ops.expand_dims(scale, 1)
+    stored = KINDS[kind]
+    code = ops.cast(rows, "int32")
+    magnitude = ops.bitwise_and(code, 0x7F) if stored.signed else code
+    bits = ops.left_shift(magnitude, stored.dropped)
+    numbers = view(ops.bitwise_or(bits, _bits_of(OFFSET)), "float32") - OFFSET
+    numbers = numbers * scale
+    if not stored.signed:
+        return ops.square(numbers)
+    sign = ops.left_shift(ops.bitwise_and(code, 0x80), 24)
+    return view(ops.bitwise_or(view(numbers, "int32"), sign), "float32")
+
+
+def _in_blocks(x: Tensor, count: int, size: int) -> Tensor:
+    """Return a tensor as a matrix of blocks, padded with zeros."""
+    x = ops.reshape(x, (-1,))
+    if count % size:
+        x = ops.pad(x, [[0, -count % size]])
+    return ops.reshape(x, (-1, size))
+
+
+def _bits(shape: Any, key: Tensor | None, count: int) -> Tensor:
+    """Return so many bits per number; see `reference.moments.moment_bits`."""
+    if key is None:
+        return ops.full((1, 1), 1 << (count - 1), "int32")
+    # In this form XLA for a CPU takes a quarter of the time (JAX 0.10).
+    index = ops.arange(math.prod(shape), dtype="int32")
+    index = ops.reshape(index, shape)
+    index = index * _wrapped(GOLDEN) + key
+    return shifted_right(index, 32 - count)

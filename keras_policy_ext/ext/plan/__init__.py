@@ -1,0 +1,1 @@
+"""Estimate how much faster a model's step is in float8 on a device."""

@@ -1,0 +1,1 @@
+"""Float8 forms of Keras's recurrent layers."""

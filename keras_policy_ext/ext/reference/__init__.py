@@ -1,0 +1,1 @@
+"""The arithmetic in NumPy, by which tests judge every kernel."""

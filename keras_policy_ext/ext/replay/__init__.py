@@ -1,0 +1,1 @@
+"""Record the steps before a bad loss, and run them again."""

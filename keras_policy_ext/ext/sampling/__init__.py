@@ -1,0 +1,1 @@
+"""Run a model on one batch, and take the numbers of its contractions."""

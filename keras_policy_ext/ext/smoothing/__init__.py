@@ -1,0 +1,1 @@
+"""Prepare a model for eight bits: folded scales, and rules by layer."""

@@ -1,0 +1,1 @@
+"""Choose a recipe for each layer within a budget."""

@@ -1,0 +1,1 @@
+"""Compare what recipes would do to a model on one batch."""

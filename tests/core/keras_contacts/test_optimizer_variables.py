@@ -1,0 +1,191 @@
+"""Why `_keras/optimizer_variables.py` is needed. See `_keras/__init__.py`."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext.ext.moments.slots import WeightPart
+from keras_policy_ext.numerics import primitives
+from public_api import lists_with, members_about
+
+BACKEND = keras.backend.backend()
+
+
+def variable(name):
+    return keras.Variable(np.ones(2, "float32"), name=name)
+
+
+def built(*variables):
+    optimizer = keras.optimizers.SGD(momentum=0.5)
+    optimizer.build(list(variables))
+    return optimizer
+
+
+def test_an_optimizer_does_not_tell_for_which_variables_it_was_built():
+    first = variable("first")
+    optimizer = built(first)
+    assert lists_with(optimizer, first) == []
+    (known,) = optimizer_variables.known_to_optimizer(optimizer)
+    assert known is first
+
+
+def test_a_built_optimizer_takes_no_more_variables():
+    first, state = variable("first"), variable("state")
+    state.overwrite_with_gradient = True
+    optimizer = built(first)
+    gradients = [keras.ops.ones(2)] * 2
+    optimizer.build([first, state])  # Does nothing the second time.
+    with pytest.raises(ValueError, match="optimizer"):
+        optimizer.apply(gradients, [first, state])
+    words = ("build", "extend", "track", "variables")
+    assert members_about(type(optimizer), *words) == [
+        "add_optimizer_variables",
+        "build",
+        "load_own_variables",
+        "save_own_variables",
+        "variables",
+    ]
+    slots = optimizer.variables
+    optimizer_variables.retarget_optimizer(optimizer, [first, state])
+    optimizer.apply(gradients, [first, state])
+    for now, before in zip(optimizer.variables, slots, strict=True):
+        assert now is before
+
+
+@pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="TensorFlow has checkpoints of objects"
+)
+@pytest.mark.parametrize("replaced", ["element", "list"])
+def test_tensorflow_saves_no_list_whose_elements_were_replaced(
+    replaced, tmp_path
+):
+    import tensorflow as tf
+
+    optimizer, other = built(variable("first")), variable("other")
+    checkpoint = tf.train.Checkpoint(optimizer)
+    name = "_trainable_variables"
+    if replaced == "list":
+        optimizer_variables._replace_list(optimizer, name, [other])
+        checkpoint.save(tmp_path / "checkpoint")
+        return
+    getattr(optimizer, name)[0] = other
+    with pytest.raises(ValueError, match="Unable to save"):
+        checkpoint.save(tmp_path / "checkpoint")
+
+
+def test_an_optimizer_does_not_tell_what_it_excludes_from_weight_decay():
+    first, wide, other = map(variable, ["first", "wide", "other"])
+    optimizer = keras.optimizers.SGD(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay([first])
+    words = ("decay", "exclu")
+    assert set(members_about(type(optimizer), *words)) <= {
+        "exclude_from_weight_decay"
+    }
+    assert lists_with(optimizer, first) == []
+    optimizer_variables.follow_weight_decay_exclusions(
+        optimizer, [(first, wide)]
+    )
+    optimizer.apply([keras.ops.zeros(2)] * 2, [wide, other])
+    assert keras.ops.max(other) < keras.ops.max(wide) == 1
+
+
+def test_a_stock_optimizer_reads_the_entries_of_a_file_by_their_number():
+    """So another method has to put them into this form: `around_loading`."""
+    optimizer = built(variable("first"))
+    read = []
+
+    class Store(dict):
+        def __getitem__(self, key):
+            read.append(key)
+            return super().__getitem__(key)
+
+    optimizer.load_own_variables(
+        Store({str(i): v.numpy() for i, v in enumerate(optimizer.variables)})
+    )
+    assert read == ["0", "1", "2"]
+
+
+def test_slots_are_made_by_a_method_that_knows_their_names():
+    """A slot of codes is made in it, and then tracked: `track`."""
+    names = []
+
+    class Watched(keras.optimizers.SGD):
+        def add_variable(self, *args, name=None, **kwargs):
+            names.append(name)
+            return super().add_variable(*args, name=name, **kwargs)
+
+    optimizer = Watched(momentum=0.5)
+    optimizer.build([variable("first")])
+    assert names == ["first_momentum"]
+    extra = variable("extra")
+    optimizer_variables.track(optimizer, extra)
+    assert optimizer.variables[-1] is extra
+    optimizer_variables.replace_slots(
+        optimizer, {id(optimizer.momentums[0]): variable("other")}
+    )
+    assert [v.name for v in optimizer.variables[2:]] == ["other", "extra"]
+    assert optimizer.momentums[0].name == "other"
+
+
+def test_an_optimizer_finds_the_slots_of_a_variable_and_of_no_part():
+    whole = variable("whole")
+    optimizer = built(whole)
+    part = WeightPart(whole, whole.value)
+    assert members_about(type(optimizer), "slots", "index", "key") == []
+    assert optimizer_variables.takes_parts(optimizer)
+    with pytest.raises((AttributeError, KeyError)):
+        optimizer.update_step(keras.ops.ones(2), part, 0.1)
+    (slot,) = optimizer_variables.slots_of_variable(optimizer, whole)
+    assert slot is optimizer.momentums[0]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch has fused updates")
+@pytest.mark.parametrize("cls", [keras.optimizers.Adam, keras.optimizers.Lion])
+def test_no_public_class_says_how_it_updates_several_weights(cls):
+    assert not hasattr(cls, "_parallel_update_step")
+    assert members_about(cls, "parallel", "fused", "foreach") == []
+    update = optimizer_variables.fused_update(cls)
+    x = variable("x")
+    optimizer = cls(0.1)
+    optimizer.build([x])
+    with primitives.current.in_place():
+        update(optimizer, [keras.ops.ones(2)], [x], 0.1)
+    assert np.all(keras.ops.convert_to_numpy(x) < 1)
+
+
+def test_keras_names_states_without_gradients_and_we_leave_them_out():
+    weight, state = variable("weight"), variable("state")
+    state.overwrite_with_gradient = True
+    optimizer = built(weight, state)
+    pairs = [keras.ops.ones(2), None], [weight, state]
+    stock = optimizer._filter_empty_gradients.__wrapped__
+    with pytest.warns(UserWarning, match="do not exist.*state"):
+        stock(optimizer, *pairs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.apply(*pairs)
+    assert np.all(keras.ops.convert_to_numpy(state.value) == 1)
+    with pytest.warns(UserWarning, match=r"do not exist for .*\['weight'\]"):
+        optimizer.apply([None, keras.ops.ones(2)], pairs[1])
+    with pytest.raises(ValueError, match="No gradients"):
+        optimizer.apply([None, None], pairs[1])
+
+
+def test_a_head_without_a_loss_is_named_without_its_state():
+    x = keras.Input((8,))
+    heads = [keras.layers.Dense(4, name=name)(x) for name in ("used", "idle")]
+    model = keras.Model(x, heads)
+    kpe.convert(model, "delayed")
+    model.compile("sgd", loss=["mse", None])
+    arrays = np.ones((4, 8), "float32"), np.ones((4, 4), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(arrays[0], [arrays[1]] * 2, verbose=0)
+    told = [str(e.message) for e in caught if "do not exist" in str(e.message)]
+    assert len(told) == (BACKEND != "jax")
+    assert all("idle/kernel" in each for each in told)
+    assert not any("float8_state" in each for each in told)

@@ -1,0 +1,205 @@
+"""Folders of Hugging Face, as far as they can be read without KerasHub."""
+
+import json
+
+import numpy as np
+import pytest
+
+import keras_policy_ext as kpe
+from keras_policy_ext.ext.export import loading, safetensors_files
+from keras_policy_ext.ext.export.loading import QuantizedFolder
+from keras_policy_ext.ext.export.readers import USUAL, Reader
+from keras_policy_ext.ext.export.safetensors_files import Tensor
+from keras_policy_ext.recipes import FrozenKernels
+
+pytestmark = pytest.mark.any_backend
+
+
+def write_config(folder, quantization, **more):
+    config = {"model_type": "llama", "quantization_config": quantization}
+    text = json.dumps({**config, **more})
+    (folder / "config.json").write_text(text)
+
+
+def written(format, granularity, activations):
+    usual = USUAL[format]
+    scheme = type(usual)(
+        weights=usual.weights, granularity=granularity, activations=activations
+    )
+    return Reader(format, "Llama3Backbone", scheme).config(["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("format", "granularity", "activations"),
+    [
+        *[
+            ("compressed-tensors", granularity, activations)
+            for granularity in ("channel", "tensor", "block")
+            for activations in (None, "dynamic", "static")
+        ],
+        ("modelopt", "tensor", "static"),
+        ("fp8", "block", None),
+        ("fp8", "tensor", None),
+    ],
+)
+def test_what_is_written_is_read(format, granularity, activations, tmp_path):
+    write_config(
+        tmp_path,
+        written(format, granularity, activations),
+        torch_dtype="bfloat16",
+    )
+    found = QuantizedFolder.read(tmp_path)
+    assert found.recipe == FrozenKernels(
+        per=granularity, activations=activations
+    )
+    assert found.dtype == "bfloat16"
+
+
+def test_a_model_that_is_dequantized_has_float_inputs(tmp_path):
+    quantization = written("compressed-tensors", "channel", "dynamic")
+    write_config(tmp_path, {**quantization, "dequantize": True})
+    assert QuantizedFolder.read(tmp_path).recipe.activations is None
+
+
+def changed(**changes):
+    """A group of compressed-tensors with other weights or inputs."""
+    quantization = written("compressed-tensors", "channel", "dynamic")
+    group = quantization["config_groups"]["group_0"]
+    for name, value in changes.items():
+        part, _, key = name.partition("__")
+        if key:
+            group[part][key] = value
+        else:
+            group[part] = value
+    return quantization
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        None,
+        {},
+        [],
+        "fp8",
+        {"quant_method": "gptq"},
+        {"quant_method": ["fp8"]},
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "compressed-tensors"},
+        changed(weights__num_bits=4),
+        changed(weights__type="int"),
+        changed(weights__symmetric=False),
+        changed(weights__strategy="group"),
+        changed(weights__dynamic=True),
+        changed(targets=["Linear", "Embedding"]),
+        changed(input_activations__strategy="tensor"),
+        changed(input_activations__num_bits=16),
+        {**changed(), "quantization_status": "frozen"},
+        {**changed(), "config_groups": {}},
+        {**changed(), "config_groups": []},
+    ],
+)
+def test_what_is_not_float8_is_refused(quantization, tmp_path):
+    write_config(tmp_path, quantization)
+    with pytest.raises(ValueError, match="has no float8 kernels"):
+        kpe.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "1", "null", "{}", '{"a": ' * 50_000, "\xff"]
+)
+def test_a_damaged_config_is_refused(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, "latin1")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        kpe.load_quantized(tmp_path)
+
+
+def test_a_folder_without_a_config(tmp_path):
+    for place in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match="Check the path"):
+            kpe.load_quantized(place)
+
+
+def test_a_folder_without_weights(tmp_path):
+    write_config(tmp_path, written("fp8", "block", None))
+    with pytest.raises(FileNotFoundError):
+        kpe.load_quantized(tmp_path)
+
+
+def tensor(name, value, dtype="F32"):
+    array = np.asarray(value, safetensors_files.DTYPES[dtype])
+    return Tensor(name, dtype, array.shape, lambda: array)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three tensors in three files."""
+    tensors = [tensor(name, np.full(4, n)) for n, name in enumerate("abc")]
+    safetensors_files.write_shards(tmp_path, tensors, most=20)
+    return tmp_path
+
+
+def test_several_files_are_read(folder):
+    assert len(list(folder.glob("*.safetensors"))) == 3
+    found = safetensors_files.read_folder(folder)
+    assert {n: s.read()[0] for n, s in found.items()} == {
+        "a": 0,
+        "b": 1,
+        "c": 2,
+    }
+
+
+def test_a_missing_file_is_an_error(folder):
+    next(folder.glob("*00002*")).unlink()
+    with pytest.raises(FileNotFoundError, match="00002"):
+        safetensors_files.read_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        None,
+        [],
+        {"a": 1},
+        {"a": "../other/model.safetensors"},
+        {"a": "/etc/passwd"},
+        {"d": "model-00001-of-00003.safetensors"},
+        {"b": "model-00001-of-00003.safetensors"},
+    ],
+)
+def test_an_index_that_does_not_fit(places, folder):
+    (folder / safetensors_files.INDEX).write_text(
+        json.dumps({"weight_map": places})
+    )
+    with pytest.raises(ValueError, match="index of this folder"):
+        safetensors_files.read_folder(folder)
+
+
+def slots(tmp_path, *tensors):
+    path = tmp_path / "model.safetensors"
+    safetensors_files.write(path, tensors, {})
+    return safetensors_files.read(path)[0]
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_scales_of_a_weight(name, tmp_path):
+    found = slots(
+        tmp_path, tensor(f"a.{name}", [[2.0]]), tensor("a.input_scale", [3.0])
+    )
+    scale, inputs = loading.scales(found, "a.weight")
+    assert (scale.tolist(), inputs) == ([[2.0]], 3.0)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [tensor("b.weight_scale", [1.0])],
+        [tensor("a.weight_scale", [1], "U8")],
+        [tensor("a.weight_scale", 1.0), tensor("a.weight_scale_inv", 1.0)],
+    ],
+)
+def test_scales_that_are_missing(tensors, tmp_path):
+    found = slots(tmp_path, *tensors)
+    with pytest.raises(ValueError, match=r"'a\.weight'"):
+        loading.scales(found, "a.weight")
