@@ -24,20 +24,16 @@ except (ImportError, ValueError) as error:
     raise ImportError(without_backend(error)) from error
 
 from keras_policy_ext import (
+    _extensions,
     activations,
     formats,
     layers,
-    mixed_precision,
-    optimizers,
     policies,
     recipes,
 )
 from keras_policy_ext._keras import saving_hooks, variable_values, versions
-from keras_policy_ext.export import export, load_quantized
-from keras_policy_ext.layers import autocast_scope, is_autocast_variable
 from keras_policy_ext.policies import (
     Float8DTypePolicy,
-    LossScaleDTypePolicy,
     carry_policy,
     deserialize,
     dtype_policy,
@@ -46,6 +42,15 @@ from keras_policy_ext.policies import (
     serialize,
     set_dtype_policy,
 )
+
+if importlib.util.find_spec(f"{__name__}.ext"):
+    from keras_policy_ext import ext
+
+    _extensions.add(ext.NAMES)
+    for _module in ext.REGISTERING:
+        importlib.import_module(_module)
+    # Now: to import the module of this name later would replace the function.
+    from keras_policy_ext.export import export, load_quantized
 
 
 def _warn_of_lost_float8(model: Any, path: Any) -> None:
@@ -88,32 +93,24 @@ _LAZY = (
     "kernels",
     "loops",
     "migration",
+    "mixed_precision",
     "numerics",
+    "optimizers",
     "reference",
 )
 
-# Public names and the modules that load on their first use.
+# Names of the core that load on their first use, and their modules. Those of
+# extensions are in `ext`.
 _LAZY_NAMES = {
-    "Tuned": "ext.tune.tune",
-    "audit": "ext.audit.audit",
-    "autopilot": "ext.watch.autopilot",
     "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
     "freeze": "conversion",
-    "inspect": "ext.inspect.inspection",
     "load_model": "saving",
     "load_preset": "saving",
     "load_weights": "saving",
-    "memory": "ext.memory.step_memory",
-    "plan": "ext.plan.step_plan",
-    "record": "ext.replay.recorder",
-    "replay": "ext.replay.replay",
     "revert": "conversion",
     "thaw": "conversion",
-    "tune": "ext.tune.tune",
-    "watch": "ext.watch.monitor",
-    "what_if": "ext.what_if.what_if",
     "widen": "conversion",
 }
 
@@ -177,7 +174,9 @@ if TYPE_CHECKING:
         kernels,
         loops,
         migration,
+        mixed_precision,
         numerics,
+        optimizers,
         reference,
     )
     from keras_policy_ext.conversion import (
@@ -192,6 +191,11 @@ if TYPE_CHECKING:
     from keras_policy_ext.ext.audit.audit import audit
     from keras_policy_ext.ext.inspect.inspection import inspect
     from keras_policy_ext.ext.memory.step_memory import memory
+    from keras_policy_ext.ext.mixed.autocast import (
+        autocast_scope,
+        is_autocast_variable,
+    )
+    from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
     from keras_policy_ext.ext.plan.step_plan import plan
     from keras_policy_ext.ext.replay.recorder import record
     from keras_policy_ext.ext.replay.replay import replay
@@ -208,6 +212,8 @@ else:
         if name in _LAZY_NAMES:
             home = importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}")
             return getattr(home, name)
+        if _extensions.has(name):
+            return _extensions.get(name)
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}. It has: "
             f"{', '.join(__all__)}."

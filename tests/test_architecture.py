@@ -34,7 +34,7 @@ MODULES = {
 
 
 # Whose classes are Keras's own affair, or a framework's.
-OTHER_CLASSES = ("_keras/", "backends/", "__main")
+OTHER_CLASSES = ("_keras/", "backends/", "ext/moments/torch/", "__main")
 
 # Private names of others than Keras.
 NOT_OF_KERAS = {
@@ -225,9 +225,13 @@ def test_classes_use_no_private_name_of_the_keras_class_below():
 
 
 def foreign_frameworks(name):
-    """Frameworks that a file imports although it is not in their folder."""
-    room, framework, *_ = *name.split("/"), ""
-    allowed = MODULES.get(framework, set()) if room == "backends" else set()
+    """Frameworks that a file imports although it is not in their folder.
+
+    Their folders are `backends/<framework>` and `ext/<name>/<framework>`.
+    """
+    path = pathlib.PurePosixPath(name)
+    has_folders = path.parts[0] in ("backends", "ext")
+    allowed = MODULES.get(path.parent.name, set()) if has_folders else set()
     imported = imported_frameworks(parse(name))
     return [n for n in imported if n.split(".")[0] not in allowed]
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from keras_policy_ext.ext.inspect import doctor
+from keras_policy_ext.ext.sampling.page import page
 from keras_policy_ext.ext.sampling.samples import FIGURES, Measured, Samples
-from keras_policy_ext.ext.watch.page import page
 from keras_policy_ext.ext.watch.run_report import RunReport
 
 

@@ -7,6 +7,9 @@ kpe.revert(model)
 ```
 """
 
+from typing import TYPE_CHECKING, Any
+
+from keras_policy_ext import _extensions
 from keras_policy_ext.conversion import filters
 from keras_policy_ext.conversion.calibration import calibrate
 from keras_policy_ext.conversion.freezing import freeze, thaw, widen
@@ -17,8 +20,13 @@ from keras_policy_ext.conversion.report import (
     Report,
     Skipped,
 )
-from keras_policy_ext.ext.smoothing.eight_bits import eight_bit_rules
-from keras_policy_ext.ext.smoothing.smoothing import Smoothed, smooth_swiglu
+
+if TYPE_CHECKING:
+    from keras_policy_ext.ext.smoothing.eight_bits import eight_bit_rules
+    from keras_policy_ext.ext.smoothing.smoothing import (
+        Smoothed,
+        smooth_swiglu,
+    )
 
 __all__ = [
     "Converted",
@@ -36,3 +44,9 @@ __all__ = [
     "thaw",
     "widen",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if _extensions.has(f"conversion.{name}"):
+        return _extensions.get(f"conversion.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

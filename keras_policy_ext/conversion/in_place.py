@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import _user_code, policies
+from keras_policy_ext import _extensions, _user_code, policies
 from keras_policy_ext._keras import global_policy, keras_hub, walking
 from keras_policy_ext.conversion import candidates, roles, training
 from keras_policy_ext.conversion.candidates import (
@@ -49,7 +49,6 @@ from keras_policy_ext.conversion.requested import (
     warn_of_plain,
 )
 from keras_policy_ext.conversion.work import Works
-from keras_policy_ext.ext.smoothing import smoothing
 from keras_policy_ext.layers.activation_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
@@ -277,9 +276,9 @@ def convert(
     if decided.decisions:
         training.check_optimizers(model)
     training.check_moments(model, optimizer)
-    nothing_folded = smooth_swiglu is not None and not smoothing.smooth_swiglu(
-        model, smooth_swiglu
-    )
+    nothing_folded = smooth_swiglu is not None and not _extensions.get(
+        "conversion.smooth_swiglu"
+    )(model, smooth_swiglu)
     asked = training.loss_scale_asked(model)
     with training.changing(model) as retraced:
         report = _convert(model, decided, attention, retraced)

@@ -1,4 +1,44 @@
-"""Extensions: what a step, `convert`, `freeze` and a file do not need.
+"""Extensions: all that a step, `convert`, `freeze` and a file do not need.
 
-Each folder is one extension.
+Each folder is one. It imports the core; the core imports none, and works when
+this folder is deleted. `NAMES` says which public names they add.
 """
+
+_ROOT = __name__
+
+NAMES = {
+    public: f"{_ROOT}.{home}"
+    for public, home in {
+        "Tuned": "tune.tune",
+        "LossScaleDTypePolicy": "mixed.loss_scales",
+        "audit": "audit.audit",
+        "autocast_scope": "mixed.autocast",
+        "autopilot": "watch.autopilot",
+        "conversion.Smoothed": "smoothing.smoothing",
+        "conversion.eight_bit_rules": "smoothing.eight_bits",
+        "conversion.smooth_swiglu": "smoothing.smoothing",
+        "inspect": "inspect.inspection",
+        "is_autocast_variable": "mixed.autocast",
+        "layers.GRU": "recurrent.rnn",
+        "layers.GRUCell": "recurrent.rnn",
+        "layers.LSTM": "recurrent.rnn",
+        "layers.LSTMCell": "recurrent.rnn",
+        "layers.SimpleRNN": "recurrent.rnn",
+        "layers.SimpleRNNCell": "recurrent.rnn",
+        "memory": "memory.step_memory",
+        "plan": "plan.step_plan",
+        "record": "replay.recorder",
+        "replay": "replay.replay",
+        "tune": "tune.tune",
+        "watch": "watch.monitor",
+        "what_if": "what_if.what_if",
+    }.items()
+}
+"""By public name, the module that has it."""
+
+REGISTERING = (
+    "keras_policy_ext.mixed_precision",
+    "keras_policy_ext.optimizers",
+    f"{_ROOT}.recurrent.rnn",
+)
+"""The modules with classes that files name, or forms of Keras's layers."""

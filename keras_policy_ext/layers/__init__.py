@@ -8,22 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_policy_ext import _extensions
+
 if TYPE_CHECKING:
     # The names that `__getattr__` forwards.
     from keras.layers import *  # noqa: F403
+
+    from keras_policy_ext.ext.recurrent.rnn import (
+        GRU,
+        LSTM,
+        GRUCell,
+        LSTMCell,
+        SimpleRNN,
+        SimpleRNNCell,
+    )
 
 from keras_policy_ext.ext.mixed.autocast import (
     AutocastMixin,
     autocast_scope,
     is_autocast_variable,
-)
-from keras_policy_ext.ext.recurrent.rnn import (
-    GRU,
-    LSTM,
-    GRUCell,
-    LSTMCell,
-    SimpleRNN,
-    SimpleRNNCell,
 )
 from keras_policy_ext.layers.attention import (
     GroupedQueryAttention,
@@ -91,6 +94,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if _extensions.has(f"layers.{name}"):
+        return _extensions.get(f"layers.{name}")
     return getattr(keras.layers, name)
 
 

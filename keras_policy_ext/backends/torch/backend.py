@@ -46,7 +46,7 @@ from keras_policy_ext.backends.torch.gradients import (
     refuse_compiled_transforms,
 )
 from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
-from keras_policy_ext.ext.moments import torch_codes as moments
+from keras_policy_ext.ext.moments.torch import codes as moments
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -662,7 +662,9 @@ def _triton_moments() -> Any:
     if importlib.util.find_spec("triton") is None:
         return None
     try:
-        from keras_policy_ext.ext.moments import triton_codes as triton_moments
+        from keras_policy_ext.ext.moments.torch import (
+            triton_codes as triton_moments,
+        )
 
         triton_moments.check("cuda")
     # A compiler may raise anything on a device that nobody has tried.

@@ -550,7 +550,7 @@ def _show(
     every: str = "Every layer: --full",
 ) -> None:
     """Print a report, and write it to a page if there is a path for it."""
-    from keras_policy_ext.ext.watch.page import page
+    from keras_policy_ext.ext.sampling.page import page
 
     print(report.table(full, every))
     if output is not None:

@@ -27,7 +27,8 @@ from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import forward_pass
-from keras_policy_ext.ext.what_if.what_if import read_recipes, what_if
+from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
+from keras_policy_ext.ext.what_if.what_if import what_if
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._plain import for_this_device
 from keras_policy_ext.policies.of_layers import layers_in_float8

@@ -29,9 +29,12 @@ from keras_policy_ext.ext.replay.recordings import (
 )
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.ext.sampling.captured import as_tensor
+from keras_policy_ext.ext.sampling.recipes_compared import (
+    NOTHING_ROUNDED,
+    read_recipes,
+)
 from keras_policy_ext.ext.watch.monitor import Watch
 from keras_policy_ext.ext.watch.rules import WORDS, WatchWarning
-from keras_policy_ext.ext.what_if.what_if import NOTHING_ROUNDED, read_recipes
 from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import BaseReport, Column, Table, counted

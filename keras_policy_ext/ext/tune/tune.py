@@ -26,16 +26,16 @@ from keras_policy_ext.ext.sampling.captured import (
     captured,
     loss_of,
 )
-from keras_policy_ext.ext.what_if.sensitivity import (
+from keras_policy_ext.ext.sampling.recipes_compared import (
+    NOTHING_ROUNDED,
+    read_recipes,
+    short,
+)
+from keras_policy_ext.ext.tune.sensitivity import (
     Effect,
     Option,
     by_layer,
     options,
-)
-from keras_policy_ext.ext.what_if.what_if import (
-    NOTHING_ROUNDED,
-    read_recipes,
-    short,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of

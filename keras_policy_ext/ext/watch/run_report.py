@@ -6,14 +6,14 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
-from keras_policy_ext.ext.sampling.samples import KEYS, Row, Samples
-from keras_policy_ext.ext.watch.page import (
+from keras_policy_ext.ext.sampling.page import (
     cell_of,
     line_plot,
     page,
     shade,
     table_of_operands,
 )
+from keras_policy_ext.ext.sampling.samples import KEYS, Row, Samples
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 TITLE = "Float8 over steps"

@@ -11,7 +11,6 @@ import keras
 from keras import ops
 
 from keras_policy_ext import _user_code
-from keras_policy_ext import recipes as recipes_
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.in_place import converted
@@ -27,7 +26,12 @@ from keras_policy_ext.ext.sampling.captured import (
     note_of,
 )
 from keras_policy_ext.ext.sampling.figures import Figures, measured, total
-from keras_policy_ext.ext.watch.page import page, shade, table_of_operands
+from keras_policy_ext.ext.sampling.page import page, shade, table_of_operands
+from keras_policy_ext.ext.sampling.recipes_compared import (
+    NOTHING_ROUNDED,
+    read_recipes,
+    short,
+)
 from keras_policy_ext.recipes import (
     OPERANDS,
     Quantization,
@@ -35,12 +39,6 @@ from keras_policy_ext.recipes import (
     matmuls_of,
 )
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
-
-NOTHING_ROUNDED = recipes_.CurrentScaling(
-    forward="high_precision",
-    inputs_grad="high_precision",
-    kernel_grad="high_precision",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,11 +265,6 @@ def _percent(fraction: float) -> str:
     return "<0.1 %" if fraction < 0.001 else f"{100 * fraction:.1f} %"
 
 
-def short(recipe: str) -> str:
-    """Return a recipe's name without its fields, if that is long."""
-    return recipe if len(recipe) < 12 else recipe.partition("(")[0] + "(…)"
-
-
 def _name(layer: str, kernel: str) -> str:
     return layer if kernel == "kernel" else f"{layer} {kernel}"
 
@@ -371,27 +364,6 @@ def _squares(y: Any, outputs: Any) -> Any:
         ops.sum(ops.square(ops.cast(x, "float32")))
         for x in keras.tree.flatten(outputs)
     )
-
-
-def read_recipes(asked: Any) -> list[Recipe]:
-    """Return the recipes in the argument `recipes`, each once.
-
-    Raises:
-        ValueError: If there is none, or one does not train.
-    """
-    if asked is None:
-        asked = recipes_.names()
-    if isinstance(asked, (str, Recipe)):
-        asked = [asked]
-    found = list(dict.fromkeys(map(recipes_.get, asked)))
-    if not found or not all(recipe.trains for recipe in found):
-        raise ValueError(
-            "`recipes` are not recipes for training. Received: "
-            f"{asked!r}. Allowed: one or more of "
-            f"{', '.join(recipes_.names())}, or None for all of them. Pass "
-            "their names."
-        )
-    return found
 
 
 def _entries(

@@ -1,0 +1,1 @@
+"""Moments on PyTorch, each in one pass."""
