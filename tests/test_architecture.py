@@ -34,7 +34,13 @@ MODULES = {
 
 
 # Whose classes are Keras's own affair, or a framework's.
-OTHER_CLASSES = ("_keras/", "backends/", "ext/moments/torch/", "__main")
+OTHER_CLASSES = (
+    "_keras/",
+    "backends/",
+    "ext/moments/torch/",
+    *(f"ext/memory/{framework}/" for framework in MODULES),
+    "__main",
+)
 
 # Private names of others than Keras.
 NOT_OF_KERAS = {

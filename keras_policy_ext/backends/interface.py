@@ -15,10 +15,7 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.tracing import (
-    Measured,
-    MeasuredStep,
     Traced,
-    Update,
 )
 from keras_policy_ext.numerics.primitives import Primitives
 
@@ -502,54 +499,6 @@ class Gradients:
         raise NotImplementedError
 
 
-class Memory:
-    """Measurements of the memory that a training step takes."""
-
-    name: str
-
-    def kept(self, step: MeasuredStep) -> Measured:
-        """List the tensors that a step saves for its backward pass.
-
-        The step is not run if the framework can measure it without.
-        """
-        raise NotImplementedError
-
-    def most_held(
-        self, function: Callable[[], Any], given: Sequence[Tensor]
-    ) -> int | None:
-        """Return the most bytes that the tensors made in a call take at once.
-
-        None for frameworks that compile steps: an eager call does not show
-        what a compiled one holds.
-
-        Args:
-            function: Computes without gradients.
-            given: The tensors that there are before, which it may change.
-        """
-        return None
-
-    def planned_bytes(self, step: MeasuredStep) -> int:
-        """Return the bytes that the compiler plans for a whole training step.
-
-        Raises:
-            ValueError: If no compiler plans the memory of a whole step.
-        """
-        raise ValueError(
-            f"On {self.name} no compiler plans the memory of a whole step. "
-            "Received: compile=True. Allowed: False, or another backend: set "
-            "KERAS_BACKEND=jax."
-        )
-
-    def planned_step(
-        self, step: MeasuredStep, update: Update | None
-    ) -> int | None:
-        """Return all bytes that the compiler plans for a step and its update.
-
-        None if no compiler plans them.
-        """
-        return None
-
-
 class States(Replicas):
     """State variables, whose "gradients" are observations of amaxes."""
 
@@ -704,7 +653,7 @@ class States(Replicas):
         )
 
 
-class Backend(Arithmetic, Tracing, Gradients, Memory, States):
+class Backend(Arithmetic, Tracing, Gradients, States):
     """The base class of backends, in `keras.ops` where possible."""
 
     name = "keras.ops"

@@ -25,10 +25,7 @@ from keras_policy_ext.backends.interface import (
 from keras_policy_ext.backends.jax import gradients, tracing
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
 from keras_policy_ext.backends.tracing import (
-    Measured,
-    MeasuredStep,
     Traced,
-    Update,
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
@@ -269,21 +266,6 @@ class JaxBackend(Backend):
         # rows, and 2 to 7 % less for 2048 (JAX 0.10, 2 cores).
         codes = self.on_cpu(x)
         return "uint8" if codes else super().kept_dtype(x, format_name)
-
-    @override
-    def kept(self, step: MeasuredStep) -> Measured:
-        return tracing.kept(step)
-
-    @override
-    def planned_bytes(self, step: MeasuredStep) -> int:
-        # XLA compiles whatever JAX traces.
-        return tracing.planned(step)
-
-    @override
-    def planned_step(
-        self, step: MeasuredStep, update: Update | None
-    ) -> int | None:
-        return tracing.planned_step(step, update)
 
     @override
     def gathering_of(self, variable: keras.Variable) -> Any:

@@ -29,7 +29,7 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     refuse_vectorized,
     sizes_of,
 )
-from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
+from keras_policy_ext.backends.tracing import Traced
 from keras_policy_ext.numerics.primitives import HALVES
 
 
@@ -285,10 +285,6 @@ class TensorFlowBackend(Backend):
             tape.watch(point)
             value = function(point)
         return tape.gradient(value, point, output_gradients=cotangent)
-
-    @override
-    def kept(self, step: MeasuredStep) -> Measured:
-        return tracing.kept(step)
 
     @override
     def relu(self, x: Tensor) -> Tensor:

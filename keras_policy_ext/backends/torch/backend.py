@@ -45,7 +45,7 @@ from keras_policy_ext.backends.torch.gradients import (
     no_autocast,
     refuse_compiled_transforms,
 )
-from keras_policy_ext.backends.tracing import Measured, MeasuredStep, Traced
+from keras_policy_ext.backends.tracing import Traced
 from keras_policy_ext.ext.moments.torch import codes as moments
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
@@ -422,20 +422,6 @@ class TorchBackend(Backend):
     @override
     def may_take_gradients(self) -> bool:
         return bool(torch.is_grad_enabled())
-
-    @override
-    def kept(self, step: MeasuredStep) -> Measured:
-        # Here, because it loads what a training step does not need.
-        from keras_policy_ext.backends.torch import tracing
-
-        return tracing.kept(step)
-
-    @override
-    def most_held(
-        self, function: Callable[[], Any], given: Sequence[Tensor]
-    ) -> int | None:
-        with torch.no_grad():
-            return tracing.most_held(function, given)
 
     @override
     def relu(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from keras_policy_ext.ext.audit.shared_scales import (
     Shared,
     shared_in,
 )
-from keras_policy_ext.ext.sampling.forward_pass import unchanged_counters
+from keras_policy_ext.ext.sampling.symbolic_batches import unchanged_counters
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.reports import BaseReport, Column, Table, counted

@@ -10,16 +10,16 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends
 from keras_policy_ext._keras import (
     optimizer_variables,
     variable_values,
     walking,
 )
-from keras_policy_ext.backends.tracing import Update
 from keras_policy_ext.conversion import training
+from keras_policy_ext.ext.memory import saved_tensors
+from keras_policy_ext.ext.memory.saved_tensors import Update
 from keras_policy_ext.ext.moments.conversion import copy_of, targets
-from keras_policy_ext.ext.sampling.forward_pass import size_of
+from keras_policy_ext.ext.sampling.symbolic_batches import size_of
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.mixed_precision import StochasticRounding
 from keras_policy_ext.optimizers import (
@@ -227,4 +227,6 @@ def _bytes_of_update(
             copy.apply(gradients, weights)
 
     variables = [v.value for v in (*weights, *copy.variables)]
-    return backends.current.most_held(update, [*variables, *gradients])
+    return saved_tensors.of_backend().most_held(
+        update, [*variables, *gradients]
+    )

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import _user_code, backends, policies, recipes
+from keras_policy_ext import _user_code, policies, recipes
 from keras_policy_ext._keras import global_policy, variable_values, walking
-from keras_policy_ext.backends.tracing import Measured
 from keras_policy_ext.conversion import candidates, in_place
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import (
@@ -20,11 +19,12 @@ from keras_policy_ext.conversion.requested import (
     PathPatterns,
     PolicyLike,
 )
-from keras_policy_ext.ext.memory import optimizer_memory
+from keras_policy_ext.ext.memory import optimizer_memory, saved_tensors
+from keras_policy_ext.ext.memory.measured_step import step_of
 from keras_policy_ext.ext.memory.optimizer_memory import Owned
-from keras_policy_ext.ext.sampling import forward_pass
-from keras_policy_ext.ext.sampling.forward_pass import (
-    step_of,
+from keras_policy_ext.ext.memory.saved_tensors import Measured
+from keras_policy_ext.ext.sampling import symbolic_batches
+from keras_policy_ext.ext.sampling.symbolic_batches import (
     unchanged_counters,
 )
 from keras_policy_ext.layers.class_swap import to_stock_class
@@ -366,7 +366,7 @@ def memory(
     wanted = _asked(model, policy)
     if optimizer is not None and not wanted:
         wanted = {CHANGED: ()}
-    tensors = forward_pass.read(model, batch)
+    tensors = symbolic_batches.read(model, batch)
 
     def count(name: str, optimizers: list[Owned]) -> ModelMemory:
         return _counted(model, name, tensors, compile, optimizers)
@@ -389,7 +389,7 @@ def memory(
     return MemoryReport(
         model=model.name,
         forms=tuple(forms),
-        batch=forward_pass.size_of(tensors),
+        batch=symbolic_batches.size_of(tensors),
     )
 
 
@@ -589,7 +589,7 @@ def _counted(
         if not isinstance(layer, Float8State)
     ]
     # Loaded here, and not while tensors have no numbers.
-    framework = backends.current
+    framework = saved_tensors.of_backend()
     with undone(layers), unchanged_counters(layers):
         step = step_of(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None
@@ -638,7 +638,7 @@ def _rows(
 
 
 def _bytes(variables: Iterator[Any]) -> int:
-    return sum(forward_pass.size_of(v) for v in variables)
+    return sum(symbolic_batches.size_of(v) for v in variables)
 
 
 def _saved(before: int | None, after: int | None) -> str:

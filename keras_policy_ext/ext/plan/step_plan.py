@@ -26,7 +26,7 @@ from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
 from keras_policy_ext.ext.memory import step_memory as memory
-from keras_policy_ext.ext.sampling import forward_pass
+from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
 from keras_policy_ext.ext.what_if.what_if import what_if
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -260,7 +260,7 @@ def plan(
     trained = list(model.trainable_variables)
     narrow = bool(trained) and all(v.dtype == "bfloat16" for v in trained)
     source = "bfloat16" if narrow else "mixed_bfloat16"
-    tensors = forward_pass.read(model, batch)
+    tensors = symbolic_batches.read(model, batch)
     with devices.pretend(device):
         used = [for_this_device(each) for each in wanted]
         work = _work(model, source, tensors, 2 if narrow else 4, options)

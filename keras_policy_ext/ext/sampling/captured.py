@@ -18,7 +18,7 @@ from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.figures import Figures
-from keras_policy_ext.ext.sampling.forward_pass import unchanged_counters
+from keras_policy_ext.ext.sampling.symbolic_batches import unchanged_counters
 from keras_policy_ext.layers.controller import (
     Float8Controller,
     recipes_of_activations,

@@ -507,7 +507,7 @@ def attention():
 @pytest.mark.full_except("adam-2")
 @pytest.mark.parametrize("optimizer, size", [("adam", 2), ("sgd", 16)])
 def test_the_peak_is_what_tensors_of_two_real_steps_take(optimizer, size):
-    from keras_policy_ext.backends.torch.tracing import _Sources
+    from keras_policy_ext.ext.memory.torch.saved_tensors import _Sources
 
     model = attention()
     model.compile(optimizer, "mse")

@@ -1,22 +1,17 @@
-"""The forward pass of a model as a function, to be measured."""
+"""Batches as shapes alone, and counters that a trial leaves as they were."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import calls
-from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.tracing import MeasuredStep
 from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.kept_numbers import itemsize
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_weights import held, is_state
 
 _ALLOWED = (
     "Allowed: what the model is called on, as arrays; keras.KerasTensor or "
@@ -126,82 +121,6 @@ def _are_shapes(x: Any) -> bool:
         return True
     values = x.values() if isinstance(x, dict) else x
     return isinstance(x, (list, tuple, dict)) and all(map(_are_shapes, values))
-
-
-def step_of(
-    model: keras.Layer, layers: Sequence[keras.Layer], batch: Any
-) -> MeasuredStep:
-    """Return the training step of a model as functions that can be measured.
-
-    Args:
-        model: A model or layer with a `call`.
-        layers: The layers in it, in the order of their numbers.
-        batch: Nested `keras.KerasTensor`.
-    """
-    trained = {id(v) for v in model.trainable_variables}
-    weights = {id(held(v)) for v in model.weights if not is_state(v)}
-    # What frameworks trace has no None, which may stand for an input.
-    structure = None
-    if any(x is None for x in keras.tree.flatten(batch)):
-        leaves: list[Any] = []
-        map_arrays(leaves.append, batch)
-        structure, batch = batch, leaves
-    return MeasuredStep(
-        call=_Forward(model, layers, structure),
-        variables=model.variables,
-        trained=[id(v) in trained for v in model.variables],
-        weights=[id(v) in weights for v in model.variables],
-        batch=batch,
-        for_xla=bool(getattr(model, "jit_compile", False)),
-        held=_held(model),
-    )
-
-
-def _held(model: keras.Layer) -> list[Tensor]:
-    """Return a model's PyTorch parameters and buffers; [] on other backends."""
-    if keras.backend.backend() != "torch":
-        return []
-    return [*model.parameters(), *model.buffers()]
-
-
-class _Forward:
-    """A function that calls a model with the values of variables passed in.
-
-    See `MeasuredStep.call`. A `structure` is a batch with None in it: what is
-    called with is then a list of the tensors in the others' places, in the
-    order of `map_arrays`.
-    """
-
-    def __init__(
-        self, model: keras.Layer, layers: Sequence[keras.Layer], structure: Any
-    ):
-        self._model, self._structure = model, structure
-        self._variables = model.variables
-        self._numbers = {id(layer): n for n, layer in enumerate(layers)}
-
-    def __call__(
-        self,
-        values: Sequence[Tensor],
-        batch: Any,
-        inside: Callable[[int], AbstractContextManager[Any]],
-    ) -> list[Tensor]:
-        def scope(layer: keras.Layer) -> AbstractContextManager[Any]:
-            number = self._numbers.get(id(layer))
-            return (
-                contextlib.nullcontext() if number is None else inside(number)
-            )
-
-        if self._structure is not None:
-            tensors = iter(batch)
-            batch = map_arrays(lambda _: next(tensors), self._structure)
-        state = list(zip(self._variables, values, strict=True))
-        with (
-            keras.StatelessScope(state, collect_losses=True) as stateless,
-            calls.around_each_call(scope),
-        ):
-            outputs = self._model(batch, training=True)
-        found = [*keras.tree.flatten(outputs), *stateless.losses]
-        return [x for x in found if keras.backend.is_float_dtype(x.dtype)]
 
 
 @contextlib.contextmanager
