@@ -146,8 +146,7 @@ def foreign_attributes(tree):
 
 def classes_of(name):
     """The classes that a file of this package defines."""
-    parts = pathlib.PurePath(name).with_suffix("").parts
-    module = importlib.import_module(".".join(("keras_policy_ext", *parts)))
+    module = importlib.import_module(module_name(name))
     return [
         value
         for value in vars(module).values()
