@@ -15,7 +15,7 @@ if keras.backend.backend() != "torch" or not importlib.util.find_spec("triton"):
 import torch
 
 from keras_policy_ext.ext.moments.torch import triton_codes as triton_moments
-from keras_policy_ext.ext.reference import moments as reference
+from keras_policy_ext.reference import moments as reference
 
 
 def hostile(size):

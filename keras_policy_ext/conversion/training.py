@@ -28,10 +28,10 @@ from keras_policy_ext.ext.moments.conversion import (
     quantize,
 )
 from keras_policy_ext.ext.moments.settings import Settings
-from keras_policy_ext.ext.reference.moments import BLOCKS
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
+from keras_policy_ext.reference.moments import BLOCKS
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
 _CONTAINERS = (dict, list, tuple)

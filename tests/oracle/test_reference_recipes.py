@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from keras_policy_ext import reference
-from keras_policy_ext.ext.reference import contraction
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -21,6 +20,7 @@ from keras_policy_ext.recipes import (
     matmuls_of,
     read_transposed,
 )
+from keras_policy_ext.reference import contraction
 
 pytestmark = pytest.mark.any_backend
 

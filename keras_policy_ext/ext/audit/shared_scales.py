@@ -18,10 +18,10 @@ from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, FrozenPlan
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.ext.reference.contraction import form_of, home_matrices
-from keras_policy_ext.ext.reference.scales import tile_amax
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.recipes import EACH_MATRIX, WHOLE, Quantization, Tile
+from keras_policy_ext.reference.contraction import form_of, home_matrices
+from keras_policy_ext.reference.scales import tile_amax
 
 Array = np.ndarray[Any, Any]
 

@@ -15,15 +15,6 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.reference.moments import (
-    BLOCKS,
-    GOLDEN,
-    KINDS,
-    LARGEST,
-    OFFSET,
-    SMALLEST,
-    SMALLEST_NORMAL,
-)
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import (
     MAGNITUDE_BITS,
@@ -34,6 +25,15 @@ from keras_policy_ext.numerics.casting import (
 )
 from keras_policy_ext.numerics.scaling import round_up_to_power_of_two
 from keras_policy_ext.numerics.stochastic import _wrapped
+from keras_policy_ext.reference.moments import (
+    BLOCKS,
+    GOLDEN,
+    KINDS,
+    LARGEST,
+    OFFSET,
+    SMALLEST,
+    SMALLEST_NORMAL,
+)
 
 _SCALE_FORMAT = "float8_e8m0fnu"
 _LANES = 16

@@ -26,8 +26,8 @@ from keras_policy_ext.ext.moments.slots import (
     WeightPart,
     as_step,
 )
-from keras_policy_ext.ext.reference.moments import BLOCKS, dequantize_moments
 from keras_policy_ext.numerics import primitives
+from keras_policy_ext.reference.moments import BLOCKS, dequantize_moments
 
 STORED = "quantized_state"
 """The key of a config and of a file that says how slots are stored."""

@@ -7,8 +7,8 @@ from keras import ops
 
 from keras_policy_ext import reference
 from keras_policy_ext.ext.moments import codes as moments
-from keras_policy_ext.ext.reference.moments import moment_key
 from keras_policy_ext.numerics.stochastic import key_of_use
+from keras_policy_ext.reference.moments import moment_key
 from steps import numpy
 
 FORMS = ("float8", "mx")

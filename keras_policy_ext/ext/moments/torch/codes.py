@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.reference.moments import (
+from keras_policy_ext.reference.moments import (
     GOLDEN,
     KINDS,
     LARGEST,

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from keras_policy_ext.ext.reference import moments as reference
-from keras_policy_ext.ext.reference.moments import (
+from keras_policy_ext.reference import moments as reference
+from keras_policy_ext.reference.moments import (
     BLOCKS,
     GOLDEN,
     KINDS,

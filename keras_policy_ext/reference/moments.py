@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_policy_ext.ext.reference.casting import _mix, _unsigned, float32
+from keras_policy_ext.reference.casting import _mix, _unsigned, float32
 
 Array = np.ndarray[Any, Any]
 

@@ -1,1 +1,0 @@
-"""The arithmetic in NumPy, by which tests judge every kernel."""
