@@ -14,6 +14,7 @@ if keras.backend.backend() != "torch" or not importlib.util.find_spec("triton"):
 
 import torch
 
+from keras_policy_ext.ext.moments.torch import codes as moments
 from keras_policy_ext.ext.moments.torch import triton_codes as triton_moments
 from keras_policy_ext.reference import moments as reference
 
@@ -58,10 +59,10 @@ def test_a_key_is_that_of_the_reference(step, number):
 
 
 def test_the_check_before_the_first_use_sees_a_wrong_bit(monkeypatch):
-    triton_moments.check("cpu")
+    triton_moments.check("cpu", moments.quantized, moments.numbers)
     right = triton_moments.numbers
     monkeypatch.setattr(
         triton_moments, "numbers", lambda *args: right(*args) * 1.0000002
     )
     with pytest.raises(ValueError, match="Bits of first moments"):
-        triton_moments.check("cpu")
+        triton_moments.check("cpu", moments.quantized, moments.numbers)

@@ -18,8 +18,8 @@ from keras_policy_ext._keras import (
     optimizer_variables,
     walking,
 )
+from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext.conversion.candidates import leaves, path_of
-from keras_policy_ext.ext.mixed.float32_views import is_overwritten
 from keras_policy_ext.ext.mixed.loss_scales import LossScale
 from keras_policy_ext.ext.mixed.wrapping import loss_scale_of_model
 from keras_policy_ext.ext.moments.conversion import (

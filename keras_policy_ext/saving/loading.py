@@ -20,10 +20,14 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _input_files, _user_code, policies
-from keras_policy_ext._keras import built_layers, stock_float8, walking
+from keras_policy_ext._keras import (
+    built_layers,
+    optimizer_facts,
+    stock_float8,
+    walking,
+)
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
-from keras_policy_ext.ext.mixed import _arguments
 from keras_policy_ext.layers import saved_weights
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.entries import GROUP
@@ -142,7 +146,7 @@ def _load_model(
             raise _input_files.damaged(path, "its config is no dict")
     with (
         keras_hooks.without_warning_of_lost_float8(),
-        _arguments.for_private_names(config),
+        optimizer_facts.for_private_names(config),
         files.without_skip_warnings() as skipped,
         _policy_of_file(path, config),
     ):

@@ -385,12 +385,6 @@ class JaxBackend(Backend):
         return found.reshape(shape)
 
     @override
-    def loops_over_parts(self, x: Tensor) -> bool:
-        # A loop over parts of tensors that are cut would gather them.
-        cut = keras.distribution.distribution() is not None
-        return self.is_traced(x) and self.on_cpu(x) and not cut
-
-    @override
     def cuts(self, numbers: int) -> bool:
         return jax.default_backend() == "cpu" and numbers >= 2 * _PART
 

@@ -386,12 +386,6 @@ class TensorFlowBackend(Backend):
         return differentiable(*operands)
 
     @override
-    def loops_over_parts(self, x: Tensor) -> bool:
-        # Gradients of some rows alone (`tf.IndexedSlices`) are no tensor.
-        one = isinstance(x, tf.Tensor) and not tf.distribute.has_strategy()
-        return one and self.traces_for_xla() and self.on_cpu(x)
-
-    @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         # By way of float16, which has every number of both formats: half the
         # time of a table where XLA does not compile it (TF 2.21, CPU).

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,7 +12,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_policy_ext import _user_code, backends
+from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
@@ -46,7 +44,6 @@ from keras_policy_ext.backends.torch.gradients import (
     refuse_compiled_transforms,
 )
 from keras_policy_ext.backends.tracing import Traced
-from keras_policy_ext.ext.moments.torch import codes as moments
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -531,79 +528,6 @@ class TorchBackend(Backend):
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     @override
-    def updated_in_parts(
-        self,
-        update: Callable[..., Sequence[Tensor]],
-        store: Callable[..., Sequence[Tensor]],
-        block: int,
-        step: Tensor,
-        read: Tensor,
-        written: Sequence[Tensor],
-    ) -> Sequence[Tensor] | None:
-        count = read.numel()
-        if not all(self._is_plain(x) for x in written) or not is_real(read):
-            return None
-        # A sparse gradient, or one that is broadcast, has no such parts.
-        if read.layout != torch.strided or read.shape != written[0].shape:
-            return None
-        flat = [x.detach().reshape(-1) for x in (read, *written)]
-        with torch.no_grad():
-            for first in range(0, count, self.numbers_of_a_part):
-                end = min(first + self.numbers_of_a_part, count)
-                old = [
-                    x[first:end]
-                    if len(x) == count
-                    else x[first // block : -(-end // block)]
-                    for x in flat
-                ]
-                new = store(first, *update(*old))
-                for place, value in zip(old[1:], new, strict=True):
-                    place.copy_(value)
-        return written
-
-    @override
-    def in_place(self) -> AbstractContextManager[Any]:
-        return torch.no_grad()
-
-    @override
-    def quantize_blocks(
-        self, rows: Tensor, kind: str, form: str, key: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        kernels = self._kernels_of_moments(rows)
-        return kernels and kernels.quantized(rows, kind, form, key)
-
-    @override
-    def dequantize_blocks(
-        self, codes: Tensor, scale: Tensor, kind: str, form: str
-    ) -> Tensor | None:
-        kernels = self._kernels_of_moments(codes)
-        return kernels and kernels.numbers(codes, scale, kind, form)
-
-    @override
-    def moment_key(self, step: Tensor, number: int) -> Tensor | None:
-        kernels = self._kernels_of_moments(step)
-        if kernels is None or kernels is moments:
-            return None
-        return kernels.moment_key(step, number)
-
-    def _kernels_of_moments(self, x: Tensor) -> Any:
-        """Return the module that quantizes the moments of a tensor, or None."""
-        if self._is_plain(x):
-            return moments
-        if x.device.type != "cuda" or not self._is_eager(x):
-            return None
-        return _triton_moments()
-
-    def _is_plain(self, x: Tensor) -> bool:
-        """Return True if a tensor is in memory and nothing is recorded."""
-        return self.on_cpu(x) and self._is_eager(x)
-
-    def _is_eager(self, x: Tensor) -> bool:
-        if torch.compiler.is_compiling() or are_transforms_active():
-            return False
-        return is_real(x) and x.is_contiguous()
-
-    @override
     def sqrt(self, x: Tensor) -> Tensor:
         # On a CPU one of 150 is off in the last bit (torch 2.13, x86).
         if self.on_cpu(x):
@@ -634,36 +558,6 @@ class TorchBackend(Backend):
 
 
 BACKEND = TorchBackend()
-
-
-# This module may be loaded while a step is being compiled.
-@torch.compiler.disable
-@functools.cache
-def _triton_moments() -> Any:
-    """Return the module of Triton's kernels for moments, or None.
-
-    It is tried once per process. Without it, moments are quantized by some
-    sixty small kernels, with the same bits.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        from keras_policy_ext.ext.moments.torch import (
-            triton_codes as triton_moments,
-        )
-
-        triton_moments.check("cuda")
-    # A compiler may raise anything on a device that nobody has tried.
-    except Exception as error:
-        warnings.warn(
-            "Triton's kernels for one-byte moments do not work here, so that "
-            "a step of the optimizer takes longer. Its numbers are the same. "
-            f"Received: {type(error).__name__}: {error}",
-            UserWarning,
-            stacklevel=_user_code.stacklevel(),
-        )
-        return None
-    return triton_moments
 
 
 def _tables() -> dict[str, Tensor]:

@@ -10,7 +10,12 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.ext.mixed import _arguments, loss_scales, optimizer
+from keras_policy_ext.ext.mixed import (
+    inner_optimizers,
+    loss_scales,
+    optimizer,
+    scaler_settings,
+)
 from keras_policy_ext.ext.mixed.policy import (
     global_policy,
     set_global_policy,
@@ -91,7 +96,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
                 "where the loss is not to be scaled."
             )
         super().__init__(
-            inner_optimizer, **_arguments.of_loss_scale(given), **kwargs
+            inner_optimizer, **scaler_settings.of_loss_scale(given), **kwargs
         )
 
     def get_config(self) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class LossScaleOptimizer(optimizer.LossScaleOptimizer):
     ) -> LossScaleOptimizer:
         """Create the optimizer from a config that `get_config` returned."""
         config = dict(config)
-        inner = _arguments.read_inner(
+        inner = inner_optimizers.read_inner(
             config.pop("inner_optimizer"), custom_objects
         )
         return cls(inner, **config)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import stochastic_round
 from keras_policy_ext.numerics.stochastic import ROUNDABLE
@@ -37,11 +38,6 @@ def may_belong(
         grad is None or tuple(grad.shape) == tuple(variable.shape)
         for grad, variable in zip(grads, variables, strict=True)
     )
-
-
-def is_overwritten(variable: keras.Variable) -> bool:
-    """Return True if an optimizer sets a variable to its gradient."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def with_scaled_states(

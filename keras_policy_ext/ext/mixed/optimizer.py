@@ -12,19 +12,20 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _user_code, backends
-from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext._keras import optimizer_facts, optimizer_variables
+from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.mixed import _arguments, skip_limits
-from keras_policy_ext.ext.mixed._arguments import (
-    read_inner,
-    with_public_class,
+from keras_policy_ext.ext.mixed import (
+    inner_optimizers,
+    scaler_settings,
+    skip_limits,
 )
 from keras_policy_ext.ext.mixed.float32_views import (
     as_accumulated,
-    is_overwritten,
     may_belong,
     with_scaled_states,
 )
+from keras_policy_ext.ext.mixed.inner_optimizers import read_inner
 from keras_policy_ext.ext.mixed.loss_scales import LARGEST
 
 
@@ -330,9 +331,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         max_skipped_steps: int | None = None,
         name: str | None = None,
     ) -> None:
-        _arguments.check_inner(inner_optimizer)
-        settings = _arguments.checked(
-            _arguments.ScalerSettings(
+        inner_optimizers.check_inner(inner_optimizer)
+        settings = scaler_settings.checked(
+            scaler_settings.ScalerSettings(
                 dynamic,
                 initial_scale,
                 dynamic_growth_steps,
@@ -346,7 +347,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         for field, value in settings._asdict().items():
             setattr(self, field, value)
         self._unscaling = Unscaling()
-        _arguments.register_wrapper(inner_optimizer, self)
+        inner_optimizers.register_wrapper(inner_optimizer, self)
 
     def build(self, var_list: list[keras.Variable]) -> None:
         """Create the variables of this optimizer and the inner optimizer.
@@ -462,7 +463,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         if not grads:
             return
-        variables = _arguments.variables_of(
+        variables = inner_optimizers.variables_of(
             self, trainable_variables, len(grads)
         )
         if not self.built:
@@ -583,8 +584,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {
             "name": self.name,
-            "inner_optimizer": with_public_class(inner, self.inner_optimizer),
-            **{f: getattr(self, f) for f in _arguments.ScalerSettings._fields},
+            "inner_optimizer": optimizer_facts.with_public_class(
+                inner, self.inner_optimizer
+            ),
+            **{
+                f: getattr(self, f)
+                for f in scaler_settings.ScalerSettings._fields
+            },
         }
 
     @classmethod
@@ -598,7 +604,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         It also reads the config of tf_keras's `LossScaleOptimizer`, if Keras
         can read the optimizer in it.
         """
-        config = _arguments.of_legacy_config(dict(config))
+        config = scaler_settings.of_legacy_config(dict(config))
         inner = read_inner(config.pop("inner_optimizer"), custom_objects)
         return cls(inner, **config)
 

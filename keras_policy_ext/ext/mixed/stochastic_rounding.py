@@ -12,10 +12,9 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends
-from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext._keras import optimizer_facts, optimizer_variables
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.mixed import _arguments
-from keras_policy_ext.ext.mixed._arguments import with_public_class
+from keras_policy_ext.ext.mixed import inner_optimizers
 from keras_policy_ext.ext.mixed.float32_views import (
     Float32View,
     Float32Views,
@@ -99,7 +98,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         self.seed_generator = keras.random.SeedGenerator(_spread(seed))
         self._seed = seed
         self._views = Float32Views(self.seed_generator)
-        _arguments.register_wrapper(inner_optimizer, self)
+        inner_optimizers.register_wrapper(inner_optimizer, self)
 
     def build(self, variables: list[keras.Variable]) -> None:
         """Build the inner optimizer, with float32 views of the variables.
@@ -131,7 +130,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             ValueError: If there are no variables to build the optimizer with,
                 or their number differs from that of the gradients.
         """
-        variables = _arguments.variables_of(
+        variables = inner_optimizers.variables_of(
             self, trainable_variables, len(grads)
         )
         if not self.built:
@@ -179,7 +178,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         return (
             keras.backend.backend() == "torch"
             and not backends.current.is_compiling()
-            and _arguments.updates_apart(inner)
+            and optimizer_facts.updates_apart(inner)
             and not inner.use_ema
             and not inner.global_clipnorm
             and not inner.gradient_accumulation_steps
@@ -274,7 +273,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
         return {
             "name": self.name,
             "seed": self._seed,
-            "inner_optimizer": with_public_class(config, inner),
+            "inner_optimizer": optimizer_facts.with_public_class(config, inner),
         }
 
     @classmethod
@@ -328,7 +327,7 @@ def _check_inner(inner: object) -> None:
             f"{type(inner).__name__}. Allowed: one that is not built. Make a "
             "new one: `type(optimizer).from_config(optimizer.get_config())`."
         )
-    _arguments.check_not_wrapped(inner, "StochasticRounding")
+    inner_optimizers.check_not_wrapped(inner, "StochasticRounding")
 
 
 def _checked_seed(seed: object) -> int | None:

@@ -9,8 +9,13 @@ from typing import Any
 import keras
 
 from keras_policy_ext import _bases, policies
-from keras_policy_ext._keras import optimizer_variables, saving_hooks, walking
-from keras_policy_ext.ext.mixed import _arguments
+from keras_policy_ext._keras import (
+    optimizer_facts,
+    optimizer_variables,
+    saving_hooks,
+    walking,
+)
+from keras_policy_ext.ext.mixed import inner_optimizers, scaler_settings
 from keras_policy_ext.ext.mixed.loss_scales import (
     AUTO,
     DynamicLossScale,
@@ -159,9 +164,11 @@ def remember_compiled(model: keras.Model) -> None:
     changes: dict[str, Any] = {"auto_scale_loss": False}
     optimizer = model.optimizer
     inner = optimizer_variables.optimizers_within(optimizer)
-    if any(map(_arguments.public_class, inner)):
+    if any(map(optimizer_facts.public_class, inner)):
         config = keras.saving.serialize_keras_object(optimizer)
-        changes["optimizer"] = _arguments.with_public_class(config, optimizer)
+        changes["optimizer"] = optimizer_facts.with_public_class(
+            config, optimizer
+        )
     saving_hooks.amend_compile_config(model, changes)
 
 
@@ -171,8 +178,8 @@ def _wrapped(
     found = keras.optimizers.get(optimizer)
     if found is None or loss_scale is None or _scales_itself(found):
         return found
-    wanted = _arguments.of_loss_scale(loss_scale)
-    wrapper = _arguments.wrapper_of(found)
+    wanted = scaler_settings.of_loss_scale(loss_scale)
+    wrapper = inner_optimizers.wrapper_of(found)
     if not isinstance(wrapper, LossScaleOptimizer):
         return LossScaleOptimizer(found, name=NAME, **wanted)
     differs = {

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.ext.moments import kernels as moment_kernels
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import (
     MAGNITUDE_BITS,
@@ -25,15 +26,58 @@ from keras_policy_ext.numerics.casting import (
 )
 from keras_policy_ext.numerics.scaling import round_up_to_power_of_two
 from keras_policy_ext.numerics.stochastic import _wrapped
-from keras_policy_ext.reference.moments import (
-    BLOCKS,
-    GOLDEN,
-    KINDS,
-    LARGEST,
-    OFFSET,
-    SMALLEST,
-    SMALLEST_NORMAL,
-)
+
+#: Numbers with one scale, by the name of the form.
+BLOCKS = {"float8": 256, "mx": 32}
+
+#: 2^32 divided by the golden ratio, an odd number.
+GOLDEN = 0x9E3779B1
+
+#: Magnitudes that count as infinite, and NaN, are taken for these in scales, so
+#: that the numbers of the largest codes are finite, also when they are squared.
+LARGEST = {"first": 2.0**120, "second": 2.0**60}
+
+#: The smallest scale: denormals, which some backends take for 0, become 0.
+SMALLEST = 2.0**-100
+
+#: The smallest normal float32. A second moment below it counts as 0.
+SMALLEST_NORMAL = 2.0**-126
+
+#: What is added to a magnitude. Its exponent field is 128, of which the lower
+#: four bits are 0.
+OFFSET = 2.0
+
+
+class Kind(NamedTuple):
+    """The code of one kind of moments.
+
+    A code has the lower four bits of the exponent and the upper bits of the
+    mantissa of `OFFSET + magnitude / scale` in float32, and maybe a sign. So
+    numbers below `OFFSET` are evenly spaced, and larger ones are less and less
+    dense, as in a float.
+
+    Attributes:
+        mantissa_bits: How many bits of the mantissa it has.
+        signed: Whether the eighth bit is a sign.
+    """
+
+    mantissa_bits: int
+    signed: bool
+
+    @property
+    def dropped(self) -> int:
+        """The number of bits of a float32 that a code leaves out."""
+        return 23 - self.mantissa_bits
+
+    @property
+    def largest(self) -> float:
+        """The float32 of the largest code, without sign."""
+        return 2.0**17 - 2.0 ** (16 - self.mantissa_bits)
+
+
+#: Of a second moment the square root is stored, without a sign and with one
+#: more bit of the mantissa.
+KINDS = {"first": Kind(3, True), "second": Kind(4, False)}
 
 _SCALE_FORMAT = "float8_e8m0fnu"
 _LANES = 16
@@ -78,7 +122,7 @@ def quantize_moments(
                 here = here + turn if turn else here
             else:
                 here = here + ops.cast(place, "int32") * _wrapped(GOLDEN)
-        found = primitives.current.quantize_blocks(rows, kind, form, here)
+        found = moment_kernels.current.quantize_blocks(rows, kind, form, here)
         return found or _quantized(rows, kind, form, here)
 
     codes, scale = primitives.current.by_rows(quantized, rows)
@@ -159,13 +203,37 @@ def dequantize_moments(
     rows = _in_blocks(codes, count, BLOCKS[form])
 
     def numbers(_: int, rows: Tensor, scale: Tensor) -> tuple[Tensor]:
-        found = primitives.current.dequantize_blocks(rows, scale, kind, form)
+        found = moment_kernels.current.dequantize_blocks(
+            rows, scale, kind, form
+        )
         if found is None:
             found = _numbers(rows, scale, kind, form)
         return (found,)
 
     (found,) = primitives.current.by_rows(numbers, rows, scale)
     return ops.reshape(ops.reshape(found, (-1,))[:count], shape)
+
+
+def numbers_in_file(
+    codes: np.ndarray[Any, Any],
+    scale: np.ndarray[Any, Any],
+    kind: str,
+    form: str,
+) -> np.ndarray[Any, Any]:
+    """Return what `dequantize_moments` does, in NumPy and without a device."""
+    stored = KINDS[kind]
+    if form == "mx":
+        scale = (scale.astype(np.uint32) << 23).view(np.float32)
+    code = np.arange(256, dtype=np.int32)
+    bits = (code & 127 if stored.signed else code) << stored.dropped
+    value = (bits | _bits_of(OFFSET)).view(np.float32) - np.float32(OFFSET)
+    if stored.signed:
+        value = np.where(code & 128, -value, value)
+    blocks = np.repeat(scale, BLOCKS[form])[: codes.size]
+    numbers = value[codes.ravel()] * blocks
+    if not stored.signed:
+        numbers = np.square(numbers)
+    return numbers.reshape(codes.shape)
 
 
 def _numbers(rows: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:

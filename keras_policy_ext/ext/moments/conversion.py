@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import optimizer_variables
-from keras_policy_ext.ext.mixed._arguments import public_class
+from keras_policy_ext._keras.optimizer_facts import public_class
 from keras_policy_ext.ext.moments.quantized import (
     QuantizedState,
     make_quantized,

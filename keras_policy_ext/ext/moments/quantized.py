@@ -13,12 +13,14 @@ from keras import ops
 
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import optimizer_variables, variable_values
-from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.mixed._arguments import (
+from keras_policy_ext._keras.optimizer_facts import (
     public_class,
     updates_apart,
     updates_elementwise,
 )
+from keras_policy_ext._types import Tensor
+from keras_policy_ext.ext.moments import kernels as moment_kernels
+from keras_policy_ext.ext.moments.codes import BLOCKS, numbers_in_file
 from keras_policy_ext.ext.moments.settings import Settings
 from keras_policy_ext.ext.moments.slots import (
     QuantizedSlot,
@@ -26,8 +28,6 @@ from keras_policy_ext.ext.moments.slots import (
     WeightPart,
     as_step,
 )
-from keras_policy_ext.numerics import primitives
-from keras_policy_ext.reference.moments import BLOCKS, dequantize_moments
 
 STORED = "quantized_state"
 """The key of a config and of a file that says how slots are stored."""
@@ -129,7 +129,7 @@ class QuantizedState(
             fused = optimizer_variables.fused_update(cls)
         if fused is None:
             return super().update_step(gradient, variable, learning_rate)
-        with primitives.current.in_place():
+        with moment_kernels.current.in_place():
             return fused(self, [gradient], [variable], learning_rate)
 
     def _update_in_parts(
@@ -163,7 +163,7 @@ class QuantizedState(
             return found
 
         variables = [variable, *(part for slot in slots for part in slot.parts)]
-        changed = primitives.current.updated_in_parts(
+        changed = moment_kernels.current.updated_in_parts(
             update,
             store,
             BLOCKS[self._state_settings.moments],
@@ -390,7 +390,7 @@ def read_slots(
         if key in slots:
             codes = np.asarray(store[key])
             scale = np.asarray(store[f"{key}{SCALE}"])
-            values[key] = dequantize_moments(codes, scale, *slots[key])
+            values[key] = numbers_in_file(codes, scale, *slots[key])
         elif key != STORED and not key.endswith(SCALE):
             values[key] = store[key]
     return slots, values

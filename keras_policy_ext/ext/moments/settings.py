@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.reference.moments import BLOCKS, KINDS
+from keras_policy_ext.ext.moments.codes import BLOCKS, KINDS
 
 #: What the slots of Keras's optimizers hold. A second moment is an average of
 #: squares or magnitudes. All other slots stay as they are: running maxima,

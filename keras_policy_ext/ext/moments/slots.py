@@ -12,12 +12,12 @@ from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.ext.moments import kernels as moment_kernels
 from keras_policy_ext.ext.moments.codes import (
     blocks_of,
     dequantize_moments,
     quantize_moments,
 )
-from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.stochastic import key_of_use
 
 
@@ -203,7 +203,7 @@ class QuantizedSlot(
 
     def key(self, step: Tensor) -> Tensor:
         """Return the key of the random bits of a step."""
-        key = primitives.current.moment_key(step, self.number)
+        key = moment_kernels.current.moment_key(step, self.number)
         return key_of_use(step, 0, self.number) if key is None else key
 
     def quantized(

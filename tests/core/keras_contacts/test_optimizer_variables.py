@@ -8,8 +8,8 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext._keras import optimizer_variables
+from keras_policy_ext.ext.moments import kernels as moment_kernels
 from keras_policy_ext.ext.moments.slots import WeightPart
-from keras_policy_ext.numerics import primitives
 from public_api import lists_with, members_about
 
 BACKEND = keras.backend.backend()
@@ -152,7 +152,7 @@ def test_no_public_class_says_how_it_updates_several_weights(cls):
     x = variable("x")
     optimizer = cls(0.1)
     optimizer.build([x])
-    with primitives.current.in_place():
+    with moment_kernels.current.in_place():
         update(optimizer, [keras.ops.ones(2)], [x], 0.1)
     assert np.all(keras.ops.convert_to_numpy(x) < 1)
 

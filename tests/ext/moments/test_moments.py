@@ -112,3 +112,39 @@ def test_rounding_at_random_is_right_on_average(kind):
 def test_blocks_that_a_tensor_does_not_fill_are_counted():
     assert moments.blocks_of((3, 100), "float8") == 2
     assert moments.blocks_of((3, 100), "mx") == 10
+
+
+@pytest.mark.any_backend
+def test_the_reference_has_the_same_constants():
+    names = (
+        "BLOCKS",
+        "GOLDEN",
+        "LARGEST",
+        "OFFSET",
+        "SMALLEST",
+        "SMALLEST_NORMAL",
+    )
+    for name in names:
+        assert getattr(moments, name) == getattr(reference.moments, name)
+    for kind in KINDS:
+        ours, judge = moments.KINDS[kind], reference.moments.KINDS[kind]
+        assert tuple(ours) == tuple(judge)
+        assert ours.dropped == judge.dropped
+        assert ours.largest == judge.largest
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_in_a_file_are_those_of_the_reference(kind, form):
+    codes = np.arange(768, dtype="uint8").reshape(3, 256)[:, :250]
+    blocks = moments.blocks_of(codes.shape, form)
+    if form == "mx":
+        scale = np.linspace(1, 254, blocks).astype("uint8")
+    else:
+        scale = np.geomspace(2.0**-100, 2.0**100, blocks).astype("float32")
+    with np.errstate(over="ignore", under="ignore"):
+        found = moments.numbers_in_file(codes, scale, kind, form)
+        expected = reference.dequantize_moments(codes, scale, kind, form)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found.view("int32"), expected.view("int32"))

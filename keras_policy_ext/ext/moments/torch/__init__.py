@@ -1,1 +1,1 @@
-"""Moments on PyTorch, each in one pass."""
+"""Moments on PyTorch."""

@@ -1,19 +1,27 @@
-"""Quantize moments on a CPU with PyTorch, in place in a few tensors.
+"""Quantize moments with PyTorch: on a CPU in place in a few tensors.
 
-The bits are those of `numerics.moments`. Each operation is a pass over a part
-that is in the cache. Comparisons, `where` and look-ups take ten times as long
-as integer arithmetic (torch 2.13).
+On CUDA Triton does it. The bits are those of `numerics.moments`. On a CPU each
+operation is a pass over a part that is in the cache. Comparisons, `where` and
+look-ups take ten times as long as integer arithmetic (torch 2.13).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 
-from keras_policy_ext._types import Tensor
-from keras_policy_ext.reference.moments import (
+from keras_policy_ext import _user_code
+from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.torch.backend import BACKEND, is_real
+from keras_policy_ext.backends.torch.gradients import are_transforms_active
+from keras_policy_ext.ext.moments.codes import (
     GOLDEN,
     KINDS,
     LARGEST,
@@ -21,6 +29,7 @@ from keras_policy_ext.reference.moments import (
     SMALLEST,
     SMALLEST_NORMAL,
 )
+from keras_policy_ext.ext.moments.kernels import MomentKernels
 
 
 def _bits(number: float) -> int:
@@ -104,3 +113,116 @@ def _multiples(count: int) -> Tensor:
     """Return the numbers from 0 times GOLDEN, int32 (count,)."""
     index = torch.arange(count, dtype=torch.int32)
     return index * (GOLDEN - (1 << 32))
+
+
+class TorchMoments(MomentKernels):
+    """The kernels of PyTorch, on a CPU and on CUDA."""
+
+    @override
+    def updated_in_parts(
+        self,
+        update: Callable[..., Sequence[Tensor]],
+        store: Callable[..., Sequence[Tensor]],
+        block: int,
+        step: Tensor,
+        read: Tensor,
+        written: Sequence[Tensor],
+    ) -> Sequence[Tensor] | None:
+        count, size = read.numel(), BACKEND.numbers_of_a_part
+        if not all(_is_in_memory(x) for x in written) or not is_real(read):
+            return None
+        # A sparse gradient, or one that is broadcast, has no such parts.
+        if read.layout != torch.strided or read.shape != written[0].shape:
+            return None
+        flat = [x.detach().reshape(-1) for x in (read, *written)]
+        with torch.no_grad():
+            for first in range(0, count, size):
+                end = min(first + size, count)
+                old = [
+                    x[first:end]
+                    if len(x) == count
+                    else x[first // block : -(-end // block)]
+                    for x in flat
+                ]
+                new = store(first, *update(*old))
+                for place, value in zip(old[1:], new, strict=True):
+                    place.copy_(value)
+        return written
+
+    @override
+    def in_place(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    @override
+    def quantize_blocks(
+        self, rows: Tensor, kind: str, form: str, key: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        if _is_in_memory(rows):
+            return quantized(rows, kind, form, key)
+        kernels = _triton_kernels(rows)
+        return kernels and kernels.quantized(rows, kind, form, key)
+
+    @override
+    def dequantize_blocks(
+        self, codes: Tensor, scale: Tensor, kind: str, form: str
+    ) -> Tensor | None:
+        if _is_in_memory(codes):
+            return numbers(codes, scale, kind, form)
+        kernels = _triton_kernels(codes)
+        return kernels and kernels.numbers(codes, scale, kind, form)
+
+    @override
+    def moment_key(self, step: Tensor, number: int) -> Tensor | None:
+        kernels = _triton_kernels(step)
+        return kernels and kernels.moment_key(step, number)
+
+
+KERNELS = TorchMoments()
+
+
+def _is_in_memory(x: Tensor) -> bool:
+    """Return True if a tensor is on the CPU and nothing is recorded."""
+    return BACKEND.on_cpu(x) and _is_eager(x)
+
+
+def _is_eager(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or are_transforms_active():
+        return False
+    return is_real(x) and x.is_contiguous()
+
+
+def _triton_kernels(x: Tensor) -> Any:
+    """Return the module of Triton's kernels for a tensor on CUDA, or None."""
+    if x.device.type != "cuda" or not _is_eager(x):
+        return None
+    return _triton_moments()
+
+
+# This module may be loaded while a step is being compiled.
+@torch.compiler.disable
+@functools.cache
+def _triton_moments() -> Any:
+    """Return the module of Triton's kernels for moments, or None.
+
+    It is tried once per process. Without it, moments are quantized by some
+    sixty small kernels, with the same bits.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from keras_policy_ext.ext.moments.torch import (
+            triton_codes as triton_moments,
+        )
+
+        triton_moments.check("cuda", quantized, numbers)
+    # A compiler may raise anything on a device that nobody has tried.
+    except Exception as error:
+        warnings.warn(
+            "Triton's kernels for one-byte moments do not work here, so that "
+            "a step of the optimizer takes longer. Its numbers are the same. "
+            f"Received: {type(error).__name__}: {error}",
+            UserWarning,
+            stacklevel=_user_code.stacklevel(),
+        )
+        return None
+    return triton_moments

@@ -5,6 +5,7 @@ The bits are those of `numerics.moments`, which takes some sixty kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from keras_policy_ext.reference import moments as reference
-from keras_policy_ext.reference.moments import (
+from keras_policy_ext.ext.moments.codes import (
     BLOCKS,
     GOLDEN,
     KINDS,
@@ -22,6 +22,7 @@ from keras_policy_ext.reference.moments import (
     SMALLEST,
     SMALLEST_NORMAL,
 )
+from keras_policy_ext.numerics.stochastic import key_of_use
 
 Tensor = Any
 
@@ -93,7 +94,7 @@ def numbers(codes: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
 
 
 def moment_key(step: Tensor, number: int) -> Tensor:
-    """Return the key of a slot in a step; see `reference.moments.moment_key`.
+    """Return the key of a slot in a step; see `stochastic.key_of_use`.
 
     Args:
         step: Int32 scalar.
@@ -104,8 +105,17 @@ def moment_key(step: Tensor, number: int) -> Tensor:
     return found
 
 
-def check(device: str) -> None:
-    """Compute some moments on a device, and compare with the reference.
+def check(
+    device: str,
+    expected_quantized: Callable[..., tuple[Tensor, Tensor]],
+    expected_numbers: Callable[..., Tensor],
+) -> None:
+    """Compute some moments on a device, and compare with those of a CPU.
+
+    Args:
+        device: The name of a device of PyTorch.
+        expected_quantized: It computes on a CPU what `quantized` does.
+        expected_numbers: It computes on a CPU what `numbers` does.
 
     Raises:
         ValueError: If a bit differs.
@@ -119,21 +129,20 @@ def check(device: str) -> None:
     x[4:] = np.float32(np.sin(np.arange(5 * size))).reshape(5, size) / 1e3
     rows, step = torch.tensor(x, device=device), torch.tensor(7, device=device)
     key = moment_key(step.int(), 3)
+    expected_key = key_of_use(step.int(), 0, 3).cpu()
     for kind in KINDS:
         codes, scale = quantized(rows, kind, "float8", key)
         found = numbers(codes, scale, kind, "float8")
-        pair = reference.quantize_moments(
-            x, kind, "float8", reference.moment_key(7, 3)
-        )
-        expected = reference.dequantize_moments(*pair, kind, "float8")
+        pair = expected_quantized(torch.tensor(x), kind, "float8", expected_key)
+        expected = expected_numbers(*pair, kind, "float8")
         for one, other in zip(
             (codes, scale, found), (*pair, expected), strict=True
         ):
-            different = int((one.cpu().numpy() != other).sum())
+            different = int((one.cpu() != other).sum())
             if different:
                 raise ValueError(
-                    f"Bits of {kind} moments are not those of the reference. "
-                    f"Received: {different} of {other.size} numbers that "
+                    f"Bits of {kind} moments are not those of a CPU. "
+                    f"Received: {different} of {other.numel()} numbers that "
                     "differ."
                 )
 

@@ -1,0 +1,125 @@
+"""Facts about Keras's optimizers: public classes, and how they update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+
+def public_class(optimizer: object) -> type | None:
+    """Return the public class for an optimizer of a private class, or None.
+
+    None for public classes and custom ones.
+    """
+    cls, *bases = type(optimizer).__mro__
+    named: Any = getattr(keras.optimizers, cls.__name__, None)
+    private = cls.__module__.startswith("keras.") and named is not cls
+    return named if private and named in bases else None
+
+
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+)
+"""Optimizers of Keras that update each number of a weight by itself."""
+
+
+def updates_elementwise(optimizer: Any) -> bool:
+    """Return True if each number of a weight is updated by itself.
+
+    Known of classes of Keras, and of those with moments in one byte a number,
+    whose `stock_class` is one.
+    """
+    cls = getattr(optimizer, "stock_class", None)
+    cls = cls or public_class(optimizer) or type(optimizer)
+    return cls in _elementwise()
+
+
+@functools.cache
+def _elementwise() -> tuple[type, ...]:
+    return tuple(getattr(keras.optimizers, name) for name in ELEMENTWISE)
+
+
+def updates_apart(optimizer: Any) -> bool:
+    """Return True if weights can be updated in groups, one after the other.
+
+    The optimizer updates each number by itself, and an update changes nothing
+    that the update of another weight reads. Nadam's changes a variable of the
+    optimizer.
+    """
+    return updates_elementwise(optimizer) and not isinstance(
+        optimizer, keras.optimizers.Nadam
+    )
+
+
+def for_private_names(config: object) -> AbstractContextManager[None]:
+    """Return a scope in which files may name private optimizer classes.
+
+    Only the private class names in the file are included: in such a scope,
+    Keras reads every string that is one of these names as the class, also the
+    "SGD" that a `compile_from_config` reads.
+
+    Args:
+        config: The content of the file, of JSON types; None for all names.
+    """
+    names = None if config is None else set(_names_of_private(config))
+    found = {
+        name: value
+        for name, value in vars(keras.optimizers).items()
+        if (names is None or name in names)
+        and isinstance(value, type)
+        and issubclass(value, keras.optimizers.Optimizer)
+    }
+    return keras.saving.custom_object_scope(found)
+
+
+def _names_of_private(config: object) -> Iterator[str]:
+    """Yield the names of private Keras classes in a nested config."""
+    if isinstance(config, dict):
+        if str(config.get("module")).startswith("keras.src."):
+            yield str(config.get("class_name"))
+        config = list(config.values())
+    if isinstance(config, list):
+        for each in config:
+            yield from _names_of_private(each)
+
+
+def with_public_class(
+    config: dict[str, Any], optimizer: object
+) -> dict[str, Any]:
+    """Return an optimizer's config with the public name of the class.
+
+    The optimizer that it wraps is treated alike: Keras's own scaler writes the
+    private class of the wrapped one.
+    """
+    fields = config.get("config") or {}
+    inner = fields.get("inner_optimizer")
+    if isinstance(inner, Mapping):
+        inside = getattr(optimizer, "inner_optimizer", None)
+        named = with_public_class(dict(inner), inside)
+        config = {**config, "config": {**fields, "inner_optimizer": named}}
+    cls = public_class(optimizer)
+    if cls is None:
+        return config
+    return {
+        **config,
+        "module": "keras.optimizers",
+        "class_name": cls.__name__,
+        "registered_name": None,
+    }
+
+
+def is_overwritten(variable: keras.Variable) -> bool:
+    """Return True if an optimizer sets a variable to its gradient."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))

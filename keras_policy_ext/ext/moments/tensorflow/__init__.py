@@ -1,0 +1,1 @@
+"""Moments on TensorFlow."""
