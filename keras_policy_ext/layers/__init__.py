@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     # The names that `__getattr__` forwards.
     from keras.layers import *  # noqa: F403
 
+    from keras_policy_ext.ext.mixed.autocast import (
+        AutocastMixin,
+        autocast_scope,
+        is_autocast_variable,
+    )
     from keras_policy_ext.ext.recurrent.rnn import (
         GRU,
         LSTM,
@@ -23,11 +28,6 @@ if TYPE_CHECKING:
         SimpleRNNCell,
     )
 
-from keras_policy_ext.ext.mixed.autocast import (
-    AutocastMixin,
-    autocast_scope,
-    is_autocast_variable,
-)
 from keras_policy_ext.layers.attention import (
     GroupedQueryAttention,
     MultiHeadAttention,

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import keras
 
+from keras_policy_ext import _extensions
 from keras_policy_ext._keras import global_policy
-from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
 from keras_policy_ext.policies._in_keras import names_in_keras
@@ -198,3 +198,9 @@ def carry_policy(function: _F) -> _F:
             _global.restore(before)
 
     return run  # type: ignore[return-value]
+
+
+def __getattr__(name: str) -> Any:
+    if _extensions.has(f"policies.{name}"):
+        return _extensions.get(f"policies.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

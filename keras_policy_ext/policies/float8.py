@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self, TypeGuard
 import keras
 
 from keras_policy_ext import policy_names, recipes
-from keras_policy_ext.ext.mixed.loss_scales import AUTO, LossScaleDTypePolicy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.recipes.fields import settled
@@ -333,7 +332,8 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
             dict(config),
             {
                 cls.__name__: cls
-                for cls in (Float8DTypePolicy, LossScaleDTypePolicy)
+                for cls in (Float8DTypePolicy, _loss_scale_policy())
+                if cls is not None
             },
         )
     except Exception as error:  # Keras raises what the dict makes it raise.
@@ -351,15 +351,33 @@ def _from_legacy(config: object) -> keras.DTypePolicy:
     """
     fields = dict(config) if isinstance(config, Mapping) else {}
     name = fields.pop("name", None)
-    loss_scale = fields.pop("loss_scale", AUTO)
+    loss_scale = fields.pop("loss_scale", "auto")
+    if not isinstance(name, str) or fields:
+        raise ValueError(_not_legacy(config))
     try:
-        if isinstance(name, str) and not fields:
-            if loss_scale == AUTO:
-                return _from_name(name)
-            return LossScaleDTypePolicy(name, loss_scale)
+        if loss_scale == "auto":
+            return _from_name(name)
+        policy = _loss_scale_policy()
+        if policy is None:
+            raise ValueError(
+                "This config of a tf_keras policy has a loss scale, which "
+                "keras_policy_ext.mixed_precision reads, and that is not "
+                f"installed. Received: {config!r}. Allowed without it: a "
+                "config without 'loss_scale'. Remove that entry, or install "
+                "the whole package."
+            )
+        return policy(name, loss_scale)
     except TypeError as error:
         raise ValueError(_not_legacy(config)) from error
-    raise ValueError(_not_legacy(config))
+
+
+def _loss_scale_policy() -> Any:
+    """Return the class of policies with a loss scale; None if it is missing.
+
+    Keras knows it once the extension for loss scales is imported.
+    """
+    name = "keras_policy_ext>LossScaleDTypePolicy"
+    return keras.saving.get_registered_object(name)
 
 
 def _not_legacy(config: object) -> str:

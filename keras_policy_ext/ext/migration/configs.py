@@ -19,9 +19,9 @@ from keras_policy_ext.ext.migration.classes import (
     named,
 )
 from keras_policy_ext.ext.mixed import loss_scales
+from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
 from keras_policy_ext.ext.mixed.scaler_settings import of_loss_scale
 from keras_policy_ext.mixed_precision import LossScaleOptimizer
-from keras_policy_ext.policies import LossScaleDTypePolicy
 
 _HINTS = {
     "initializer": "initializers",

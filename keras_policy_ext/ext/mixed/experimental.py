@@ -16,11 +16,11 @@ from keras_policy_ext.ext.mixed import (
     optimizer,
     scaler_settings,
 )
+from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
 from keras_policy_ext.ext.mixed.policy import (
     global_policy,
     set_global_policy,
 )
-from keras_policy_ext.policies import LossScaleDTypePolicy
 from keras_policy_ext.policies.of_layers import of_path
 
 __all__ = [

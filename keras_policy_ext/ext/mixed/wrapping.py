@@ -20,6 +20,7 @@ from keras_policy_ext.ext.mixed.loss_scales import (
     AUTO,
     DynamicLossScale,
     LossScale,
+    LossScaleDTypePolicy,
 )
 from keras_policy_ext.ext.mixed.monitor import (
     LossScaleMonitor,
@@ -27,7 +28,6 @@ from keras_policy_ext.ext.mixed.monitor import (
     without_log_values,
 )
 from keras_policy_ext.ext.mixed.optimizer import LossScaleOptimizer
-from keras_policy_ext.policies import LossScaleDTypePolicy
 from keras_policy_ext.policies._source_map import is_stock_map
 from keras_policy_ext.policies.of_layers import of_path
 
