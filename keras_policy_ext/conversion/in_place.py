@@ -275,15 +275,14 @@ def convert(
     )
     if decided.decisions:
         training.check_optimizers(model)
-    training.check_moments(model, optimizer)
+    change = training.change_of(model, to_float8=True, optimizer=optimizer)
+    known = training.before(change)
     nothing_folded = smooth_swiglu is not None and not _extensions.get(
         "conversion.smooth_swiglu"
     )(model, smooth_swiglu)
-    asked = training.loss_scale_asked(model)
     with training.changing(model) as retraced:
         report = _convert(model, decided, attention, retraced)
-        training.warn_of_lost(asked, model)
-        # In here, so that an error made of this warning undoes all.
+        # In here, so that an error made of a warning undoes all.
         warn_of_little(report, model)
         warn_of_no_effect(report)
         if nothing_folded:
@@ -294,7 +293,7 @@ def convert(
             )
         if not decided.decisions:
             warn_of_plain(decided.left)
-        training.quantize_moments(model, optimizer)
+        training.after(change, known)
     return report
 
 
@@ -438,9 +437,11 @@ def revert(model: keras.Layer) -> Report:
     reverted = [layer for layer in in_float8 if id(layer) not in kept]
     if stays and not reverted:
         raise ValueError(_all_frozen(model))
+    change = training.change_of(model, to_float8=False)
+    known = training.before(change)
     with training.changing(model) as retraced:
         _revert(model, kept)
-        training.dequantize_moments(model)
+        training.after(change, known)
         left = [each for each in stays if float8_policy_of(each.layer)]
         return report_of(
             RevertedReport, model, reverted, left, retraced=retraced

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import h5py
 import keras
 
-from keras_policy_ext import _user_code, backends
+from keras_policy_ext import backends, seams
 from keras_policy_ext._keras import (
     built_layers,
     keras_hub,
@@ -20,18 +20,9 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext.conversion.candidates import leaves, path_of
-from keras_policy_ext.ext.mixed.loss_scales import LossScale
-from keras_policy_ext.ext.mixed.wrapping import loss_scale_of_model
-from keras_policy_ext.ext.moments.conversion import (
-    check_state,
-    dequantize,
-    quantize,
-)
-from keras_policy_ext.ext.moments.settings import Settings
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.reference.moments import BLOCKS
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
 _CONTAINERS = (dict, list, tuple)
@@ -244,45 +235,51 @@ def _update_optimizers(
                 optimizer_variables.retarget_optimizer(each, wanted)
 
 
-def check_moments(model: keras.Layer, moments: str | None) -> None:
-    """Raise if the state of a model's optimizers cannot be quantized.
+def change_of(
+    model: keras.Layer, *, to_float8: bool, optimizer: Any = None
+) -> seams.ModelChange:
+    """Return a change of a model, as followers see it.
+
+    Args:
+        model: The model.
+        to_float8: Whether it is converted, and not reverted.
+        optimizer: The argument `optimizer` of `convert`.
+    """
+    return seams.ModelChange(
+        model, to_float8, tuple(_outermost(model)), optimizer
+    )
+
+
+def before(change: seams.ModelChange) -> list[tuple[seams.Follower, Any]]:
+    """Return all followers, each with what it has to know after a change.
 
     Raises:
-        ValueError: If there is no such form, or no optimizer, or
-            `quantize_state` refuses one.
+        ImportError: If no follower acts on the argument `optimizer`.
+        Exception: What a follower raises that cannot follow.
     """
-    if moments is None:
-        return
-    if moments not in BLOCKS:
-        raise ValueError(
-            "There is no such form for the state of optimizers. Received: "
-            f"optimizer={moments!r}. Allowed: {', '.join(map(repr, BLOCKS))}, "
-            "or None. Pass one of them."
+    found = seams.followers()
+    option = change.optimizer_option
+    if option is not None and not any(x.takes_optimizer_option for x in found):
+        raise ImportError(
+            "The state of optimizers is stored in one byte a number by "
+            "keras_policy_ext.optimizers, which is not installed. Received: "
+            f"optimizer={option!r}. Allowed without it: None. Leave "
+            "`optimizer` out, or install the whole package."
         )
-    found = _outermost(model)
-    if not found:
-        raise ValueError(
-            f"{model.name!r} has no optimizer whose state could be stored in "
-            f"one byte a number. Received: optimizer={moments!r} for a model "
-            "that is not compiled. Allowed: a compiled model. Call "
-            "`model.compile` first, or `kpe.optimizers.quantize_state("
-            "optimizer)` for an optimizer of your own loop."
-        )
-    for each in found:
-        check_state(each, moments)
+    return [(each, each.before(change)) for each in found]
 
 
-def quantize_moments(model: keras.Layer, moments: str | None) -> None:
-    """Store the moments of a model's optimizers in one byte a number."""
-    if moments is not None:
-        for each in _outermost(model):
-            quantize(each, Settings(moments))
+def after(
+    change: seams.ModelChange, known: list[tuple[seams.Follower, Any]]
+) -> None:
+    """Have all followers follow a change.
 
-
-def dequantize_moments(model: keras.Layer) -> None:
-    """Give the optimizers of a model slots in float32 again."""
-    for each in _outermost(model):
-        dequantize(each)
+    Args:
+        change: The change.
+        known: What `before` returned.
+    """
+    for follower, noted in known:
+        follower.after(change, noted)
 
 
 def _outermost(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
@@ -403,38 +400,7 @@ def may_differ(model: keras.Model) -> bool:
         return False
     if hasattr(optimizer, "inner_optimizer"):
         return True
-    try:
-        return loss_scale_of_model(model) is not None
-    except ValueError:  # Layers ask for different ones.
-        return True
-
-
-def loss_scale_asked(model: keras.Layer) -> LossScale | None:
-    """Return the loss scale that all layers request; None if they differ."""
-    if not isinstance(model, keras.Model):
-        return None
-    try:
-        return loss_scale_of_model(model)
-    except ValueError:  # They ask for different ones, and `compile` says so.
-        return None
-
-
-def warn_of_lost(asked: LossScale | None, model: keras.Layer) -> None:
-    """Warn if the layers lost their requested loss scale in the conversion.
-
-    Args:
-        asked: The loss scale that they requested before.
-        model: The converted model.
-    """
-    now = loss_scale_asked(model)
-    if asked is None or now == asked:
-        return
-    _user_code.warn(
-        f"Layers of {model.name!r} had a LossScaleDTypePolicy with {asked!r}, "
-        "and a float8 policy has no loss scale. To compile the model with it, "
-        "wrap the optimizer before: optimizer = keras_policy_ext."
-        "mixed_precision.wrap_optimizer(optimizer, policy), with that policy."
-    )
+    return any(each.may_wrap_optimizer(model) for each in seams.followers())
 
 
 def restore(model: keras.Model, weights: str) -> bool:

@@ -43,6 +43,9 @@ NAMES = {
 REGISTERING = (
     "keras_policy_ext.mixed_precision",
     "keras_policy_ext.optimizers",
+    f"{_ROOT}.mixed.following",
+    f"{_ROOT}.moments.following",
     f"{_ROOT}.recurrent.rnn",
 )
-"""The modules with classes that files name, or forms of Keras's layers."""
+"""The modules with classes that files name, forms of Keras's layers, and
+followers: imported with the package."""

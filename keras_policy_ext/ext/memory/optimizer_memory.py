@@ -57,7 +57,9 @@ def asked(model: keras.Layer, optimizer: Any) -> list[Owned]:
     if optimizer is None:
         return of_model(model)
     if isinstance(optimizer, str):
-        training.check_moments(model, optimizer)
+        training.before(
+            training.change_of(model, to_float8=True, optimizer=optimizer)
+        )
         return [
             Owned(
                 quantize_state(copy_of(each.optimizer), optimizer), each.model
