@@ -8,6 +8,7 @@ These names are stable: extensions of this package use no others to follow it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import keras
@@ -23,14 +24,14 @@ class ModelChange(NamedTuple):
     Attributes:
         model: The model, or a layer.
         to_float8: True for `convert`, False for `revert`.
-        optimizers: The optimizers of the model and of models in it, without
-            those that they wrap.
+        find_optimizers: It returns the optimizers of the model and of models in
+            it, without those that they wrap.
         optimizer_option: The argument `optimizer` of `convert`, or None.
     """
 
     model: keras.Layer
     to_float8: bool
-    optimizers: tuple[keras.optimizers.Optimizer, ...] = ()
+    find_optimizers: Callable[[], list[keras.optimizers.Optimizer]]
     optimizer_option: Any = None
 
 

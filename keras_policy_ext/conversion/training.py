@@ -245,9 +245,8 @@ def change_of(
         to_float8: Whether it is converted, and not reverted.
         optimizer: The argument `optimizer` of `convert`.
     """
-    return seams.ModelChange(
-        model, to_float8, tuple(_outermost(model)), optimizer
-    )
+    found = functools.partial(_outermost, model)
+    return seams.ModelChange(model, to_float8, found, optimizer)
 
 
 def before(change: seams.ModelChange) -> list[tuple[seams.Follower, Any]]:

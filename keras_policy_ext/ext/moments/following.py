@@ -35,7 +35,8 @@ class Moments(seams.Follower):
                 f"optimizer={moments!r}. Allowed: "
                 f"{', '.join(map(repr, BLOCKS))}, or None. Pass one of them."
             )
-        if not change.optimizers:
+        found = change.find_optimizers()
+        if not found:
             raise ValueError(
                 f"{change.model.name!r} has no optimizer whose state could be "
                 "stored in one byte a number. Received: "
@@ -44,16 +45,16 @@ class Moments(seams.Follower):
                 "`kpe.optimizers.quantize_state(optimizer)` for an optimizer "
                 "of your own loop."
             )
-        for each in change.optimizers:
+        for each in found:
             check_state(each, moments)
 
     def after(self, change: seams.ModelChange, known: None) -> None:
         """Quantize the moments of all optimizers, or dequantize them."""
         if not change.to_float8:
-            for each in change.optimizers:
+            for each in change.find_optimizers():
                 dequantize(each)
         elif change.optimizer_option is not None:
-            for each in change.optimizers:
+            for each in change.find_optimizers():
                 quantize(each, Settings(change.optimizer_option))
 
 
