@@ -63,11 +63,26 @@ def pytest_report_header(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     mark_all_except_named_cases(config, items)
+    skip_without_extensions(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not visible_gpus():
         reason = f"no GPU that {os.environ['KERAS_BACKEND']} can see"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def skip_without_extensions(items):
+    """Skip tests of the core that also use an extension that is not here."""
+    for item in items:
+        for mark in item.iter_markers("extension"):
+            lacking = [
+                name
+                for name in mark.args
+                if not importlib.util.find_spec(f"keras_policy_ext.ext.{name}")
+            ]
+            if lacking:
+                reason = f"needs {', '.join(lacking)} of keras_policy_ext.ext"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def mark_all_except_named_cases(config, items):

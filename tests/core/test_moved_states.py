@@ -79,7 +79,15 @@ def test_a_state_that_was_moved_is_said_in_the_next_forward_pass_once():
     assert len(said) == len(states_of(model))
 
 
-@pytest.mark.parametrize("use", [kpe.inspect, lambda m: m(batches(1)[0])])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(
+            lambda m: kpe.inspect(m), marks=pytest.mark.extension("inspect")
+        ),
+        lambda m: m(batches(1)[0]),
+    ],
+)
 def test_a_state_that_was_moved_is_said_of_the_line_of_the_user(use):
     model = moved(trained_by_keras(batches(1)))
     with SAID as said:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import LossScaleDTypePolicy, mixed_precision
 from keras_policy_ext.policies.of_layers import policy_of, source_policy_of
 from refusals import refused
 from steps import normal, numpy
@@ -197,47 +196,53 @@ def test_a_map_may_be_the_policy_of_a_conversion():
         kpe.convert(model, map_of({".*": "float32"}))
 
 
-FIXED = LossScaleDTypePolicy("mixed_float16", 256)
+@pytest.fixture
+def fixed():
+    return kpe.LossScaleDTypePolicy("mixed_float16", 256)
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_a_loss_scale_in_a_map_is_the_one_of_the_model(built):
-    policy_map = map_of({".*/first": FIXED}, "float32")
+@pytest.mark.extension("mixed")
+def test_a_loss_scale_in_a_map_is_the_one_of_the_model(built, fixed):
+    policy_map = map_of({".*/first": fixed}, "float32")
     layers = [keras.layers.Dense(4, dtype=policy_map, name="first")]
     model = keras.Sequential(
         [keras.Input((4,)), *layers] if built else layers, name="model"
     )
-    mixed_precision.compile(model, "sgd", "mse", jit_compile=JIT)
+    kpe.mixed_precision.compile(model, "sgd", "mse", jit_compile=JIT)
     assert not model.optimizer.dynamic
     assert model.optimizer.initial_scale == 256
-    scaled = mixed_precision.wrap_optimizer("sgd", policy_map)
+    scaled = kpe.mixed_precision.wrap_optimizer("sgd", policy_map)
     assert not scaled.dynamic and scaled.initial_scale == 256
 
 
-def test_a_loss_scale_that_a_conversion_drops_is_warned_of():
-    policy_map = map_of({".*/first": FIXED}, "float32")
+@pytest.mark.extension("mixed")
+def test_a_loss_scale_that_a_conversion_drops_is_warned_of(fixed):
+    policy_map = map_of({".*/first": fixed}, "float32")
     model = two_layers(policy_map, "float32")
     with pytest.warns(UserWarning, match=r"FixedLossScale.*no loss scale"):
         kpe.convert(model, "float8")
-    optimizer = mixed_precision.wrap_optimizer("sgd", FIXED)
-    mixed_precision.compile(model, optimizer, "mse")
+    optimizer = kpe.mixed_precision.wrap_optimizer("sgd", fixed)
+    kpe.mixed_precision.compile(model, optimizer, "mse")
     assert model.optimizer.initial_scale == 256
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Layers of")
         kpe.convert(two_layers("mixed_float16", "float32"), "float8")
 
 
-def test_several_loss_scales_in_a_map_are_refused():
-    other = LossScaleDTypePolicy("mixed_float16", 512)
-    policy_map = map_of({"a": FIXED, "b": other}, "float32")
+@pytest.mark.extension("mixed")
+def test_several_loss_scales_in_a_map_are_refused(fixed):
+    other = kpe.LossScaleDTypePolicy("mixed_float16", 512)
+    policy_map = map_of({"a": fixed, "b": other}, "float32")
     with pytest.raises(ValueError, match=r"different loss scales.*256.*512"):
-        mixed_precision.wrap_optimizer("sgd", policy_map)
+        kpe.mixed_precision.wrap_optimizer("sgd", policy_map)
 
 
-def test_the_policy_of_a_layer_is_read_out_of_its_map():
-    policy_map = map_of({".*/first": FIXED}, "float32")
+@pytest.mark.extension("mixed")
+def test_the_policy_of_a_layer_is_read_out_of_its_map(fixed):
+    policy_map = map_of({".*/first": fixed}, "float32")
     model = two_layers(policy_map, policy_map)
-    found = map(mixed_precision.experimental.get_layer_policy, model.layers)
+    found = map(kpe.mixed_precision.experimental.get_layer_policy, model.layers)
     assert [policy.name for policy in found] == ["mixed_float16", "float32"]
     shown = [each.policy for each in kpe.inspect(model).layers]
     assert shown == ["mixed_float16", "float32"]

@@ -128,8 +128,15 @@ def read_in_dtype():
 # Keras has one store for all tasks of a thread.
 STORED = pytest.mark.parametrize(
     ("scope", "now"),
-    [(kpe.policy_scope, made_in_dtype), (kpe.autocast_scope, read_in_dtype)],
-    ids=["policy_scope", "autocast_scope"],
+    [
+        pytest.param(kpe.policy_scope, made_in_dtype, id="policy_scope"),
+        pytest.param(
+            lambda dtype: kpe.autocast_scope(dtype),
+            read_in_dtype,
+            id="autocast_scope",
+            marks=pytest.mark.extension("mixed"),
+        ),
+    ],
 )
 
 

@@ -11,7 +11,6 @@ from keras import ops
 from keras_policy_ext.contractions import Einsum
 from keras_policy_ext.contractions.equations import form_of, split
 from keras_policy_ext.contractions.operands import Operands
-from keras_policy_ext.ext.recurrent.rnn import gates_of
 from keras_policy_ext.recipes import CurrentScaling, RowwiseScaling
 
 
@@ -151,7 +150,10 @@ def test_a_kernel_that_is_turned_has_its_axes_turned():
         assert operands.kernel_axes((X, Y), matmul) == (WHOLE, X, Y)
 
 
+@pytest.mark.extension("recurrent")
 def test_a_gate_has_the_rows_of_its_kernel():
+    from keras_policy_ext.ext.recurrent.rnn import gates_of
+
     contraction = gates_of(2, False, 0, 2, 3)
     whole = CurrentScaling().quantization("kernel", "forward")
     cut = RowwiseScaling().quantization("kernel", "forward")

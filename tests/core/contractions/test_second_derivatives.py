@@ -6,7 +6,6 @@ from keras import ops
 
 from cases import mostly, needs_sums_in_float64
 from keras_policy_ext import contractions, recipes, reference
-from keras_policy_ext.ext.recurrent.rnn import Gates
 from keras_policy_ext.numerics.scale_sources import source_of
 from penalties import slopes
 from products import quantized
@@ -18,6 +17,11 @@ ERRORS = {
     "tensorflow": LookupError,
     "torch": NotImplementedError,
 }
+
+try:
+    from keras_policy_ext.ext.recurrent.rnn import Gates
+except ModuleNotFoundError:  # the core alone
+    Gates = None
 
 CONVOLUTION = {
     "strides": (2, 1),
@@ -31,7 +35,6 @@ CONTRACTIONS = {
     "heads": (contractions.Einsum("abc,cde->abde"), (2, 3, 5), (5, 4, 2)),
     "batch": (contractions.Einsum("abc,adc->abd"), (2, 3, 5), (2, 4, 5)),
     "summed alone": (contractions.Einsum("abc,cd->ad"), (2, 3, 5), (5, 4)),
-    "gates": (Gates("ai,igu->agu", 3, 1, 3), (4, 5), (5, 6)),
     "convolution": (
         contractions.Conv(**CONVOLUTION),
         (2, 5, 4, 3),
@@ -44,6 +47,10 @@ CONTRACTIONS = {
         (3, 3, 4, 3),
     ),
 }
+
+if Gates:
+    gates = Gates("ai,igu->agu", 3, 1, 3)
+    CONTRACTIONS["gates"] = (gates, (4, 5), (5, 6))
 
 SUMMED_WITH_OTHERS = [name for name in CONTRACTIONS if name != "summed alone"]
 """Those whose operands are rounded as they are."""
@@ -67,7 +74,7 @@ def unquantized(contraction):
     """The same in float32."""
     if isinstance(contraction, contractions.Conv):
         return contraction.of
-    if not isinstance(contraction, Gates):
+    if Gates is None or not isinstance(contraction, Gates):
         return lambda x, w: ops.einsum(contraction.equation, x, w)
 
     def of_gates(x, w):

@@ -11,7 +11,6 @@ from keras_policy_ext import backends, contractions, kernels
 from keras_policy_ext.backends import devices, estimate
 from keras_policy_ext.backends.estimate import BreakEven
 from keras_policy_ext.conversion import filters
-from keras_policy_ext.ext.inspect import doctor
 
 POLICY = "float8_from_float32"
 NATIVE = kernels.Choice("native", "a pretence of this test")
@@ -131,7 +130,10 @@ def test_a_size_is_known_for_every_device(backend, name):
     assert row.origin.startswith(("measured", "estimated", "assumed")), row
 
 
+@pytest.mark.extension("inspect")
 def test_doctor_shows_the_table_with_the_row_of_this_machine_first(gpu):
+    from keras_policy_ext.ext.inspect import doctor
+
     row = gpu(4096)
     first, *others = doctor.break_even_rows()
     name = "NVIDIA Pretence 9000 (here)"

@@ -7,7 +7,6 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import stored_kernels
-from keras_policy_ext.ext.export import plain
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.stored_kernels import StoredKernel
 from steps import normal
@@ -146,7 +145,10 @@ def test_a_saved_model_is_the_same(activations, tmp_path):
         assert each.get_layer("hidden").bias.dtype == "bfloat16"
 
 
+@pytest.mark.extension("export")
 def test_a_file_of_safetensors_has_codes_and_bfloat16(tmp_path):
+    from keras_policy_ext.ext.export import plain
+
     made, expected = frozen(exclude="hidden")
     kpe.export(made, tmp_path / "file", "safetensors")
     found = plain.read(tmp_path / "file")

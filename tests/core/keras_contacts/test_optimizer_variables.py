@@ -8,8 +8,6 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext._keras import optimizer_variables
-from keras_policy_ext.ext.moments import kernels as moment_kernels
-from keras_policy_ext.ext.moments.slots import WeightPart
 from public_api import lists_with, members_about
 
 BACKEND = keras.backend.backend()
@@ -131,7 +129,10 @@ def test_slots_are_made_by_a_method_that_knows_their_names():
     assert optimizer.momentums[0].name == "other"
 
 
+@pytest.mark.extension("moments")
 def test_an_optimizer_finds_the_slots_of_a_variable_and_of_no_part():
+    from keras_policy_ext.ext.moments.slots import WeightPart
+
     whole = variable("whole")
     optimizer = built(whole)
     part = WeightPart(whole, whole.value)
@@ -143,9 +144,12 @@ def test_an_optimizer_finds_the_slots_of_a_variable_and_of_no_part():
     assert slot is optimizer.momentums[0]
 
 
+@pytest.mark.extension("moments")
 @pytest.mark.skipif(BACKEND != "torch", reason="PyTorch has fused updates")
 @pytest.mark.parametrize("cls", [keras.optimizers.Adam, keras.optimizers.Lion])
 def test_no_public_class_says_how_it_updates_several_weights(cls):
+    from keras_policy_ext.ext.moments import kernels as moment_kernels
+
     assert not hasattr(cls, "_parallel_update_step")
     assert members_about(cls, "parallel", "fused", "foreach") == []
     update = optimizer_variables.fused_update(cls)

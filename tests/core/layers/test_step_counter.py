@@ -9,7 +9,6 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import SLOW, mostly
 from keras_policy_ext import recipes
-from keras_policy_ext.mixed_precision import LossScaleOptimizer
 from keras_policy_ext.numerics.observations import MOST_STEPS, UNIT, VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from steps import gradients, mean_square, no_grad, normal, numpy
@@ -110,8 +109,11 @@ def test_micro_batches_count_once():
 
 
 @pytest.mark.full
+@pytest.mark.extension("mixed")
 def test_a_skipped_step_does_not_count():
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer = kpe.mixed_precision.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1)
+    )
     model = fit(dense(), optimizer, batches=5, bad=[1, 3, 4])
     assert int(optimizer.skipped_steps) == 2, "in a row"
     assert counts(model) == [2]

@@ -37,7 +37,9 @@ def policies_of(model):
         ("mixed_bfloat16", "float32"),
         ("float32", "mixed_bfloat16"),
         ("float8/current_from_mixed_bfloat16", "float32"),
-        (kpe.LossScaleDTypePolicy("mixed_float16", 64), "float32"),
+        pytest.param(
+            "loss scale", "float32", marks=pytest.mark.extension("mixed")
+        ),
     ],
     ids=str,
 )
@@ -46,6 +48,8 @@ def test_models_have_the_policies_that_they_were_saved_with(
     saved, then, zipped, tmp_path
 ):
     path = tmp_path / ("model.keras" if zipped else "model")
+    if saved == "loss scale":
+        saved = kpe.LossScaleDTypePolicy("mixed_float16", 64)
     with kpe.policy_scope(saved):
         model = nested()
     model.save(path, zipped=zipped)
@@ -54,6 +58,7 @@ def test_models_have_the_policies_that_they_were_saved_with(
     assert policies_of(loaded) == policies_of(model) == [kpe.get(saved)] * 3
 
 
+@pytest.mark.extension("mixed")
 def test_a_loaded_model_scales_its_loss_if_the_saved_one_did(tmp_path):
     with kpe.policy_scope("mixed_float16"):
         model = nested()
