@@ -46,7 +46,7 @@ from keras_policy_ext.policies import (
 if importlib.util.find_spec(f"{__name__}.ext"):
     from keras_policy_ext import ext
 
-    _extensions.add(ext.NAMES)
+    _extensions.add(ext.NAMES, ext.MODULES)
     for _module in ext.REGISTERING:
         importlib.import_module(_module)
     # Now: to import the module of this name later would replace the function.
@@ -87,17 +87,7 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = (
-    "callbacks",
-    "conversion",
-    "kernels",
-    "loops",
-    "migration",
-    "mixed_precision",
-    "numerics",
-    "optimizers",
-    "reference",
-)
+_LAZY = ("conversion", "kernels", "loops", "numerics", "reference")
 
 # Names of the core that load on their first use, and their modules. Those of
 # extensions are in `ext`.
@@ -212,7 +202,7 @@ else:
         if name in _LAZY_NAMES:
             home = importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}")
             return getattr(home, name)
-        if _extensions.has(name):
+        if name in __all__:
             return _extensions.get(name)
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}. It has: "

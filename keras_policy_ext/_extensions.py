@@ -7,35 +7,28 @@ the core asks for it here, by the public name.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-_HOMES: dict[str, str] = {}
+_homes: dict[str, str] = {}
+_modules: set[str] = set()
 
 
-def add(homes: Mapping[str, str]) -> None:
+def add(homes: Mapping[str, str], modules: Iterable[str]) -> None:
     """Make names known.
 
     Args:
         homes: By public name, without that of the package, the module that has
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
+        modules: Names of modules of the package.
     """
-    _HOMES.update(homes)
-
-
-def names_of(module: str) -> list[str]:
-    """Return the names that extensions add to a module.
-
-    Args:
-        module: Its name without that of the package, `""` for the package.
-    """
-    parts = (name.rpartition(".") for name in _HOMES)
-    return sorted(name for home, _, name in parts if home == module)
+    _homes.update(homes)
+    _modules.update(modules)
 
 
 def has(name: str) -> bool:
     """Return True if an extension adds this public name."""
-    return name in _HOMES
+    return name in _homes
 
 
 def get(name: str) -> Any:
@@ -44,11 +37,13 @@ def get(name: str) -> Any:
     Raises:
         AttributeError: If no extension that is installed has it.
     """
-    if name not in _HOMES:
+    if name in _modules:
+        return importlib.import_module(f"{__package__}.{name}")
+    if name not in _homes:
         raise AttributeError(
-            f"`keras_policy_ext.{name}` is not here: no extension that is "
-            f"installed adds it. Allowed: {', '.join(sorted(_HOMES)) or None}. "
-            "Install the whole package."
+            f"`keras_policy_ext.{name}` belongs to an extension that is not "
+            "installed here. Received: the core alone, without "
+            "`keras_policy_ext.ext`. Allowed: the names of the core. Install "
+            "the whole package."
         )
-    found = importlib.import_module(_HOMES[name])
-    return getattr(found, name.rpartition(".")[2])
+    return getattr(importlib.import_module(_homes[name]), name.split(".")[-1])

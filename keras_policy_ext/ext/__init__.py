@@ -40,6 +40,9 @@ NAMES = {
 }
 """By public name, the module that has it."""
 
+MODULES = ("callbacks", "migration", "mixed_precision", "optimizers")
+"""Modules of the package that have names of extensions alone."""
+
 REGISTERING = (
     "keras_policy_ext.mixed_precision",
     "keras_policy_ext.optimizers",
