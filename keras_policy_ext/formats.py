@@ -1,7 +1,7 @@
 """Narrow floating-point formats, described as data.
 
 Every constant is computed from `ml_dtypes`, from its `finfo` and from all
-codes of a format. None is typed in by hand. `docs/formats.md` lists them. This
+codes of a format. None is typed in by hand. `docs/numerics.md` lists them. This
 module imports neither keras nor a framework.
 """
 

@@ -41,7 +41,8 @@ def test_a_chart_is_that_of_the_committed_results(chart):
     assert found == charts.svg(chart), (
         "run python integration/benchmarks/charts.py"
     )
-    assert f"images/{chart.name}.svg" in benchmark_page.HEAD
+    pages = benchmark_page.HEAD + benchmark_page.TABLES_HEAD
+    assert f"images/{chart.name}.svg" in pages
 
 
 @pytest.mark.any_backend
@@ -60,9 +61,16 @@ def test_times_are_in_the_unit_that_a_person_says(milliseconds, words):
     assert benchmark_page.duration(milliseconds) == words
 
 
-def test_the_page_is_that_of_the_committed_results():
-    found = benchmark_page.PAGE.read_text("utf-8")
-    assert found == benchmark_page.page(), (
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (benchmark_page.PAGE, benchmark_page.page),
+        (benchmark_page.TABLES, benchmark_page.tables),
+    ],
+    ids=["page", "tables"],
+)
+def test_a_page_is_that_of_the_committed_results(path, text):
+    assert path.read_text("utf-8") == text(), (
         "run python integration/benchmarks/benchmark_page.py"
     )
 
@@ -95,7 +103,7 @@ def on_card(folder):
 
 def test_what_was_measured_on_a_gpu_comes_first(tmp_path):
     on_card(tmp_path)
-    page = benchmark_page.page(tmp_path, tmp_path / "counts.json")
+    page = benchmark_page.page(tmp_path)
     measured = page.index("## Measured on an NVIDIA H100")
     assert measured < page.index("## Memory of a step")
     plain, float8 = (
@@ -220,11 +228,12 @@ def test_speeds_that_were_measured_later_replace_earlier_ones(tmp_path):
 
 
 def test_the_page_says_what_is_missing(tmp_path):
-    nothing = benchmark_page.page(tmp_path, tmp_path / "counts.json")
+    nothing = benchmark_page.tables(tmp_path, tmp_path / "counts.json")
     assert "Nothing yet." in nothing
     assert "No counts are committed yet." in nothing
-    assert "JAX, TensorFlow, PyTorch on a GPU" in nothing
+    page = benchmark_page.page(tmp_path)
+    assert "JAX, TensorFlow, PyTorch on a GPU" in page
     path = tmp_path / "counts.json"
     path.write_text(json.dumps([PLAIN, FLOAT8]))
-    counted = benchmark_page.page(tmp_path, path)
+    counted = benchmark_page.tables(tmp_path, path)
     assert "| JAX | H200 | dense | float8 delayed | 12.0 | 8 |" in counted

@@ -51,7 +51,7 @@ def examples(page):
     return "\n".join(lines) + "\n"
 
 
-PROGRAMS = ["index.md", "train.md", "serve.md"]
+PROGRAMS = ["index.md", "train.md", "serve.md", "see_and_act.md"]
 
 
 @pytest.mark.full

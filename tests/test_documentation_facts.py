@@ -52,9 +52,9 @@ def test_the_sizes_of_the_example_are_those_of_the_card():
 
 
 def losses():
-    """Mean losses of `docs/recipes/training.md` by framework and recipe."""
+    """Mean losses of `docs/internals/training.md` by framework and recipe."""
     found = {}
-    text = (DOCS / "recipes" / "training.md").read_text("utf-8")
+    text = (DOCS / "internals" / "training.md").read_text("utf-8")
     for section in text.split("\n## ")[1:]:
         framework = section.partition("\n")[0]
         table = section.partition("\n###")[0]

@@ -1,11 +1,13 @@
-"""Writes docs/benchmarks.md, its charts, and a table of README.md.
+"""Writes two pages of benchmarks, their charts, and a table of README.md.
 
     python integration/benchmarks/benchmark_page.py [--check]
 
-Every figure comes from a JSON file in `results/`, and those of what bounds a
-step from `bounds.py`, which is held to them. What `jax_on_card.py` measured,
-if there is a file of it, comes first on the page, and is the table of the
-readme. `--check` writes nothing, and fails where a text is another.
+The pages are docs/benchmarks.md, for users, and
+docs/internals/benchmarks.md, which has all tables. Every figure comes from a
+JSON file in `results/`, and those of what bounds a step from `bounds.py`,
+which is held to them. What `jax_on_card.py` measured, if there is a file of
+it, comes first for users, and is the table of the readme. `--check` writes
+nothing, and fails where a text is another.
 """
 
 import collections
@@ -24,6 +26,7 @@ from keras_policy_ext.backends import estimate
 RESULTS = pathlib.Path(__file__).parent / "results"
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
+TABLES = ROOT / "docs" / "internals" / "benchmarks.md"
 README = ROOT / "README.md"
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
@@ -39,8 +42,9 @@ and a whole model with JAX 0.11.2. `fit` of a Llama of KerasHub under `delayed`
 has 1.40 times the speed of bfloat16; the peak of its memory is 0.98 of
 bfloat16's. Clearly less memory was a goal, and it is not reached. A step of a
 Dense layer has 1.44 times the speed at 4096³, and 0.85 times at 2048³. A size
-of 4096³ means a layer with 4096 rows, inputs and outputs. The
-[appendix](#appendix) has the tables from which the charts are drawn.
+of 4096³ means a layer with 4096 rows, inputs and outputs. To know whether
+float8 is faster on your GPU, read [Choose](choose.md). The tables from which
+the charts are drawn are [under internals](internals/benchmarks.md).
 
 ## Memory of a step
 
@@ -86,6 +90,31 @@ makes no float8 matmul there, has 0.95, and Flax's has 1.29. At 2048³ the
 kernels of a `delayed` step take 111 µs, and those of bfloat16 125 µs; but the
 step as a whole takes longer, 151 µs and 127 µs.
 
+**PyTorch 2.11.** An eager step of a Dense layer of 4096³ has 0.71 under
+`delayed` and 0.85 under `current`, and a compiled one 0.60 and 0.71: there the
+host takes longer than the GPU. As a CUDA graph, the forward and backward pass
+has 1.49 and 1.46. A compiled step of 8192³ under `delayed` has 1.51. These
+figures stand in [what was run on a GPU](internals/gpu_runs.md). The
+[tables](internals/benchmarks.md#nvidia-h200) of PyTorch are of an earlier
+version, in which the host took 5 to 7 ms for a float8 step, and 2 ms for
+bfloat16. There a float8 matmul of 8192³ has 1.91, and one of 4096³ has 1.30.
+An eager step of 8192³ has 0.90 under `delayed`, 0.97 under `current`, 0.57
+with Keras's own float8, and 0.66 with torchao's. At 4096³ torchao's has 0.6,
+and 1.5 if it is compiled.
+"""
+
+TABLES_HEAD = """# Tables of benchmarks
+
+<!-- Written by integration/benchmarks/benchmark_page.py: do not edit. -->
+
+The tables from which the charts of [Benchmarks](../benchmarks.md) are drawn,
+with trials and estimates.
+
+## Trials on an H200
+
+All speeds of this section are in times bfloat16's speed, on an H200 with JAX
+0.11.2 and its default flags.
+
 What does the kernel bring that reads each operand once? In one run XLA cast
 the operands instead, by a fault that is corrected. There cuBLASLt's matmuls
 alone brought, under `delayed`, 1.25 at 4096³ and 1.50 at 8192³. With the
@@ -100,20 +129,9 @@ accurate sums it was 123 µs and 148 µs. A step with it had 1.26, and 1.33 if
 all sums were fast; without it 1.15 in the same trial. But at 8192³ it had
 1.30, and 1.37 without it. So it is not in the package.
 
-**PyTorch 2.11.** An eager step of a Dense layer of 4096³ has 0.71 under
-`delayed` and 0.85 under `current`, and a compiled one 0.60 and 0.71: there the
-host takes longer than the GPU. As a CUDA graph, the forward and backward pass
-has 1.49 and 1.46. A compiled step of 8192³ under `delayed` has 1.51. These
-figures stand in [devices](devices.md#what-was-run-on-a-gpu). The
-[tables](#nvidia-h200) of PyTorch are of an earlier version, in which the host
-took 5 to 7 ms for a float8 step, and 2 ms for bfloat16. There a float8 matmul
-of 8192³ has 1.91, and one of 4096³ has 1.30. An eager step of 8192³ has 0.90
-under `delayed`, 0.97 under `current`, 0.57 with Keras's own float8, and 0.66
-with torchao's. At 4096³ torchao's has 0.6, and 1.5 if it is compiled.
-
 ## Estimated time on a GPU
 
-![Bars of estimated times on a GPU](images/step_time_estimated.svg)
+![Bars of estimated times on a GPU](../images/step_time_estimated.svg)
 
 The times in this chart are estimates, not measurements, and they are of an
 earlier version of this package, in which XLA cast the operands and matmuls
@@ -130,11 +148,11 @@ casts. The layers in the chart are square. The twelve blocks are 1024 wide with
 4096 in the middle, and have 16384 rows.
 """
 
-APPENDIX = """## Appendix
+APPENDIX = """## Scripts
 
 You run each benchmark with one command, on any of the three frameworks. The
-command writes a JSON file. The charts and tables of this page are made from
-the JSON files. For example:
+command writes a JSON file. The charts and tables are made from the JSON
+files. For example:
 
 ```
 KERAS_BACKEND=jax python integration/benchmarks/layer.py
@@ -198,29 +216,36 @@ def read(folder=RESULTS):
     return dict(found)
 
 
-def page(folder=RESULTS, counted=counts.COUNTS):
-    """The text of the page."""
-    results = read(folder)
+def page(folder=RESULTS):
+    """The text of the page for users."""
     first, rest = HEAD.split("## Memory of a step", 1)
     parts = [
         first.rstrip() + "\n",
         *cards.section(folder, table, duration),
         f"## Memory of a step{rest}",
         *_break_even(estimate.break_evens()),
-        *_not_measured(results),
+        *_not_measured(read(folder)),
+    ]
+    return "\n".join(parts)
+
+
+def tables(folder=RESULTS, counted=counts.COUNTS):
+    """The text of the page that has all tables."""
+    parts = [
+        TABLES_HEAD,
         APPENDIX,
-        *_measured(results),
+        *_measured(read(folder)),
         *_estimated(counts.read_counts(counted)),
     ]
     return "\n".join(parts)
 
 
 def _measured(results):
-    yield "### Measured\n"
+    yield "## Measured\n"
     if not results:
         yield "Nothing yet.\n"
     for device, found in results.items():
-        yield f"#### {device}\n"
+        yield f"### {device}\n"
         if device.startswith("CPU"):
             yield NOTE_OF_CPUS
         for result in found:
@@ -230,7 +255,7 @@ def _measured(results):
 def _result(result):
     where = result["environment"]
     name = result["benchmark"].replace("_", " ")
-    yield f"##### {BACKENDS[where['backend']]}, {name}\n"
+    yield f"#### {BACKENDS[where['backend']]}, {name}\n"
     yield _versions(where)
     if "note" in result:
         yield textwrap.fill(result["note"], 79) + "\n"
@@ -311,7 +336,7 @@ MODEL = (
 
 
 def _estimated(counted):
-    yield "### Estimated\n"
+    yield "## Estimated\n"
     text = (
         "The kernels of a step on a GPU, and the bytes that the kernels move, "
         "can be [counted without a GPU](lowering.md). We estimate the time of "
@@ -354,7 +379,7 @@ def _break_even(rows):
     text = (
         '`convert(model, filter="auto")` leaves a layer out if its matmuls are '
         "smaller than the size in this table. `keras-policy-ext doctor` prints "
-        "the size for your machine, and `kpe.plan` [estimates](plan.md) a "
+        "the size for your machine, and `kpe.plan` [estimates](api/plan.md) a "
         "model by the same speeds: those that were measured, and where there "
         "are none, those of a model. A size of 8192³ means a matmul with 8192 "
         "rows, inputs and outputs. With PyTorch the steps are eager. Their "
@@ -418,6 +443,7 @@ def readme(folder=RESULTS):
 
 def main():
     write_or_check(PAGE, page())
+    write_or_check(TABLES, tables())
     write_or_check(README, readme())
     charts.main()
 

@@ -107,7 +107,7 @@ def section(table):
     heads = ["", *(name.replace("_", " ") for name in Program._fields), "sum"]
     programs = {f"{gpu}, {way}": each for (gpu, way), each in PROGRAMS.items()}
     programs["H200, all in one pass"] = LEAST
-    yield "#### What bounds a step\n"
+    yield "### What bounds a step\n"
     for paragraph in TEXT.strip().split("\n\n"):
         yield textwrap.fill(paragraph, 79, break_on_hyphens=False) + "\n"
     yield table(

@@ -2,7 +2,7 @@
 
 Every second row of a source is fitted, the others are kept out, and so are
 all of this project and of the sources in `UNSEEN`. Run it to fit anew, and to
-write the tables of `docs/plan.md`:
+write the tables of `docs/internals/plan.md`:
 
     python integration/benchmarks/published.py
 """
@@ -26,7 +26,7 @@ from keras_policy_ext.backends.estimate import (
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "plan.md"
+PAGE = ROOT / "docs" / "internals" / "plan.md"
 MODULE = ROOT / "keras_policy_ext" / "backends" / "estimate.py"
 
 OTHERS = {
@@ -478,7 +478,7 @@ def figures(found, numbers, fitted):
 
 
 def tables(found, fitted):
-    """The lines of the tables of `docs/plan.md`."""
+    """The lines of the tables of `docs/internals/plan.md`."""
     out = kept_out(found)
     theirs = {n for n in out if not found[n].ours}
     later = {n for n in out if found[n].source in UNSEEN}
@@ -518,7 +518,7 @@ def tables(found, fitted):
 
 
 def speeds():
-    """The lines of the table of devices of `docs/plan.md`."""
+    """The lines of the table of devices of `docs/internals/plan.md`."""
     yield "| device | bfloat16 | float8 | four bits | memory, TB/s | source |"
     yield "|---|---|---|---|---|---|"
     for product, card in CARDS.items():

@@ -1,4 +1,4 @@
-"""Writes docs/recipes/training.md from the committed results.
+"""Writes docs/internals/training.md from the committed results.
 
     python integration/recipes/training_page.py [--check]
 
@@ -20,7 +20,7 @@ from generated import write_or_check  # noqa: E402
 
 RESULTS = FOLDER / "results"
 ROOT = FOLDER.parents[1]
-PAGE = ROOT / "docs" / "recipes" / "training.md"
+PAGE = ROOT / "docs" / "internals" / "training.md"
 BACKENDS = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow"}
 BASELINE = "mixed_bfloat16"
 NUDGED = f"{BASELINE}; nudged 1"

@@ -6,9 +6,9 @@ is read and written before, as often as its recipe needs. Attention and
 everything else takes the same time under each recipe.
 
 The shares are fitted to published measurements by
-`integration/benchmarks/published.py`; `docs/plan.md` has its errors. Where this
-project has measured steps itself, `measured.json` has their speeds, and float8
-matmuls of about their sizes are estimated to have them.
+`integration/benchmarks/published.py`; `docs/internals/plan.md` has its errors.
+Where this project has measured steps itself, `measured.json` has their speeds,
+and float8 matmuls of about their sizes are estimated to have them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ CARDS = {
     "v5e": Card(197e12, 0, 0, 0.819e12, _GOOGLE),
 }
 """By product, as in the title of a `Device`. Peaks have accumulation in
-float32. `docs/plan.md` has this table, and tells what the sources are."""
+float32. `docs/internals/plan.md` has this table, and tells what the sources
+are."""
 
 _OTHER_NAMES = {"V7X": "TPU7x", "IRONWOOD": "TPU7x", "TRILLIUM": "v6e"}
 

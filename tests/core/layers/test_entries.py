@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 
 def test_the_page_on_design_has_the_keys_of_the_schema():
-    page = (ROOT / "docs/design.md").read_text("utf-8")
+    page = (ROOT / "docs/internals/design.md").read_text("utf-8")
     section = page.partition("### In a file")[2].partition("\n## ")[0]
     told = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
     keys = entries.STATE.forms.keys() - {entries.KERAS_LENGTH}
