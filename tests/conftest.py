@@ -86,11 +86,12 @@ def skip_without_extensions(items):
 
 
 def mark_all_except_named_cases(config, items):
-    """Mark cases `full` or `slow`, unless their test names them.
+    """Mark cases `full` or otherwise, unless their test names them.
 
-    `full_except` marks the others `full`. `slow_except` marks the others
-    `slow` where they are compiled, on JAX and TensorFlow; those that
-    `full_except` names are not.
+    `full_except`, `nightly_except` and `any_backend_except` mark the others
+    `full`, `nightly` and `any_backend`. `slow_except` marks the others `slow`
+    where they are compiled, on JAX and TensorFlow; those that `full_except`
+    names are not.
 
     Raises:
         pytest.UsageError: Of whole files, no case has a name that is given.
@@ -101,19 +102,23 @@ def mark_all_except_named_cases(config, items):
         case = item.callspec.id if hasattr(item, "callspec") else ""
         quick = item.get_closest_marker("full_except")
         compiled = item.get_closest_marker("slow_except")
-        if quick and case not in quick.args:
-            item.add_marker(pytest.mark.full)
-        named = [name for m in (quick, compiled) if m for name in m.args]
-        if compiled and is_compiled and case not in named:
+        kept = [name for m in (quick, compiled) if m for name in m.args]
+        if compiled and is_compiled and case not in kept:
             item.add_marker(pytest.mark.slow)
+        named = set(kept)
+        for mark in ("full", "nightly", "any_backend"):
+            other = item.get_closest_marker(f"{mark}_except")
+            if other and case not in other.args:
+                item.add_marker(mark)
+            named.update(other.args if other else ())
         if named:
             test = item.nodeid.removesuffix(f"[{case}]")
-            absent.setdefault(test, set(named)).discard(case)
+            absent.setdefault(test, named).discard(case)
     of_whole_files = not any("::" in argument for argument in config.args)
     for test, names in absent.items():
         if names and of_whole_files:
             raise pytest.UsageError(
-                f"full_except or slow_except names cases that are not there. "
+                f"A mark such as full_except names cases that are not there. "
                 f"Received: {sorted(names)} in {test}. "
                 f"Allowed: ids that `pytest --collect-only` lists."
             )

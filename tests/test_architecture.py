@@ -44,7 +44,6 @@ OTHER_CLASSES = (
 
 # Private names of others than Keras.
 NOT_OF_KERAS = {
-    "_SubParsersAction": "argparse has no public name for what it returns",
     "_asdict": "a public method of named tuples",
     "_replace": "a public method of named tuples",
     "_fields": "a public attribute of named tuples",

@@ -190,18 +190,9 @@ IN_HDF5 = {
 }
 
 
+@pytest.mark.any_backend_except("storage outside")
 @pytest.mark.full_except("a type", "links in a loop", "storage outside")
 @pytest.mark.parametrize("case", IN_HDF5)
-@pytest.mark.slow_except(
-    "huge history",
-    "huge, in chunks",
-    "soft link",
-    "a way that is none",
-    "an empty header",
-    "negative axes",
-    "codes of another shape",
-    "scales of another shape",
-)
 def test_weights(case, members, tmp_path):
     path = tmp_path / WEIGHTS
     path.write_bytes(members[WEIGHTS])
@@ -331,6 +322,7 @@ ARCHIVES = {
 }
 
 
+@pytest.mark.any_backend_except("cut")
 @pytest.mark.parametrize("case", ARCHIVES)
 def test_archives(case, members, tmp_path):
     path = written(tmp_path, members)

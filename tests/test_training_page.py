@@ -1,6 +1,5 @@
 """The page of how recipes train is that of the JSON, and it is resumable."""
 
-import dataclasses
 import json
 
 import keras
@@ -16,10 +15,14 @@ from keras_policy_ext.ext.sampling import machine
 
 SMALL = demo.Settings(
     steps=3,
-    size=demo.Size(context=16, width=16, heads=2, hidden=32, blocks=1),
+    context=16,
+    width=16,
+    heads=2,
+    hidden=32,
+    blocks=1,
     windows=2,
     validations=1,
-    validation_windows=4,
+    held_out=4,
 )
 
 
@@ -122,12 +125,12 @@ def test_a_run_is_appended_when_it_is_over_and_never_repeated(
 ):
     trained = []
 
-    def trains(recipe, seed, settings):
+    def trains(recipe, settings):
         if len(trained) == 2:
             raise KeyboardInterrupt
-        trained.append((recipe, seed))
-        small = dataclasses.replace(SMALL, steps=settings.steps)
-        return once(recipe, seed, small)
+        trained.append((recipe, settings.seed))
+        small = SMALL._replace(steps=settings.steps, seed=settings.seed)
+        return once(recipe, small)
 
     once = recipe_training.trained
     monkeypatch.setattr(recipe_training, "trained", trains)

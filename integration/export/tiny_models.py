@@ -3,152 +3,46 @@
 Sizes differ from each other, so that no axes can be taken for one another.
 """
 
-import keras
-import keras_hub
-import numpy as np
+import functools
 
-hub = keras_hub.models
+import hub_families
+import keras
+import numpy as np
+from hub_families import hub  # noqa: F401  for tests
+from model_sizes import Sizes
 
 TOKENS, LENGTH = 96, 12
 
 
+def _model(name, dtype=None, width=32, inner=40, family=None, **options):
+    """The language model of a family; it is called by its name here."""
+    family = family or name
+    sizes = Sizes(TOKENS, 64, width, inner, heads=4, groups=2, blocks=2)
+    backbone = hub_families.backbone(
+        family, sizes, dtype=dtype, name=name, **options
+    )
+    return hub_families.task(family, backbone)
+
+
 def gemma(dtype=None, width=32, inner=40):
-    backbone = hub.GemmaBackbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=1,
-        hidden_dim=width,
-        intermediate_dim=2 * inner,
-        head_dim=width // 4,
-        dtype=dtype,
-        name="gemma",
-    )
-    return hub.GemmaCausalLM(backbone=backbone, preprocessor=None)
-
-
-def gemma3(dtype=None, width=32, inner=40):
-    backbone = hub.Gemma3Backbone(
-        vocabulary_size=TOKENS,
-        image_size=16,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        hidden_dim=width,
-        intermediate_dim=inner,
-        head_dim=width // 4,
-        use_query_key_norm=True,
-        use_post_ffw_norm=True,
-        use_post_attention_norm=True,
-        sliding_window_size=8,
-        use_sliding_window_attention=True,
-        dtype=dtype,
-        name="gemma3",
-    )
-    return hub.Gemma3CausalLM(backbone=backbone, preprocessor=None)
-
-
-def gemma4(dtype=None, width=32, inner=40):
-    backbone = hub.Gemma4Backbone(
-        vocabulary_size=TOKENS,
-        image_size=16,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        sliding_window_size=8,
-        sliding_window_pattern=2,
-        hidden_dim=width,
-        intermediate_dim=inner,
-        head_dim=width // 4,
-        dtype=dtype,
-        name="gemma4",
-    )
-    return hub.Gemma4CausalLM(backbone=backbone, preprocessor=None)
+    options = {"num_key_value_heads": 1, "intermediate_dim": 2 * inner}
+    return _model("gemma", dtype, width, inner, **options)
 
 
 def llama(dtype=None, width=32, inner=40, tied=False):
-    backbone = hub.Llama3Backbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        hidden_dim=width,
-        intermediate_dim=inner,
-        tie_word_embeddings=tied,
-        dtype=dtype,
-        name="llama",
-    )
-    return hub.Llama3CausalLM(backbone=backbone, preprocessor=None)
+    options = {"family": "llama3", "tie_word_embeddings": tied}
+    return _model("llama", dtype, width, inner, **options)
 
 
-def mistral(dtype=None, width=32, inner=40):
-    backbone = hub.MistralBackbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        hidden_dim=width,
-        intermediate_dim=inner,
-        sliding_window=64,
-        dtype=dtype,
-        name="mistral",
-    )
-    return hub.MistralCausalLM(backbone=backbone, preprocessor=None)
-
-
-def qwen(dtype=None, width=32, inner=40):
-    backbone = hub.QwenBackbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        hidden_dim=width,
-        intermediate_dim=inner,
-        dtype=dtype,
-        name="qwen",
-    )
-    return hub.QwenCausalLM(backbone=backbone, preprocessor=None)
-
-
-def qwen3_5(dtype=None, width=32, inner=40):
-    backbone = hub.Qwen3_5Backbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        hidden_dim=width,
-        intermediate_dim=inner,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
-        dtype=dtype,
-        name="qwen3_5",
-    )
-    return hub.Qwen3_5CausalLM(backbone=backbone, preprocessor=None)
-
-
-def gpt2(dtype=None, width=32, inner=40):
-    backbone = hub.GPT2Backbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_heads=4,
-        hidden_dim=width,
-        intermediate_dim=inner,
-        dropout=0.0,
-        max_sequence_length=64,
-        dtype=dtype,
-        name="gpt2",
-    )
-    return hub.GPT2CausalLM(backbone=backbone, preprocessor=None)
-
+gpt2 = functools.partial(_model, "gpt2")
 
 FAMILIES = {
-    f.__name__: f
-    for f in (gemma, gemma3, gemma4, llama, mistral, qwen, qwen3_5, gpt2)
+    "gemma": gemma,
+    "llama": llama,
+    **{
+        name: functools.partial(_model, name)
+        for name in ("gemma3", "gemma4", "mistral", "qwen", "qwen3_5", "gpt2")
+    },
 }
 
 

@@ -3,120 +3,40 @@
 Two blocks, width 16: each has the layers of its family and nothing more.
 """
 
-import keras
-import keras_hub
-import numpy as np
+import functools
 
-from keras_policy_ext._keras import walking
-from keras_policy_ext.layers.state import Float8State
+import hub_families
+import keras
+import numpy as np
+from model_sizes import Sizes, compile_to_train, layers_of, numpy
 
 TOKENS, BATCH, LENGTH, SIDE = 32, 8, 8, 16
-
-hub = keras_hub.models
-
-
-def gpt2(dtype=None):
-    return hub.GPT2Backbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        dropout=0.0,
-        max_sequence_length=LENGTH,
-        dtype=dtype,
-        name="gpt2",
-    )
+SIZES = Sizes(TOKENS, LENGTH, width=16, inner=32, heads=2, groups=1, blocks=2)
+OPTIONS = {
+    "gemma": {"attention_logit_soft_cap": 50.0, "final_logit_soft_cap": 30.0},
+    "vit": {"image_shape": (SIDE, SIDE, 3)},
+    "resnet": {"image_shape": (SIDE, SIDE, 3)},
+}
 
 
-def llama(dtype=None):
-    return hub.LlamaBackbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=16,
-        intermediate_dim=32,
-        dtype=dtype,
-        name="llama",
-    )
+def _backbone(name, dtype=None):
+    options = OPTIONS.get(name, {})
+    return hub_families.backbone(name, SIZES, dtype=dtype, **options)
 
 
-def gemma(dtype=None):
-    return hub.GemmaBackbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=16,
-        intermediate_dim=32,
-        head_dim=8,
-        attention_logit_soft_cap=50.0,
-        final_logit_soft_cap=30.0,
-        dtype=dtype,
-        name="gemma",
-    )
-
-
-def bert(dtype=None):
-    return hub.BertBackbone(
-        vocabulary_size=TOKENS,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        dropout=0.0,
-        max_sequence_length=LENGTH,
-        dtype=dtype,
-        name="bert",
-    )
-
-
-def vit(dtype=None):
-    return hub.ViTBackbone(
-        image_shape=(SIDE, SIDE, 3),
-        patch_size=8,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        mlp_dim=32,
-        dtype=dtype,
-        name="vit",
-    )
-
-
-def resnet(dtype=None):
-    return hub.ResNetBackbone(
-        input_conv_filters=[64],
-        input_conv_kernel_sizes=[3],
-        stackwise_num_filters=[64],
-        stackwise_num_blocks=[1],
-        stackwise_num_strides=[1],
-        block_type="basic_block",
-        image_shape=(SIDE, SIDE, 3),
-        dtype=dtype,
-        name="resnet",
-    )
-
-
-BACKBONES = {f.__name__: f for f in (gpt2, llama, gemma, bert, vit, resnet)}
+BACKBONES = {
+    name: functools.partial(_backbone, name)
+    for name in ("gpt2", "llama", "gemma", "bert", "vit", "resnet")
+}
 LANGUAGE = ("gpt2", "llama", "gemma")
+gpt2, llama = BACKBONES["gpt2"], BACKBONES["llama"]
 
 
 def task(name, dtype=None):
     """A model that trains: language model, masked one, or classifier."""
     keras.utils.set_random_seed(0)
-    backbone = BACKBONES[name](dtype)
-    if name in LANGUAGE:
-        classes = hub.GPT2CausalLM, hub.LlamaCausalLM, hub.GemmaCausalLM
-        cls = dict(zip(LANGUAGE, classes, strict=True))[name]
-        return cls(backbone=backbone, preprocessor=None)
-    if name == "bert":
-        return hub.BertMaskedLM(backbone=backbone, preprocessor=None)
-    options = {"preprocessor": None, "num_classes": 4}
-    if name == "vit":
-        return hub.ViTImageClassifier(backbone=backbone, **options)
-    return hub.ResNetImageClassifier(backbone=backbone, **options)
+    options = {"num_classes": 4} if name in ("vit", "resnet") else {}
+    return hub_families.task(name, BACKBONES[name](dtype), **options)
 
 
 def data(name):
@@ -152,15 +72,13 @@ def randomize(model):
 def compiled(model, rate=0.01):
     """Ready to train, with a loss for logits."""
     options = {"sampler": "greedy"} if hasattr(model, "generate") else {}
-    # XLA takes longer than it saves, but JAX knows no other compiler.
-    model.compile(
+    return compile_to_train(
+        model,
         keras.optimizers.Adam(rate),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[],
-        jit_compile=keras.backend.backend() == "jax",
         **options,
     )
-    return model
 
 
 def train(model, inputs, targets, steps):
@@ -176,19 +94,6 @@ def prompt(inputs, length=3):
     mask = np.zeros_like(inputs["padding_mask"])
     mask[:, :length] = 1
     return {"token_ids": inputs["token_ids"] * mask, "padding_mask": mask}
-
-
-def numpy(x):
-    return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
-
-
-def layers_of(model):
-    """All layers, without the states of float8 layers."""
-    return [
-        layer
-        for layer in walking.layers_within(model)
-        if not isinstance(layer, Float8State)
-    ]
 
 
 def followed(model):

@@ -29,7 +29,7 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.ext.demo import settings, text, train
+from keras_policy_ext.ext.demo import Settings, text, train
 from keras_policy_ext.ext.moments.codes import (
     dequantize_moments,
     quantize_moments,
@@ -43,7 +43,7 @@ from keras_policy_ext.numerics.stochastic import (
 RESULTS = pathlib.Path(__file__).parent / "results"
 E4M3 = "float8_e4m3fn"
 ROUND_TO_NEAREST = 1 << 15
-SIZE = settings.Size(context=64, width=64, heads=4, hidden=256, blocks=2)
+SIZES = Settings(context=64, width=64, heads=4, hidden=256, blocks=2)
 
 OPTIMIZERS = {
     "adam": lambda rate: keras.optimizers.Adam(rate),
@@ -58,18 +58,16 @@ class Text:
     """Tell the next character of Python's help topics."""
 
     def __init__(self):
-        self.corpus = text.load(None, SIZE.context)
+        self.corpus = text.load(None, SIZES.context)
 
     def model(self):
-        return train.decoder(self.corpus.tokens, SIZE, "float32")
+        return train.decoder(self.corpus.tokens, SIZES, "float32")
 
     def batch(self, step, seed):
-        batch = self.corpus.batch(step, seed, 8, SIZE.context)
-        return batch.inputs, batch.targets
+        return self.corpus.batch(step, seed, 8, SIZES.context)
 
     def test(self):
-        batch = self.corpus.validation_batch(1024, SIZE.context)
-        return batch.inputs, batch.targets
+        return self.corpus.validation_batch(1024, SIZES.context)
 
 
 class Images:

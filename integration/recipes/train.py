@@ -17,8 +17,10 @@ is there already is not repeated: what was interrupted goes on where it was.
 import argparse
 import contextlib
 import json
+import math
 import os
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -28,6 +30,7 @@ from keras_policy_ext.contractions.operands import OperandUse
 from keras_policy_ext.ext import demo
 from keras_policy_ext.ext.demo import text, train
 from keras_policy_ext.ext.sampling import machine
+from keras_policy_ext.layers.state_variable import StateVariable
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NUDGED = "; nudged "
@@ -63,12 +66,12 @@ def main(argv=None):
     path = arguments.results / f"{machine.backend()}.json"
     for recipe in (*PLAIN, *arguments.recipes):
         for seed in arguments.seeds:
-            settings = demo.Settings(steps=arguments.steps)
+            settings = demo.Settings(steps=arguments.steps, seed=seed)
             result = _read(path)
             key = {"recipe": recipe, "seed": seed, "steps": settings.steps}
             if any(key.items() <= run.items() for run in result["runs"]):
                 continue
-            run = {**key, **trained(recipe, seed, settings)}
+            run = {**key, **trained(recipe, settings)}
             _append(path, run)
             print(json.dumps(run), flush=True)
 
@@ -82,24 +85,24 @@ def _arguments(argv):
     return parser.parse_args(argv)
 
 
-def trained(recipe, seed, settings):
+def trained(recipe, settings):
     """What is kept of one run."""
-    corpus = text.load(None, settings.size.context)
-    start = train.draw(corpus, settings, seed)
+    corpus = text.load(None, settings.context)
+    weights = train.draw(corpus, settings)
     rest, _, draw = recipe.partition(NUDGED)
     spec, _, operand = rest.partition(UNROUNDED)
     if draw:
-        weights = nudged(start.weights, seed, int(draw))
-        start = start._replace(weights=weights)
+        weights = nudged(weights, settings.seed, int(draw))
     policy = policy_for(spec)
     keras.backend.clear_session()
     with rounding_all_but(operand):
-        run = train.train(recipe, policy, corpus, settings, start, _ignore)
+        run = train.train(policy, corpus, settings, weights)
+    states = [v for v in run.model.weights if isinstance(v, StateVariable)]
     return {
         "validation_loss": run.validation_loss,
         "steps_per_second": float(f"{run.steps_per_second:.3g}"),
-        "state_bytes": run.state_bytes,
-        "kernels": sorted({matmul.kind for matmul in run.matmuls}),
+        "state_bytes": sum(4 * math.prod(state.shape) for state in states),
+        "kernels": sorted(re.findall("[a-z]+", run.kernels)),
     }
 
 
@@ -108,7 +111,7 @@ def policy_for(spec):
     recipe, _, block = spec.partition(EIGHT_BITS)
     if not block:
         return train.policies_compared().get(spec) or train.float8_policy(spec)
-    model = train.decoder(9, demo.Settings().size, train.BASELINE)
+    model = train.decoder(9, demo.Settings(), train.BASELINE)
     count = {"first": 0, "last": 0, block: 1}
     rules = conversion.eight_bit_rules(
         model, "rowwise(power_of_two=False)", **count
@@ -164,10 +167,6 @@ def nudged(weights, seed, draw):
         path: array * random.uniform(1 - 1e-4, 1 + 1e-4, array.shape)
         for path, array in weights.items()
     }
-
-
-def _ignore(loss):
-    """The loss of a step; the validation loss is what is kept."""
 
 
 def _read(path):

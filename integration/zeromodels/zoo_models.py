@@ -4,137 +4,116 @@ One or two blocks of width 16, with the layers of their family. No weights
 are loaded.
 """
 
+import functools
+
 import keras
 import numpy as np
+from model_sizes import Sizes, compile_to_train, layers_of, numpy
 from zeromodels import diffusers, models
 
-from keras_policy_ext._keras import walking
-from keras_policy_ext.layers.state import Float8State
-
 TOKENS, BATCH, LENGTH, SIDE = 48, 4, 6, 32
+SIZES = Sizes(TOKENS, 16, width=16, inner=32, heads=2, groups=1, blocks=1)
 
-# Of a decoder of the family of Llama.
+_TEXT = SIZES.under(
+    vocab_size="tokens", embed_dim="width", mlp_dim="inner", num_heads="heads"
+)
 _DECODER = {
-    "vocab_size": TOKENS,
-    "embed_dim": 16,
-    "mlp_dim": 32,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 8,
+    **_TEXT,
+    **SIZES.under(num_layers="blocks", num_kv_heads="groups", head_dim="head"),
 }
 # Each token asks all of them, so that rounding changes no choice.
 _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2}
+_ENCODER = SIZES.under(
+    hidden_dim="width",
+    encoder_num_layers="blocks",
+    encoder_attention_heads="heads",
+    encoder_ffn_dim="inner",
+)
 _ENCODER_AND_DECODER = {
-    "vocab_size": TOKENS,
-    "hidden_dim": 16,
-    "encoder_num_layers": 1,
-    "decoder_num_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
+    **_ENCODER,
+    **SIZES.under(
+        vocab_size="tokens",
+        decoder_num_layers="blocks",
+        decoder_attention_heads="heads",
+        decoder_ffn_dim="inner",
+    ),
+}
+_WITH_PLACES = SIZES.under(max_position_embeddings="length")
+_IMAGE = {"image_size": SIDE, "num_classes": 4}
+_TWO_TOWERS = {
+    f"{tower}_{name}": size
+    for tower in ("vision", "text")
+    for name, size in SIZES.under(
+        hidden_dim="width",
+        intermediate_size="inner",
+        num_layers="blocks",
+        num_heads="heads",
+    ).items()
 }
 
 
-def gpt2():
-    return models.gpt2.GPT2TextGenerate(
-        vocab_size=TOKENS,
-        embed_dim=16,
-        mlp_dim=32,
-        num_layers=2,
-        num_heads=2,
-        max_position_embeddings=16,
+def _of(cls, *sizes, **more):
+    """A function that makes a model of these sizes."""
+    return functools.partial(
+        cls, **{k: v for each in (*sizes, more) for k, v in each.items()}
     )
 
 
-def gemma():
-    return models.gemma.GemmaTextGenerate(**_DECODER)
-
-
-def qwen3():
-    return models.qwen3.Qwen3TextGenerate(**_DECODER)
-
-
-def llama():
-    return models.llama.LlamaTextGenerate(**_DECODER, tie_embeddings=False)
-
-
-def mixtral():
-    return models.mixtral.MixtralTextGenerate(**_DECODER, **_EXPERTS)
-
-
-def gpt_oss():
-    return models.gpt_oss.GptOssTextGenerate(**_DECODER, **_EXPERTS)
-
-
-def bart():
-    return models.bart.BartConditionalGenerate(
-        **_ENCODER_AND_DECODER, max_position_embeddings=16
-    )
-
-
-def moonshine():
-    return models.moonshine.MoonshineConditionalGenerate(
-        **_ENCODER_AND_DECODER, partial_rotary_factor=0.5
-    )
-
-
-def whisper():
-    return models.whisper.WhisperAudioClassify(
-        hidden_dim=16,
+FAMILIES = {
+    "gpt2": _of(
+        models.gpt2.GPT2TextGenerate, _TEXT, _WITH_PLACES, num_layers=2
+    ),
+    "gemma": _of(models.gemma.GemmaTextGenerate, _DECODER),
+    "qwen3": _of(models.qwen3.Qwen3TextGenerate, _DECODER),
+    "llama": _of(
+        models.llama.LlamaTextGenerate, _DECODER, tie_embeddings=False
+    ),
+    "mixtral": _of(models.mixtral.MixtralTextGenerate, _DECODER, _EXPERTS),
+    "gpt_oss": _of(models.gpt_oss.GptOssTextGenerate, _DECODER, _EXPERTS),
+    "bart": _of(
+        models.bart.BartConditionalGenerate, _ENCODER_AND_DECODER, _WITH_PLACES
+    ),
+    "moonshine": _of(
+        models.moonshine.MoonshineConditionalGenerate,
+        _ENCODER_AND_DECODER,
+        partial_rotary_factor=0.5,
+    ),
+    "whisper": _of(
+        models.whisper.WhisperAudioClassify,
+        _ENCODER,
         encoder_num_layers=2,
-        encoder_attention_heads=2,
-        encoder_ffn_dim=32,
         num_mel_bins=8,
         max_source_positions=8,
         num_classes=4,
         classifier_proj_size=16,
-    )
-
-
-def swin():
-    return models.swin.SwinImageClassify(
+    ),
+    "swin": _of(
+        models.swin.SwinImageClassify,
+        _IMAGE,
         pretrain_size=SIDE,
         window_size=4,
         embed_dim=16,
         depths=(2, 1),
         num_heads=(2, 2),
-        image_size=SIDE,
-        num_classes=4,
-    )
-
-
-def segformer():
-    return models.segformer.SegFormerSemanticSegment(
+    ),
+    "segformer": _of(
+        models.segformer.SegFormerSemanticSegment,
+        _IMAGE,
         embed_dim=[8, 16, 20, 16],  # For 1, 2, 5 and 8 heads.
         depths=[1, 1, 1, 1],
         decode_head_dim=16,
-        num_classes=4,
-        image_size=SIDE,
-    )
-
-
-def owlvit():
-    return models.owlvit.OwlViTDetect(
+    ),
+    "owlvit": _of(
+        models.owlvit.OwlViTDetect,
+        _TWO_TOWERS,
         vision_image_size=SIDE,
         vision_patch_size=8,
-        vision_hidden_dim=16,
-        vision_intermediate_size=32,
-        vision_num_layers=1,
-        vision_num_heads=2,
-        text_hidden_dim=16,
-        text_intermediate_size=32,
-        text_num_heads=2,
         projection_dim=16,
-        text_num_layers=1,
         text_max_position_embeddings=LENGTH,
         text_vocab_size=TOKENS,
-    )
-
-
-def stable_diffusion():
-    return diffusers.stable_diffusion.UNet2DConditionModel(
+    ),
+    "stable_diffusion": _of(
+        diffusers.stable_diffusion.UNet2DConditionModel,
         sample_size=8,
         block_out_channels=(16, 16),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -144,37 +123,24 @@ def stable_diffusion():
         num_attention_heads=2,
         norm_num_groups=4,
         text_seq_len=LENGTH,
-    )
-
-
-FAMILIES = {
-    f.__name__: f
-    for f in (
-        *(gpt2, gemma, qwen3, llama, mixtral, gpt_oss),
-        *(bart, moonshine, whisper),
-        *(swin, segformer, owlvit, stable_diffusion),
-    )
+    ),
 }
 
-
-def tied_llama():
-    return models.llama.LlamaTextGenerate(**_DECODER, tie_embeddings=True)
-
-
-def t5():
-    return models.t5.T5ConditionalGenerate(
-        vocab_size=TOKENS,
-        embed_dim=16,
+WITH_TIED_HEAD = {
+    "tied_llama": _of(
+        models.llama.LlamaTextGenerate, _DECODER, tie_embeddings=True
+    ),
+    "gemma": FAMILIES["gemma"],
+    "qwen3": FAMILIES["qwen3"],
+    "t5": _of(
+        models.t5.T5ConditionalGenerate,
+        _TEXT,
         key_value_dim=8,
-        mlp_dim=32,
         num_layers=1,
         num_decoder_layers=1,
-        num_heads=2,
         hidden_act="relu",
-    )
-
-
-WITH_TIED_HEAD = {f.__name__: f for f in (tied_llama, gemma, qwen3, t5)}
+    ),
+}
 """Models with a layer that multiplies with the table of an embedding."""
 
 TIED = ("gpt2", "gemma", "qwen3")
@@ -226,11 +192,6 @@ def data(model, batch=BATCH, texts=LENGTH):
     return keras.tree.map_structure(array, model.input)
 
 
-def numpy(x):
-    # PyTorch's arrays are views, which change with the tensor.
-    return np.array(keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")))
-
-
 def outputs(model, inputs):
     """All outputs of a call, one after the other."""
     found = keras.tree.flatten(model(inputs, training=False))
@@ -240,13 +201,7 @@ def outputs(model, inputs):
 def compiled(model):
     """A model of which a step takes the gradient from the weights."""
     loss = keras.tree.map_structure(lambda _: "mse", model.output)
-    # XLA takes longer than it saves, but JAX knows no other compiler.
-    model.compile(
-        keras.optimizers.SGD(1.0),
-        loss,
-        jit_compile=keras.backend.backend() == "jax",
-    )
-    return model
+    return compile_to_train(model, keras.optimizers.SGD(1.0), loss)
 
 
 def step(model, inputs):
@@ -288,15 +243,6 @@ def assert_same_arrays(got, expected):
     """The same bits."""
     for each, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(each, other)
-
-
-def layers_of(model):
-    """All layers, without the states of float8 layers."""
-    return [
-        layer
-        for layer in walking.layers_within(model)
-        if not isinstance(layer, Float8State)
-    ]
 
 
 def error(got, expected):

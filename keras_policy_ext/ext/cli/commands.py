@@ -9,20 +9,26 @@ import argparse
 import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 
-from keras_policy_ext import _output_files, stored_kernels
+from keras_policy_ext import _output_files, recipes
 from keras_policy_ext._version import __version__
 from keras_policy_ext.backends import devices
-from keras_policy_ext.backends.devices import KNOWN
 from keras_policy_ext.export import FORMATS, export
 from keras_policy_ext.ext import demo
 from keras_policy_ext.reports import BaseReport
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS, wrapped
+
+_DEMO = """\
+Train a small transformer for next-character prediction three times, in
+float32, mixed_bfloat16 and float8, from the same weights on the same batches;
+with --compare in float8 under every recipe. Prints a table of the validation
+losses, and writes a plot of them.
+"""
 
 _DOCTOR = """\
 Say whether training in float8 is faster here, which backend, versions and
@@ -112,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     try:
         _check_backend(getattr(arguments, "backend", None))
-        run = arguments.prepare(arguments)
+        run = arguments.prepare(vars(arguments))
     except ValueError as error:
         arguments.parser.error(str(error))
     try:
@@ -132,6 +138,35 @@ def _check_backend(asked: str | None) -> None:
         )
 
 
+Given = Mapping[str, Any]
+"""The arguments of a command by name; those that were not given are absent."""
+
+
+class _Command(NamedTuple):
+    """A subcommand.
+
+    `prepare` checks the arguments and returns what runs the command. It raises
+    a ValueError if something is wrong.
+    """
+
+    prepare: Callable[[Given], Callable[[], object]]
+    description: str
+    help: str
+    options: Sequence[_Option | list[_Option]]  # a list: only one of them
+
+
+class _Option(NamedTuple):
+    """The arguments of argparse's `add_argument`."""
+
+    names: Sequence[str]
+    settings: Mapping[str, Any]
+
+    def add(self, add_argument: Callable[..., object]) -> None:
+        # A default of its own is one that the help names.
+        settings = {"default": argparse.SUPPRESS, **self.settings}
+        add_argument(*self.names, **settings)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="keras-policy-ext",
@@ -141,291 +176,50 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {__version__}"
     )
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=False
-    )
-    _add_demo(commands)
-    here = "whether float8 is faster on this machine, and why"
-    doctor = _add(commands, _doctor, here, _DOCTOR)
-    doctor.add_argument(
-        "--device",
-        type=_device,
-        metavar="NAME",
-        help="what would run on one that is elsewhere, such as h100, rtx4090, "
-        f"mi300x or v5p; or a kind of devices: {', '.join(KNOWN)}",
-        default=argparse.SUPPRESS,
-    )
-    _add_page(doctor)
-    _add_export(commands)
-    _add_inspect(commands)
-    _add_memory(commands)
-    _add_migrate(commands)
-    _add_replay(commands)
-    _add_report(commands)
-    _add_shrink(commands)
-    return parser
-
-
-def _add(
-    commands: argparse._SubParsersAction[_Parser],
-    prepare: Callable[[argparse.Namespace], Callable[[], object]],
-    help: str,
-    description: str,
-) -> argparse.ArgumentParser:
-    """Add a subcommand; `prepare` checks arguments and returns what runs it.
-
-    `prepare` raises a ValueError if something is wrong, and returns a
-    function that runs the command.
-    """
-    parser = commands.add_parser(
-        prepare.__name__.removeprefix("_"),
-        help=help,
-        description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--backend",
-        choices=sorted(BACKENDS),
-        help="framework; without it KERAS_BACKEND, and where that is not "
-        f"set, the first installed of {', '.join(BACKENDS)}",
-        default=argparse.SUPPRESS,
-    )
-    parser.set_defaults(parser=parser, prepare=prepare)
-    return parser
-
-
-def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
-    what = "train in float32, bfloat16 and float8 and compare"
-    demo.add_arguments(_add(commands, _demo, what, demo.DESCRIPTION))
-
-
-def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands,
-        _export,
-        "write a saved model with float8 kernels for other readers",
-        _EXPORT,
-    )
-    parser.add_argument("file", metavar="FILE", help="a .keras file")
-    parser.add_argument(
-        "output", metavar="OUT", help="the folder or file to write"
-    )
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="compressed-tensors",
-        metavar="FORMAT",
-        help=f"what the reader takes: {', '.join(FORMATS)}",
-    )
-    as_frozen = "without it, what the file has, or the format mostly has"
-    for name, choices, what in (
-        ("granularity", GRANULARITIES, "what has a scale"),
-        ("weights", WEIGHTS, "the format of the numbers"),
-        (
-            "activations",
-            ("none", "dynamic", "static"),
-            "how inputs are quantized",
-        ),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            choices=choices,
-            default=argparse.SUPPRESS,
-            help=f"{what}; {as_frozen}",
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in _commands():
+        each = commands.add_parser(
+            command.prepare.__name__.removeprefix("_"),
+            help=command.help,
+            description=command.description,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-    parser.add_argument(
-        "--exclude",
-        metavar="PATTERN",
-        action="append",
-        default=argparse.SUPPRESS,
-        help="layers to leave in floats, as a regular expression of their "
-        "paths; may be given again",
-    )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of one file"
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace an earlier export",
-    )
+        each.set_defaults(parser=each, prepare=command.prepare)
+        for option in (_backend(), *command.options):
+            if isinstance(option, list):
+                group = each.add_mutually_exclusive_group()
+                for one in option:
+                    one.add(group.add_argument)
+            else:
+                option.add(each.add_argument)
+    return parser
 
 
-def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands,
-        _inspect,
-        "what each layer of a saved model computes in",
-        _INSPECT,
-    )
-    parser.add_argument("file", metavar="FILE", help="a .keras file")
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="every layer with weights, with its amaxes and scales",
-        default=argparse.SUPPRESS,
-    )
-    _add_page(parser)
+def _at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of integers of at least `least`. For `type=`."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"an integer of {least} or more is needed, not {text!r}"
+            )
+        return int(text)
+
+    return integer
 
 
-def _add_memory(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands,
-        _memory,
-        "what a training step of a saved model keeps",
-        _MEMORY,
-    )
-    parser.add_argument("file", metavar="FILE", help="a .keras file")
-    parser.add_argument(
-        "--batch",
-        type=_sizes,
-        required=True,
-        metavar="SIZES",
-        help="of a batch, such as 256; or all of its sizes, such as 256,128, "
-        "where the model does not know the others",
-        default=argparse.SUPPRESS,
-    )
-    parser.add_argument(
-        "--policy",
-        action="append",
-        default=argparse.SUPPRESS,
-        help="to compare with: a float8 policy or recipe, or a plain policy; "
-        "may be given again. Without it, float8 with delayed scaling, and for "
-        "a model in float8 what it would be without",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="every layer",
-        default=argparse.SUPPRESS,
-    )
-    _add_page(parser)
-
-
-def _add_migrate(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands,
-        _migrate,
-        "make a Keras 3 file of one that tf_keras wrote",
-        _MIGRATE,
-    )
-    parser.add_argument("input", metavar="IN", help="a .h5 or .keras file")
-    parser.add_argument(
-        "output", metavar="OUT", help="the .keras file to write"
-    )
-    parser.add_argument(
-        "--on-loss-scale",
-        choices=["drop", "keep", "error"],
-        default="drop",
-        help="with keep, loading OUT needs keras_policy_ext",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="overwrite OUT if it exists"
-    )
-
-
-def _add_page(
-    parser: argparse.ArgumentParser, without: str = "without it, none"
-) -> None:
-    parser.add_argument(
-        "--page",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help=f"the .html file to write the report to, in full; {without}",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="overwrite that file if it exists",
-    )
-
-
-def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands, _replay, "say where a bad step of training began", _REPLAY
-    )
-    parser.add_argument("file", metavar="FILE", help="the .zip file")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=10,
-        metavar="N",
-        help="the last steps to judge, and to take under each recipe",
-    )
-    parser.add_argument(
-        "--recipe",
-        action="append",
-        metavar="SPEC",
-        default=argparse.SUPPRESS,
-        help="a recipe to try; may be given again. Without it, all",
-    )
-    parser.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        metavar="MODULE",
-        default=argparse.SUPPRESS,
-        help="a module that registers classes of the model; may be given again",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="every step",
-        default=argparse.SUPPRESS,
-    )
-    _add_page(parser)
-
-
-def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands, _report, "make a page of what a training run left", _REPORT
-    )
-    parser.add_argument(
-        "run", metavar="RUN", help="the file, or a folder with one such file"
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="every operand",
-        default=argparse.SUPPRESS,
-    )
-    _add_page(parser, "without it, beside RUN with its name")
-
-
-def _add_shrink(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = _add(
-        commands, _shrink, "store the kernels of a saved model", _SHRINK
-    )
-    parser.add_argument("input", metavar="IN", help="a .keras file")
-    parser.add_argument(
-        "output", metavar="OUT", help="the .keras file to write"
-    )
-    parser.add_argument(
-        "--granularity",
-        choices=stored_kernels.GRANULARITIES,
-        default="channel",
-        help="what has a scale: an output, a kernel, or 128 by 128 of it",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=["none", "dynamic", "static"],
-        default="none",
-        help="how inputs are quantized; static needs a model that was trained "
-        "or calibrated under delayed scaling",
-    )
-    parser.add_argument(
-        "--weights",
-        choices=stored_kernels.WEIGHTS,
-        default="float8_e4m3fn",
-        help="the format of the numbers",
-    )
-    parser.add_argument(
-        "--force",
-        "--overwrite",
-        action="store_true",
-        help="overwrite OUT if it exists",
-    )
+def _recipe(text: str) -> str:
+    """Return the text of a recipe; raise if it cannot train. For `type=`."""
+    try:
+        recipe = recipes.parse(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not recipe.trains:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a recipe to train with. Allowed: "
+            f"{', '.join(recipes.names())}"
+        )
+    return text
 
 
 def _device(text: str) -> str:
@@ -448,35 +242,42 @@ def _sizes(text: str) -> int | tuple[int, ...]:
     return (first, *rest) if rest else first
 
 
-def _demo(arguments: argparse.Namespace) -> Callable[[], object]:
-    prepared = demo.prepare(demo.settings_of(arguments))
-    return lambda: demo.run(prepared)
+def _demo(given: Given) -> Callable[[], object]:
+    every = "compare" in given
+    settings = demo.Settings(
+        steps=given["steps"],
+        seed=given["seed"],
+        recipes=recipes.names() if every else (given["recipe"],),
+        text=given.get("text"),
+        out=given["out"],
+    )
+    return demo.prepare(settings)
 
 
-def _doctor(arguments: argparse.Namespace) -> Callable[[], object]:
+def _doctor(given: Given) -> Callable[[], object]:
     from keras_policy_ext.ext.inspect import doctor
 
-    device = getattr(arguments, "device", None)
-    output = _page(arguments)
+    device = given.get("device")
+    output = _page(given)
     title = f"Float8 on {device or 'this machine'}"
     return lambda: _show(doctor.report(device), title, output, every="")
 
 
-def _export(arguments: argparse.Namespace) -> Callable[[], object]:
+def _export(given: Given) -> Callable[[], object]:
     options: dict[str, Any] = {
         name: value
         for name in ("granularity", "weights", "activations", "exclude")
-        if (value := getattr(arguments, name, None)) is not None
+        if (value := given.get(name)) is not None
     }
     if options.get("activations") == "none":
         options["activations"] = None
     try:
         report = export(
-            _loaded(arguments.file),
-            arguments.output,
-            arguments.format,
-            max_shard_size=arguments.max_shard_size,
-            overwrite=arguments.force,
+            _loaded(given["file"]),
+            given["output"],
+            given["format"],
+            max_shard_size=given["max_shard_size"],
+            overwrite=given["force"],
             **options,
         )
     except (ImportError, OSError, TypeError) as error:
@@ -484,13 +285,13 @@ def _export(arguments: argparse.Namespace) -> Callable[[], object]:
     return lambda: print(report)
 
 
-def _inspect(arguments: argparse.Namespace) -> Callable[[], object]:
+def _inspect(given: Given) -> Callable[[], object]:
     from keras_policy_ext.ext.inspect.inspection import inspect
 
-    full = getattr(arguments, "full", False)
-    output = _page(arguments)
-    model = _loaded(arguments.file)
-    title = pathlib.Path(arguments.file).name
+    full = "full" in given
+    output = _page(given)
+    model = _loaded(given["file"])
+    title = pathlib.Path(given["file"]).name
     return lambda: _show(inspect(model), title, output, full)
 
 
@@ -503,41 +304,40 @@ def _loaded(path: str) -> keras.Model:
         raise ValueError(f"cannot load {path}: {error}") from error
 
 
-def _memory(arguments: argparse.Namespace) -> Callable[[], object]:
+def _memory(given: Given) -> Callable[[], object]:
     from keras_policy_ext.ext.memory.step_memory import memory
 
-    output = _page(arguments)
-    model = _loaded(arguments.file)
-    policy = getattr(arguments, "policy", None)
+    output = _page(given)
+    model = _loaded(given["file"])
+    policy = given.get("policy")
     try:
-        report = memory(model, arguments.batch, policy)
+        report = memory(model, given["batch"], policy)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    full = getattr(arguments, "full", False)
-    title = f"Memory of {pathlib.Path(arguments.file).name}"
+    full = "full" in given
+    title = f"Memory of {pathlib.Path(given['file']).name}"
     return lambda: _show(report, title, output, full)
 
 
-def _migrate(arguments: argparse.Namespace) -> Callable[[], object]:
+def _migrate(given: Given) -> Callable[[], object]:
     from keras_policy_ext.ext.migration import command
 
     return command.prepare(
-        arguments.input,
-        arguments.output,
-        on_loss_scale=arguments.on_loss_scale,
-        force=arguments.force,
+        given["input"],
+        given["output"],
+        on_loss_scale=given["on_loss_scale"],
+        force=given["force"],
     ).run
 
 
-def _page(arguments: argparse.Namespace) -> pathlib.Path | None:
-    """Return the path of the page that is asked for, checked; None for none."""
-    asked = getattr(arguments, "page", None)
-    return None if asked is None else _free(arguments, pathlib.Path(asked))
-
-
-def _free(arguments: argparse.Namespace, output: pathlib.Path) -> pathlib.Path:
-    """Return the path of a page; raise if it cannot be written."""
-    force = getattr(arguments, "force", False)
+def _page(
+    given: Given, usual: pathlib.Path | None = None
+) -> pathlib.Path | None:
+    """Return the path of the page, checked; None if there will be none."""
+    asked = given.get("page", usual)
+    if asked is None:
+        return None
+    output, force = pathlib.Path(asked), given.get("force", False)
     _output_files.check_output(None, output, force, ".html")
     return output
 
@@ -560,40 +360,40 @@ def _show(
         print(f"written: {output}")
 
 
-def _replay(arguments: argparse.Namespace) -> Callable[[], object]:
+def _replay(given: Given) -> Callable[[], object]:
     from keras_policy_ext.ext.replay.replay import replay
 
-    output = _page(arguments)
-    modules = getattr(arguments, "modules", [])
+    output = _page(given)
+    modules = given.get("modules", [])
     if modules:
         sys.path.insert(0, str(pathlib.Path.cwd()))
     try:
         for name in modules:
             importlib.import_module(name)
         report = replay(
-            arguments.file,
-            steps=arguments.steps,
-            recipes=getattr(arguments, "recipe", None),
+            given["file"],
+            steps=given["steps"],
+            recipes=given.get("recipe"),
         )
     except (ImportError, OSError) as error:
-        raise ValueError(f"cannot replay {arguments.file}: {error}") from error
+        raise ValueError(f"cannot replay {given['file']}: {error}") from error
     except TypeError as error:
         raise ValueError(
-            f"cannot load the model of {arguments.file}: {error} Classes of "
+            f"cannot load the model of {given['file']}: {error} Classes of "
             "your own need --import MODULE."
         ) from error
-    title = f"Replay of {pathlib.Path(arguments.file).name}"
-    full = getattr(arguments, "full", False)
+    title = f"Replay of {pathlib.Path(given['file']).name}"
+    full = "full" in given
     return lambda: _show(report, title, output, full, "Every step: --full")
 
 
-def _report(arguments: argparse.Namespace) -> Callable[[], object]:
+def _report(given: Given) -> Callable[[], object]:
     from keras_policy_ext.ext.watch import run_files
     from keras_policy_ext.ext.watch.run_report import TITLE, RunReport
 
-    file, samples, runs = run_files.read(arguments.run)
-    output = _page(arguments) or _free(arguments, file.with_suffix(".html"))
-    found, full = RunReport(samples), getattr(arguments, "full", False)
+    file, samples, runs = run_files.read(given["run"])
+    output = _page(given, file.with_suffix(".html"))
+    found, full = RunReport(samples), "full" in given
 
     def show() -> None:
         if runs > 1:
@@ -603,15 +403,169 @@ def _report(arguments: argparse.Namespace) -> Callable[[], object]:
     return show
 
 
-def _shrink(arguments: argparse.Namespace) -> Callable[[], object]:
+def _shrink(given: Given) -> Callable[[], object]:
     from keras_policy_ext.saving import shrinking
 
-    activations = arguments.activations
+    activations = given["activations"]
     return shrinking.prepare(
-        arguments.input,
-        arguments.output,
-        arguments.force,
-        granularity=arguments.granularity,
+        given["input"],
+        given["output"],
+        given["force"],
+        granularity=given["granularity"],
         activations=None if activations == "none" else activations,
-        weights=arguments.weights,
+        weights=given["weights"],
     ).run
+
+
+def _option(name: str, metavar: str, help: str, **settings: Any) -> _Option:
+    return _Option((name,), {"metavar": metavar, "help": help, **settings})
+
+
+def _flag(name: str, help: str, *names: str, **settings: Any) -> _Option:
+    settings = {"action": "store_true", "help": help, **settings}
+    return _Option((name, *names), settings)
+
+
+def _choice(
+    name: str, choices: Sequence[str], help: str, **settings: Any
+) -> _Option:
+    return _Option((name,), {"choices": choices, "help": help, **settings})
+
+
+def _repeated(name: str, metavar: str, help: str, **settings: Any) -> _Option:
+    return _option(name, metavar, help, action="append", **settings)
+
+
+def _page_options(without: str = "without it, none") -> tuple[_Option, ...]:
+    what = f"the .html file to write the report to, in full; {without}"
+    force = "overwrite that file if it exists"
+    return _option("--page", "FILE", what), _flag("--force", force)
+
+
+def _backend() -> _Option:
+    return _choice(
+        "--backend",
+        sorted(BACKENDS),
+        "framework; without it KERAS_BACKEND, and where that is not set, the "
+        f"first installed of {', '.join(BACKENDS)}",
+    )
+
+
+_FILE = _option("file", "FILE", "a .keras file")
+_OUTPUT = _option("output", "OUT", "the .keras file to write")
+_ACTIVATIONS = ("none", "dynamic", "static")
+_AS_FROZEN = "without it, what the file has, or the format mostly has"
+_OVERWRITES = "overwrite OUT if it exists"
+
+
+def _commands() -> tuple[_Command, ...]:
+    """Return all commands; the help lists them in this order."""
+    # A table: a line or two for each option.
+    # fmt: off
+    return (
+        _Command(_demo, _DEMO,
+                 "train in float32, bfloat16 and float8 and compare", (
+            _option("--text", "FILE", "UTF-8 text to learn from; without it "
+                    "the topics of Python's own pydoc"),
+            _option("--steps", "N", "training steps in each precision",
+                    type=_at_least(1), default=demo.Settings().steps),
+            _option("--seed", "N", "of the weights and the batches",
+                    type=_at_least(0), default=0),
+            [
+                _option("--recipe", "SPEC", "how numbers are scaled: "
+                        f"{', '.join(recipes.names())}, or one with arguments, "
+                        "such as 'nvfp4(hadamard=False)'",
+                        type=_recipe, default="delayed"),
+                _flag("--compare", "train under every recipe"),
+            ],
+            _option("--out", "DIR", "folder for the plot; made if missing",
+                    default=demo.Settings().out),
+        )),
+        _Command(_doctor, _DOCTOR,
+                 "whether float8 is faster on this machine, and why", (
+            _option("--device", "NAME", "what would run on one that is "
+                    "elsewhere, such as h100, rtx4090, mi300x or v5p; or a "
+                    f"kind of devices: {', '.join(devices.KNOWN)}",
+                    type=_device),
+            *_page_options(),
+        )),
+        _Command(_export, _EXPORT,
+                 "write a saved model with float8 kernels for other readers", (
+            _FILE,
+            _option("output", "OUT", "the folder or file to write"),
+            _option("--format", "FORMAT", "what the reader takes: "
+                    f"{', '.join(FORMATS)}",
+                    choices=FORMATS, default="compressed-tensors"),
+            _choice("--granularity", GRANULARITIES,
+                    f"what has a scale; {_AS_FROZEN}"),
+            _choice("--weights", WEIGHTS,
+                    f"the format of the numbers; {_AS_FROZEN}"),
+            _choice("--activations", _ACTIVATIONS,
+                    f"how inputs are quantized; {_AS_FROZEN}"),
+            _repeated("--exclude", "PATTERN", "layers to leave in floats, as a "
+                      "regular expression of their paths; may be given again"),
+            _option("--max-shard-size", "SIZE", "of one file", default="5GB"),
+            _flag("--force", "replace an earlier export", default=False),
+        )),
+        _Command(_inspect, _INSPECT,
+                 "what each layer of a saved model computes in", (
+            _FILE,
+            _flag("--full",
+                  "every layer with weights, with its amaxes and scales"),
+            *_page_options(),
+        )),
+        _Command(_memory, _MEMORY,
+                 "what a training step of a saved model keeps", (
+            _FILE,
+            _option("--batch", "SIZES", "of a batch, such as 256; or all of "
+                    "its sizes, such as 256,128, where the model does not know "
+                    "the others", type=_sizes, required=True),
+            _repeated("--policy", "POLICY", "to compare with: a float8 policy "
+                      "or recipe, or a plain policy; may be given again. "
+                      "Without it, float8 with delayed scaling, and for a "
+                      "model in float8 what it would be without"),
+            _flag("--full", "every layer"),
+            *_page_options(),
+        )),
+        _Command(_migrate, _MIGRATE,
+                 "make a Keras 3 file of one that tf_keras wrote", (
+            _option("input", "IN", "a .h5 or .keras file"),
+            _OUTPUT,
+            _choice("--on-loss-scale", ["drop", "keep", "error"],
+                    "with keep, loading OUT needs keras_policy_ext",
+                    default="drop"),
+            _flag("--force", _OVERWRITES, default=False),
+        )),
+        _Command(_replay, _REPLAY,
+                 "say where a bad step of training began", (
+            _option("file", "FILE", "the .zip file"),
+            _option("--steps", "N", "the last steps to judge, and to take "
+                    "under each recipe", type=int, default=10),
+            _repeated("--recipe", "SPEC",
+                      "a recipe to try; may be given again. Without it, all"),
+            _repeated("--import", "MODULE", "a module that registers classes "
+                      "of the model; may be given again", dest="modules"),
+            _flag("--full", "every step"),
+            *_page_options(),
+        )),
+        _Command(_report, _REPORT,
+                 "make a page of what a training run left", (
+            _option("run", "RUN", "the file, or a folder with one such file"),
+            _flag("--full", "every operand"),
+            *_page_options("without it, beside RUN with its name"),
+        )),
+        _Command(_shrink, _SHRINK,
+                 "store the kernels of a saved model", (
+            _option("input", "IN", "a .keras file"),
+            _OUTPUT,
+            _choice("--granularity", GRANULARITIES, "what has a scale: an "
+                    "output, a kernel, or 128 by 128 of it", default="channel"),
+            _choice("--activations", _ACTIVATIONS, "how inputs are quantized; "
+                    "static needs a model that was trained or calibrated under "
+                    "delayed scaling", default="none"),
+            _choice("--weights", WEIGHTS, "the format of the numbers",
+                    default="float8_e4m3fn"),
+            _flag("--force", _OVERWRITES, "--overwrite", default=False),
+        )),
+    )
+    # fmt: on

@@ -1,20 +1,6 @@
 """`keras-policy-ext demo`: one transformer in three precisions."""
 
 from keras_policy_ext.ext.demo.session import prepare, run
-from keras_policy_ext.ext.demo.settings import (
-    DESCRIPTION,
-    Settings,
-    Size,
-    add_arguments,
-    settings_of,
-)
+from keras_policy_ext.ext.demo.train import Settings
 
-__all__ = [
-    "DESCRIPTION",
-    "Settings",
-    "Size",
-    "add_arguments",
-    "prepare",
-    "run",
-    "settings_of",
-]
+__all__ = ["Settings", "prepare", "run"]

@@ -1,13 +1,11 @@
-"""Train the demo's model, and estimate how long it takes."""
+"""The demo's model, and how it is trained."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -15,15 +13,29 @@ from keras import ops
 
 from keras_policy_ext import layers, policies, recipes
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.demo.settings import Settings, Size
 from keras_policy_ext.ext.demo.text import Corpus
-from keras_policy_ext.ext.sampling import machine
-from keras_policy_ext.layers.state_variable import StateVariable
 
-register = keras.saving.register_keras_serializable("keras_policy_ext.demo")
+BASELINE = "mixed_bfloat16"  # what the other precisions are compared with
 
 
-@register
+class Settings(NamedTuple):
+    """The settings of the demo; the defaults are those of the command."""
+
+    steps: int = 300  # in each precision
+    seed: int = 0  # of the weights and the batches
+    recipes: tuple[str, ...] = ("delayed",)  # as `recipes.parse` reads them
+    text: str | None = None  # a UTF-8 file; None: the topics of `pydoc`
+    out: str = "keras-policy-ext-demo"  # the folder of the plot
+    context: int = 64  # characters of an input
+    width: int = 128
+    heads: int = 4
+    hidden: int = 512  # the width of the feed-forward parts
+    blocks: int = 2
+    windows: int = 32  # in a batch
+    validations: int = 10  # in a run
+    held_out: int = 256  # windows of validation text
+
+
 class PositionEmbedding(keras.layers.Layer):
     """A layer that adds a learned vector for each position."""
 
@@ -38,393 +50,134 @@ class PositionEmbedding(keras.layers.Layer):
         return inputs + ops.convert_to_tensor(self.embeddings)
 
 
-@register
-class CausalAttention(keras.layers.Layer):
-    """Causal softmax attention, without weights."""
-
-    def call(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute attention; all tensors are (batch, time, heads, width)."""
-        return ops.nn.dot_product_attention(query, key, value, is_causal=True)
-
-    def compute_output_shape(self, query_shape: Any, *_: Any) -> Any:
-        """Return the shape of the outputs, which is that of the query."""
-        return query_shape
-
-
-def decoder(tokens: int, size: Size, policy: object) -> keras.Model:
-    """Build the demo's decoder model: character tokens to next-token logits.
-
-    Layers with a kernel come from this package and follow a float8 policy. All
-    others follow its source policy.
-
-    Returns:
-        A model from (batch, context) int32 to (batch, context, tokens)
-        float32.
-    """
+def decoder(tokens: int, sizes: Settings, policy: object) -> keras.Model:
+    """Build a model from (batch, context) int32 to (…, tokens) float32."""
     with policies.policy_scope(policy):
-        inputs = keras.Input((size.context,), dtype="int32", name="characters")
-        x = layers.Embedding(tokens, size.width, name="embedding")(inputs)
+        inputs = keras.Input((sizes.context,), dtype="int32", name="characters")
+        x = layers.Embedding(tokens, sizes.width, name="embedding")(inputs)
         x = PositionEmbedding(name="position")(x)
-        for number in range(size.blocks):
-            x = _attend(x, size, f"block_{number}")
-            x = _feed_forward(x, size, f"block_{number}")
+        for number in range(sizes.blocks):
+            x = _block(x, sizes, f"block_{number}")
         x = layers.LayerNormalization(name="norm")(x)
         logits = layers.Dense(tokens, name="logits")(x)
         outputs = layers.Activation("linear", dtype="float32")(logits)
     return keras.Model(inputs, outputs, name="decoder")
 
 
-def _attend(x: Tensor, size: Size, block: str) -> Tensor:
-    head = size.width // size.heads
-    normed = layers.LayerNormalization(name=f"{block}_attention_norm")(x)
-    projected = [
-        layers.EinsumDense(
-            "btd,dhk->bthk", (None, size.heads, head), name=f"{block}_{role}"
-        )(normed)
+def _block(x: Tensor, sizes: Settings, name: str) -> Tensor:
+    head = (None, sizes.heads, sizes.width // sizes.heads)
+    normed = layers.LayerNormalization(name=f"{name}_attention_norm")(x)
+    query, key, value = (
+        layers.EinsumDense("btd,dhk->bthk", head, name=f"{name}_{role}")(normed)
         for role in ("query", "key", "value")
-    ]
-    attended = CausalAttention(name=f"{block}_attention")(*projected)
-    outputs = layers.EinsumDense(
-        "bthk,hkd->btd", (None, size.width), name=f"{block}_attention_outputs"
-    )(attended)
-    return layers.Add(name=f"{block}_attention_add")([x, outputs])
-
-
-def _feed_forward(x: Tensor, size: Size, block: str) -> Tensor:
-    normed = layers.LayerNormalization(name=f"{block}_feed_forward_norm")(x)
-    hidden = layers.Dense(size.hidden, "gelu", name=f"{block}_feed_forward_up")(
-        normed
     )
-    outputs = layers.Dense(size.width, name=f"{block}_feed_forward_down")(
-        hidden
-    )
-    return layers.Add(name=f"{block}_feed_forward_add")([x, outputs])
+    y = ops.nn.dot_product_attention(query, key, value, is_causal=True)
+    y = layers.EinsumDense(
+        "bthk,hkd->btd", (None, sizes.width), name=f"{name}_attention_outputs"
+    )(y)
+    x = layers.Add(name=f"{name}_attention_add")([x, y])
+    y = layers.LayerNormalization(name=f"{name}_feed_forward_norm")(x)
+    y = layers.Dense(sizes.hidden, "gelu", name=f"{name}_feed_forward_up")(y)
+    y = layers.Dense(sizes.width, name=f"{name}_feed_forward_down")(y)
+    return layers.Add(name=f"{name}_feed_forward_add")([x, y])
 
 
-MANY = 4.0
-"""A run is slow if it takes this many times as long as in float32."""
+class Run(NamedTuple):
+    """A training run; losses are in nats per character."""
 
-PATIENCE = 150.0
-"""The target duration of the demo in seconds when it reduces the steps."""
-
-FEWEST = 20
-"""The fewest steps; with fewer the model learns nothing."""
-
-
-class Forecast(NamedTuple):
-    """The measured seconds per training step, by precision."""
-
-    seconds: dict[str, float]
-
-    @property
-    def slowest(self) -> str:
-        """The name of the precision with the longest steps."""
-        return max(self.seconds, key=lambda name: self.seconds[name])
-
-    @property
-    def times(self) -> float:
-        """The slowest precision's step time, divided by that of float32."""
-        return self.seconds[self.slowest] / self.seconds["float32"]
-
-    def total(self, settings: Settings) -> float:
-        """Return the estimated seconds of all training runs together."""
-        runs = len(settings.seeds)
-        return settings.steps * runs * sum(self.seconds.values())
-
-    def steps(self, settings: Settings) -> int:
-        """Return how many steps per run fit into `PATIENCE` seconds."""
-        share = PATIENCE / self.total(settings)
-        return min(settings.steps, max(FEWEST, int(settings.steps * share)))
-
-
-def forecast(
-    compared: dict[str, keras.DTypePolicy],
-    corpus: Corpus,
-    settings: Settings,
-    start: Start,
-) -> Forecast | None:
-    """Time the first steps of each precision; None if none of them is slow.
-
-    This compiles each of them once more, so it is done only where a bfloat16
-    matmul is slow.
-
-    Returns:
-        None if no precision is slow.
-    """
-    if machine.slowdown() < machine.SLOW:
-        return None
-    found = Forecast(
-        {
-            name: seconds_per_step(policy, corpus, settings, start)
-            for name, policy in compared.items()
-        }
-    )
-    return found if found.times >= MANY else None
-
-
-def told(found: Forecast, settings: Settings, steps: int) -> str:
-    """Return the message that training is slow, with the steps to be taken."""
-    slow = (
-        f"A step in {found.slowest} takes {found.times:.0f} times as long as "
-        f"in float32 on this machine: {settings.steps} steps in every "
-        f"precision would take about {minutes(found.total(settings))}."
-    )
-    if steps == settings.steps:
-        return f"{slow} `--steps` takes fewer."
-    return (
-        f"{slow} Taking {steps} steps instead; `--steps {settings.steps}` "
-        "takes all."
-    )
-
-
-def minutes(seconds: float) -> str:
-    """Return a duration as text, such as "50 seconds" or "3 minutes"."""
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes"
-
-
-BASELINE = "mixed_bfloat16"
-"""The precision that the others are compared with."""
-
-COMPILATION_STEPS = 2
-"""The first steps compile; they are left out of steps/s."""
-
-TIMED_STEPS = 2
-"""The steps after these that are timed where a run may take long."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A matmul of the demo's model, and whether it ran natively.
-
-    Attributes:
-        layer: Name of the layer.
-        equation: Its einsum equation, with the inputs first.
-        kind: `"native"` or `"emulated"`.
-        reason: Why it is native or emulated.
-    """
-
-    layer: str
-    equation: str
-    kind: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The losses, times and matmuls of one training run.
-
-    Attributes:
-        precision: Short name.
-        policy: Full name of the dtype policy.
-        losses: Training loss of each step, in nats per character.
-        validation: Validation loss by number of steps, in nats per character.
-        seconds: Duration of each step.
-        matmuls: The matmuls that ran in float8.
-        seed: The random seed of the weights and the batches.
-        state_bytes: Size of the float8 state.
-    """
-
-    precision: str
-    policy: str
-    losses: tuple[float, ...]
-    validation: dict[int, float]
-    seconds: tuple[float, ...]
-    matmuls: tuple[Matmul, ...]
-    seed: int = 0
-    state_bytes: int = 0
+    losses: tuple[float, ...]  # of each step
+    validation: dict[int, float]  # by number of steps
+    seconds: tuple[float, ...]  # of each step
+    model: keras.Model
 
     @property
     def validation_loss(self) -> float:
-        """The validation loss after the last step of the run."""
+        """The validation loss after the last step."""
         return self.validation[len(self.losses)]
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps per second, from the median step after compilation, or None."""
-        timed = self.seconds[COMPILATION_STEPS:]
+        """Steps per second, by the median step; None for one or two steps."""
+        timed = self.seconds[2:]  # the first two compile
         return 1.0 / statistics.median(timed) if timed else None
 
-    def gap_percent(self, baseline: Run) -> float:
-        """Return by how many percent this run's loss exceeds the baseline's."""
-        return 100.0 * (self.validation_loss / baseline.validation_loss - 1.0)
+    @property
+    def kernels(self) -> str:
+        """How many matmuls ran in float8, such as `"12 emulated"`."""
+        found = (getattr(x, "kernel_choice", None) for x in self.model.layers)
+        counts = Counter(kind for kind, _ in filter(None, found))
+        return ", ".join(f"{n} {kind}" for kind, n in counts.items())
 
 
 def policies_compared(*specs: str) -> dict[str, keras.DTypePolicy]:
-    """Return the policies that the demo compares, by short name.
-
-    Args:
-        specs: Recipes, as `recipes.parse` reads them. One alone is called
-            `"float8"`; several have their own names.
-    """
+    """Return policies by name; a recipe alone is called `"float8"`."""
     names = ("float8",) if len(specs) == 1 else specs
-    return {
-        "float32": policies.get("float32"),
-        BASELINE: policies.get(BASELINE),
-        **dict(zip(names, map(float8_policy, specs), strict=True)),
-    }
+    plain = {name: policies.get(name) for name in ("float32", BASELINE)}
+    return plain | dict(zip(names, map(float8_policy, specs), strict=True))
 
 
 def float8_policy(spec: str) -> policies.Float8DTypePolicy:
-    """Return the demo's float8 policy for a recipe string.
-
-    The last layer stays in the source policy, as is common in float8 training:
-    its output gradient comes directly from the loss.
-    """
-    recipe = recipes.parse(spec)
-    return policies.Float8DTypePolicy(
-        BASELINE, recipe=recipe, rules=[(r"(.*/)?logits", None)]
-    )
+    """Return the float8 policy for a recipe, as `recipes.parse` reads it."""
+    # The last layer stays in bfloat16, as is common in float8 training: its
+    # outputs gradient comes directly from the loss.
+    recipe, rules = recipes.parse(spec), [(r"(.*/)?logits", None)]
+    return policies.Float8DTypePolicy(BASELINE, recipe=recipe, rules=rules)
 
 
-class Start(NamedTuple):
-    """A random seed, and the initial weights of the model by path."""
-
-    seed: int
-    weights: dict[str, np.ndarray]
-
-
-def draw(corpus: Corpus, settings: Settings, seed: int) -> Start:
-    """Return the random initial weights for a seed, equal on all backends.
-
-    Matrices are drawn from a normal distribution by NumPy, so that all
-    frameworks start with the same weights.
-    """
-    model = decoder(corpus.tokens, settings.size, "float32")
-    random = np.random.default_rng(seed)
-    deviation = settings.size.width**-0.5
+def draw(corpus: Corpus, settings: Settings) -> dict[str, np.ndarray]:
+    """Return initial weights by path, drawn by NumPy for all backends alike."""
+    model = decoder(corpus.tokens, settings, "float32")
+    random = np.random.default_rng(settings.seed)
     weights = {}
     for variable in model.weights:
-        array = keras.ops.convert_to_numpy(variable)
+        array = ops.convert_to_numpy(variable)
         if array.ndim > 1 and not variable.path.endswith("bias"):
-            array = random.normal(0.0, deviation, array.shape)
+            array = random.normal(0.0, settings.width**-0.5, array.shape)
         weights[variable.path] = array.astype("float32")
-    return Start(seed, weights)
+    return weights
 
 
 def train(
-    precision: str,
     policy: keras.DTypePolicy,
     corpus: Corpus,
     settings: Settings,
-    start: Start,
-    on_step: Callable[[float], None],
-) -> Run:
-    """Train the demo's model from `start`; return the losses as a `Run`."""
-    keras.utils.set_random_seed(start.seed)
-    model = _compiled(corpus, settings, policy, start.weights)
-    evaluated = _evaluated_after(settings)
-    losses, seconds = [], []
-    validation = {0: _validation_loss(model, corpus, settings)}
-    for step in range(settings.steps):
-        loss, duration = _step(model, corpus, settings, start.seed, step)
-        losses.append(loss)
-        seconds.append(duration)
-        if step + 1 in evaluated:
-            validation[step + 1] = _validation_loss(model, corpus, settings)
-        on_step(loss)
-    return Run(
-        precision,
-        getattr(policy, "full_name", policy.name),
-        tuple(losses),
-        validation,
-        tuple(seconds),
-        tuple(_matmuls(model)),
-        start.seed,
-        _state_bytes(model),
-    )
-
-
-def seconds_per_step(
-    policy: keras.DTypePolicy, corpus: Corpus, settings: Settings, start: Start
-) -> float:
-    """Time the first training steps; return the seconds of the fastest."""
-    model = _compiled(corpus, settings, policy, start.weights)
-    steps = range(COMPILATION_STEPS + TIMED_STEPS)
-    timed = [_step(model, corpus, settings, start.seed, n)[1] for n in steps]
-    return min(timed[COMPILATION_STEPS:])
-
-
-def _compiled(
-    corpus: Corpus,
-    settings: Settings,
-    policy: keras.DTypePolicy,
     weights: dict[str, np.ndarray],
-) -> keras.Model:
-    model = decoder(corpus.tokens, settings.size, policy)
+    name: str | None = None,
+) -> Run:
+    """Train from given weights; with a name, print a line now and then."""
+    steps, seed, windows = settings.steps, settings.seed, settings.windows
+    keras.utils.set_random_seed(seed)
+    model = decoder(corpus.tokens, settings, policy)
     for variable in model.weights:
         if variable.path in weights:  # the rest is float8 state
             variable.assign(weights[variable.path])
-    model.compile(
-        keras.optimizers.Adam(_learning_rate(settings), beta_2=0.99),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    return model
-
-
-def _learning_rate(
-    settings: Settings,
-) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Return a learning rate schedule: linear warm-up, then cosine decay.
-
-    The warm-up takes a tenth of the steps.
-    """
-    rising = settings.steps // 10
-    return keras.optimizers.schedules.CosineDecay(
-        initial_learning_rate=settings.learning_rate / 100,
-        decay_steps=max(settings.steps - rising, 1),
-        alpha=0.01,
-        warmup_target=settings.learning_rate,
+    rising = steps // 10
+    rate = keras.optimizers.schedules.CosineDecay(
+        *(3e-5, max(steps - rising, 1), 0.01),
+        warmup_target=3e-3,
         warmup_steps=rising,
     )
-
-
-def _evaluated_after(settings: Settings) -> set[int]:
-    steps = np.linspace(0, settings.steps, settings.validations + 1)
-    return {int(step) for step in steps[1:]}
-
-
-def _step(
-    model: keras.Model,
-    corpus: Corpus,
-    settings: Settings,
-    seed: int,
-    step: int,
-) -> tuple[float, float]:
-    """Run one training step; return the loss and the seconds that it took."""
-    batch = corpus.batch(step, seed, settings.windows, settings.size.context)
-    began = time.perf_counter()
-    model.reset_metrics()
-    # The result is a number on the host: the step is over when it is there.
-    loss = float(model.train_on_batch(batch.inputs, batch.targets))
-    return loss, time.perf_counter() - began
-
-
-def _validation_loss(
-    model: keras.Model, corpus: Corpus, settings: Settings
-) -> float:
-    batch = corpus.validation_batch(
-        settings.validation_windows, settings.size.context
+    model.compile(
+        keras.optimizers.Adam(rate, beta_2=0.99),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    loss = model.evaluate(
-        batch.inputs, batch.targets, batch_size=settings.windows, verbose=0
-    )
-    return float(loss)
+    held_out = corpus.validation_batch(settings.held_out, settings.context)
 
+    def validation_loss() -> float:
+        return float(model.evaluate(*held_out, batch_size=windows, verbose=0))
 
-def _matmuls(model: keras.Model) -> list[Matmul]:
-    return [
-        Matmul(
-            layer.name,
-            getattr(layer, "equation", "...x,xy->...y"),
-            *layer.kernel_choice,
-        )
-        for layer in model.layers
-        if getattr(layer, "kernel_choice", None) is not None
-    ]
-
-
-def _state_bytes(model: keras.Model) -> int:
-    states = [v for v in model.weights if isinstance(v, StateVariable)]
-    return sum(4 * math.prod(state.shape) for state in states)
+    evaluated = {*np.linspace(0, steps, settings.validations + 1).astype(int)}
+    validation, losses, seconds = {0: validation_loss()}, [], []
+    for step in range(1, steps + 1):
+        batch = corpus.batch(step - 1, seed, windows, settings.context)
+        began = time.perf_counter()
+        model.reset_metrics()
+        # The result is a number on the host: the step is over when it is there.
+        losses.append(float(model.train_on_batch(*batch)))
+        seconds.append(time.perf_counter() - began)
+        if step in evaluated:
+            validation[step] = validation_loss()
+        if name and step * 10 // steps > (step - 1) * 10 // steps:
+            passed = f"loss {losses[-1]:.3f}, {sum(seconds):.0f} s"
+            print(f"{name}: step {step} of {steps}, {passed}", flush=True)
+    return Run(tuple(losses), validation, tuple(seconds), model)

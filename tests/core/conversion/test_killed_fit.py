@@ -127,7 +127,7 @@ def assert_same_run(model, losses, reference):
         np.testing.assert_allclose(other, one, rtol=rtol, atol=atol)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.slow_except()
 def test_fit_goes_on_from_its_last_checkpoint(killed, reference):
     folder, epoch = killed
@@ -138,7 +138,7 @@ def test_fit_goes_on_from_its_last_checkpoint(killed, reference):
     assert_same_run(model, losses, reference)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_fit_goes_on_by_backup_and_restore(killed, reference):
     folder, epoch = killed
     model = model_in_float8()

@@ -36,6 +36,7 @@ def gradients(model, call, x):
 
 
 @pytest.mark.full
+@pytest.mark.nightly_except("dense-block-dynamic", "convolution-channel-None")
 @pytest.mark.parametrize("activations", [None, "dynamic"])
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 @pytest.mark.parametrize("name", MODELS)

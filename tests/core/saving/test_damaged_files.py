@@ -285,7 +285,7 @@ def test_there_are_two_hundred():
     assert len(NUMBERED) >= 200
 
 
-@pytest.mark.slow_except("4", "8")
+@pytest.mark.any_backend_except("1")
 @pytest.mark.full_except("1")
 @pytest.mark.parametrize("part", PARTS, ids=range(len(PARTS)))
 def test_a_damaged_file_is_refused_or_read_as_it_is(part, good, live, tmp_path):

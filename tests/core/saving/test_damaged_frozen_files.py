@@ -110,6 +110,7 @@ def one_is(value):
     return make
 
 
+@pytest.mark.any_backend_except("kernel")
 @pytest.mark.full_except("kernel", "kernel.inputs_scale", "kernel.scale")
 @pytest.mark.parametrize("name", ENTRIES[:-1])
 def test_an_entry_that_is_missing(live, saved, tmp_path, name):
@@ -157,6 +158,7 @@ WRONG = {
 }
 
 
+@pytest.mark.any_backend_except("header a list")
 @pytest.mark.full_except("header a list", "header a number", "header empty")
 @pytest.mark.parametrize("kind", WRONG)
 def test_an_entry_that_is_wrong(live, saved, tmp_path, kind):
@@ -195,6 +197,7 @@ HEADERS = {
 }
 
 
+@pytest.mark.any_backend_except("no names")
 @pytest.mark.full_except("no names", "summed a list", "version true")
 @pytest.mark.parametrize("kind", HEADERS)
 def test_a_header_that_says_nonsense(live, saved, tmp_path, kind):
@@ -225,6 +228,7 @@ def test_truncated_files(live, saved, tmp_path, kind):
 
 
 @pytest.mark.full
+@pytest.mark.any_backend
 def test_bytes_that_are_flipped_are_told_or_load_as_codes(
     live, saved, tmp_path
 ):

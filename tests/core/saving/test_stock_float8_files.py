@@ -207,11 +207,9 @@ DAMAGES = {
 }
 
 
+@pytest.mark.any_backend_except("integers")
 @pytest.mark.full_except("integers")
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.slow_except(
-    "negative history", "too large for float32", "history of two axes"
-)
 def test_damaged_stock_state_is_refused_and_nothing_loaded(damage, tmp_path):
     path = saved(trained(dense(keras.layers, short())), tmp_path)
     with h5py.File(path, "a") as file:

@@ -10,7 +10,7 @@ import keras_policy_ext_cli
 from command_lines import error_of
 from keras_policy_ext import __version__, recipes
 from keras_policy_ext.ext.cli import commands as cli
-from keras_policy_ext.ext.demo import plots
+from keras_policy_ext.ext.demo import session
 
 pytestmark = pytest.mark.usefixtures("environment_is_restored")
 
@@ -99,8 +99,7 @@ def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
         (["demo", "--steps", "0"], "an integer of 1 or more"),
         (["demo", "--steps", "ten"], "an integer of 1 or more"),
         (["demo", "--seed", "-1"], "an integer of 0 or more"),
-        (["demo", "--seeds", "0,x"], "an integer of 0 or more"),
-        (["demo", "--seeds", ""], "an integer of 0 or more"),
+        (["demo", "--seed", ""], "an integer of 0 or more"),
         (["demo", "--recipe", "magic"], "'magic' is not a recipe. Allowed"),
         (["demo", "--recipe", "frozen"], "not a recipe to train with. Allowed"),
         (["demo", "--recipe", "nvfp4(size=1)"], "Unknown parameter of recipe"),
@@ -112,27 +111,30 @@ def test_wrong_arguments_get_one_line(arguments, words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "seeds", "specs"),
+    ("arguments", "seed", "specs"),
     [
-        ([], (0,), ("delayed",)),
-        (["--seed", "3"], (3,), ("delayed",)),
-        (["--seeds", "0,2,0", "--recipe", "16"], (0, 2), ("16",)),
-        (["--compare"], (0,), None),
+        ([], 0, ("delayed",)),
+        (["--seed", "3"], 3, ("delayed",)),
+        (["--recipe", "16"], 0, ("16",)),
+        (["--compare"], 0, None),
     ],
 )
-def test_demo_gets_seeds_and_recipes(
-    arguments, seeds, specs, monkeypatch, tmp_path
+def test_demo_gets_a_seed_and_recipes(
+    arguments, seed, specs, monkeypatch, tmp_path
 ):
     asked = []
     monkeypatch.setattr(
-        cli.demo, "run", lambda prepared: asked.append(prepared)
+        cli.demo,
+        "prepare",
+        lambda settings: lambda: asked.append(settings),
     )
 
     cli.main(["demo", "--out", str(tmp_path), *arguments])
 
-    (prepared,) = asked
-    assert prepared.settings.seeds == seeds
-    assert prepared.settings.recipes == (specs or recipes.names())
+    (settings,) = asked
+    assert settings.out == str(tmp_path)
+    assert settings.seed == seed
+    assert settings.recipes == (specs or recipes.names())
 
 
 def test_missing_text_file_gets_one_line(capsys, tmp_path):
@@ -146,7 +148,9 @@ def test_binary_file_gets_one_line(capsys, tmp_path):
     file = tmp_path / "binary"
     file.write_bytes(b"\xff\xfe\x00" * 1000)
 
-    assert "not UTF-8" in error_of(capsys, "demo", "--text", str(file))
+    line = error_of(capsys, "demo", "--text", str(file))
+
+    assert str(file) in line and "UTF-8" in line
 
 
 def test_short_text_gets_one_line_and_leaves_no_folder(capsys, tmp_path):
@@ -170,7 +174,7 @@ def test_folder_that_cannot_be_made_gets_one_line(capsys, tmp_path):
 
 
 def test_missing_matplotlib_is_told_before_training(capsys, monkeypatch):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
 
     line = error_of(capsys, "demo")
 

@@ -4,7 +4,7 @@ import keras
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.ext.demo import settings, train
+from keras_policy_ext.ext.demo import Settings, train
 
 rules_of = kpe.conversion.eight_bit_rules
 EIGHT = "float8/current_from_float32"
@@ -82,8 +82,7 @@ def test_the_dtypes_of_each_layer_are_kept():
 
 
 def test_the_demo_keeps_its_last_block_and_its_logits():
-    size = settings.Settings().size
-    model = train.decoder(10, size, "mixed_bfloat16")
+    model = train.decoder(10, Settings(), "mixed_bfloat16")
     found = kept_of_demo(model)
     assert {each.rpartition("/")[2] for each in found} == {
         *(f"block_1_{x}" for x in ("query", "key", "value")),
