@@ -51,7 +51,13 @@ def examples(page):
     return "\n".join(lines) + "\n"
 
 
-PROGRAMS = ["index.md", "train.md", "serve.md", "see_and_act.md"]
+PROGRAMS = [
+    "index.md",
+    "train.md",
+    "serve.md",
+    "see_and_act.md",
+    *(f"api/{name}.md" for name in ("plan", "replay", "tune", "watch")),
+]
 
 
 @pytest.mark.full
