@@ -31,7 +31,12 @@ from keras_policy_ext import (
     policies,
     recipes,
 )
-from keras_policy_ext._keras import saving_hooks, variable_values, versions
+from keras_policy_ext._keras import (
+    optimizer_variables,
+    saving_hooks,
+    variable_values,
+    versions,
+)
 from keras_policy_ext.policies import (
     Float8DTypePolicy,
     carry_policy,
@@ -82,6 +87,7 @@ def _describe_policies(model: Any) -> dict[str, Any]:
 versions.warn_of_a_newer_keras()
 variable_values.leave_out_of_averages()
 variable_values.tell_companions()
+optimizer_variables.without_states_that_lack_gradients()
 saving_hooks.after_loading(_warn_of_lost_float8)
 saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)

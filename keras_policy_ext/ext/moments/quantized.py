@@ -444,4 +444,3 @@ def _made(
 
 
 optimizer_variables.around_making(_made)
-optimizer_variables.without_states_that_lack_gradients()
