@@ -93,7 +93,7 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = ("conversion", "kernels", "loops", "numerics", "reference")
+_LAZY = ("conversion", "kernels", "loops", "numerics", "reference", "seams")
 
 # Names of the core that load on their first use, and their modules. Those of
 # extensions are in `ext`.
@@ -153,6 +153,7 @@ __all__ = [
     "reference",
     "replay",
     "revert",
+    "seams",
     "serialize",
     "set_dtype_policy",
     "thaw",
@@ -174,6 +175,7 @@ if TYPE_CHECKING:
         numerics,
         optimizers,
         reference,
+        seams,
     )
     from keras_policy_ext.conversion import (
         calibrate,

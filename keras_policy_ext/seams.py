@@ -1,19 +1,294 @@
 """The places where code from outside can follow, or replace, what layers do.
 
-`register_follower` registers who keeps what belongs to a model in step when
-`convert` or `revert` changes the model.
+`on_contraction` hears of each contraction of a float8 layer, `on_operation` of
+each operation of `keras.ops` in a layer. What a handler returns is the result,
+so it can watch, change the operands, or compute something else. Blocks nest:
+the innermost handler is called first, and what it runs goes through the others.
+They apply to their own thread and asyncio task. Without a block a step runs as
+if this module did not exist. `register_follower` registers who keeps what
+belongs to a model in step when `convert` or `revert` changes the model.
 
 These names are stable: extensions of this package use no others to follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import keras
+from keras import ops
 
-__all__ = ["Follower", "ModelChange", "followers", "register_follower"]
+from keras_policy_ext import contractions
+from keras_policy_ext._keras import products
+from keras_policy_ext._keras.products import CASTS, MOVES, PRODUCTS
+from keras_policy_ext._types import Tensor
+
+__all__ = [
+    "CASTS",
+    "MOVES",
+    "PRODUCTS",
+    "SCORES",
+    "WEIGHTED_SUM",
+    "ContractionCall",
+    "Follower",
+    "ModelChange",
+    "Planned",
+    "followers",
+    "on_contraction",
+    "on_operation",
+    "register_follower",
+]
+
+# Contractions of float8 layers
+
+SCORES = "scores"
+"""The name of the product of queries and keys in attention."""
+
+WEIGHTED_SUM = "weighted sum"
+"""The name of the product of weights and values in attention."""
+
+
+class Planned(NamedTuple):
+    """A contraction that is ready to run.
+
+    Attributes:
+        plan: How it is quantized, with its recipe: a `Plan`, or a `FrozenPlan`
+            for a kernel that is stored in float8.
+        inputs: The first operand, in the compute dtype.
+        kernel: The second operand, in its own dtype; codes if it is stored.
+        state: The state matrix of the recipe, or nothing; of a stored kernel
+            its scales.
+        bias: What is added to the outputs, in their dtype; None for nothing.
+    """
+
+    plan: contractions.Plan | contractions.FrozenPlan
+    inputs: Tensor
+    kernel: Tensor
+    state: tuple[Tensor, ...] = ()
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        plan: contractions.Plan | contractions.FrozenPlan,
+        inputs: Tensor,
+        kernel: Tensor,
+        *state: Tensor,
+        bias: Tensor | None = None,
+    ) -> Planned:
+        """Return a contraction from the arguments of `contractions.run`."""
+        return cls(plan, inputs, kernel, state, bias)
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the kernel is stored in float8."""
+        return isinstance(self.plan, contractions.FrozenPlan)
+
+    def run(self) -> Tensor:
+        """Compute the outputs; no handler is called."""
+        plan, *operands = self[:3]
+        if not isinstance(plan, contractions.FrozenPlan):
+            return contractions.run(
+                plan, *operands, *self.state, bias=self.bias
+            )
+        outputs = contractions.run_frozen(plan, *operands, *self.state)
+        return outputs if self.bias is None else ops.add(outputs, self.bias)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ContractionCall:
+    """A contraction of a float8 layer that is about to run.
+
+    Attributes:
+        layer: The layer.
+        name: The name of the weight; `SCORES` or `WEIGHTED_SUM` for the
+            product of two activations.
+        weight: The weight; None for two activations.
+        contraction: What is multiplied: a `kernels.Einsum` or `kernels.Conv`.
+        operands: Both operands as the layer passes them; the second one is the
+            weight, if there is one.
+        shapes: The shapes in which they are multiplied: a weight may be
+            transposed or reshaped first.
+        dtype: The dtype of the outputs.
+    """
+
+    layer: keras.Layer
+    name: str
+    weight: keras.Variable | None
+    contraction: contractions.Contraction
+    operands: tuple[Tensor, Any]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: str
+    _plan: Callable[[], Planned]
+    _outer: tuple[ContractionHandler, ...]
+
+    @property
+    def planned(self) -> Planned:
+        """The plan, and the operands that it multiplies.
+
+        They are made when this is first read. That counts as a use of the
+        weight in the step, as if the contraction ran.
+        """
+        return self._plan()
+
+    def run(self, planned: Planned | None = None) -> Tensor:
+        """Run the contraction; handlers of outer blocks are called.
+
+        Args:
+            planned: What to run; None for `self.planned`. Pass
+                `self.planned._replace(...)` to run something else.
+
+        Returns:
+            The outputs, of dtype `dtype` and with the gradients of the plan.
+        """
+        if not self._outer:
+            return (planned or self.planned).run()
+        *outer, handler = self._outer
+        plan = self._plan if planned is None else lambda: planned
+        return handler(
+            dataclasses.replace(self, _plan=plan, _outer=tuple(outer))
+        )
+
+
+ContractionHandler = Callable[[ContractionCall], Tensor]
+
+open_blocks = 0
+"""The number of open blocks of all threads.
+
+A step reads this number, and nothing else if it is 0: torch.compile breaks its
+graph where a context variable is read.
+"""
+
+_OPEN_BLOCKS = threading.Lock()
+
+_handlers: contextvars.ContextVar[tuple[ContractionHandler, ...]] = (
+    contextvars.ContextVar("handlers of contractions", default=())
+)
+
+
+@contextlib.contextmanager
+def on_contraction(handler: ContractionHandler) -> Iterator[None]:
+    """In the block, call `handler` for each contraction of a float8 layer.
+
+    A function that was compiled before the block runs as it was compiled. In
+    one that a compiler traces in the block, the operands have no values.
+
+    Args:
+        handler: Called with a `ContractionCall`, before it runs. What it
+            returns is the result: `call.run()`, or another tensor of the same
+            shape and dtype.
+
+    Examples:
+        >>> layer = kpe.layers.Dense(4, dtype="float8_from_float32")
+        >>> seen = []
+        >>> def note(call):
+        ...     seen.append((call.layer.name, call.name, call.shapes))
+        ...     return call.run()
+        >>> with kpe.seams.on_contraction(note):
+        ...     outputs = layer(np.ones((2, 8)))
+        >>> seen == [(layer.name, "kernel", ((2, 8), (8, 4)))]
+        True
+    """
+    global open_blocks
+    token = _handlers.set((*_handlers.get(), handler))
+    with _OPEN_BLOCKS:
+        open_blocks += 1
+    try:
+        yield
+    finally:
+        with _OPEN_BLOCKS:
+            open_blocks -= 1
+        _handlers.reset(token)
+
+
+def handlers() -> tuple[ContractionHandler, ...]:
+    """Return the handlers of this thread and task; the innermost is last."""
+    return _handlers.get() if open_blocks else ()
+
+
+def handled(
+    layer: keras.Layer,
+    name: str,
+    weight: keras.Variable | None,
+    contraction: contractions.Contraction,
+    operands: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    dtype: str,
+    plan: Callable[[], Planned],
+) -> Tensor:
+    """Return what the handlers make of a contraction; there is one at least.
+
+    Args:
+        layer: As in `ContractionCall`, like those that follow.
+        name: Of the weight or product.
+        weight: The weight, or None.
+        contraction: What is multiplied.
+        operands: Both operands.
+        shapes: Their shapes.
+        dtype: Of the outputs.
+        plan: Returns the `Planned`; called once at most.
+    """
+    first, second = operands
+    call = ContractionCall(
+        layer,
+        name,
+        weight,
+        contraction,
+        (first, second),
+        (tuple(shapes[0]), tuple(shapes[1])),
+        dtype,
+        functools.cache(plan),
+        handlers(),
+    )
+    *outer, handler = handlers()
+    return handler(dataclasses.replace(call, _outer=tuple(outer)))
+
+
+# Operations of Keras
+
+OperationHandler = Callable[..., Any]
+
+
+def on_operation(
+    handlers: Mapping[tuple[str, ...], OperationHandler],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which handlers are called for operations of Keras.
+
+    They are called inside of layers, however a layer imports the operation.
+    Operations outside of a layer, such as those of a loss, are not seen, nor
+    are functions of a framework that a layer calls itself. A function that was
+    compiled before runs as it was compiled.
+
+    Args:
+        handlers: Handlers by names of operations, as in `keras.ops`; for
+            instance those of `PRODUCTS` (two operands are multiplied), `MOVES`
+            (elements are moved, none is changed) and `CASTS`. A handler is
+            called as `handler(layer, run, name, args, kwargs)`, and what it
+            returns is the result: `run(*args, **kwargs)`, or something else.
+
+    Returns:
+        A context manager.
+
+    Examples:
+        >>> layer = keras.layers.Dense(4, use_bias=False)
+        >>> layer.build((None, 8))
+        >>> seen = []
+        >>> def note(layer, run, name, args, kwargs):
+        ...     seen.append(name)
+        ...     return run(*args, **kwargs)
+        >>> with kpe.seams.on_operation({kpe.seams.PRODUCTS: note}):
+        ...     outputs = layer(np.ones((2, 8)))
+        >>> seen
+        ['matmul']
+    """
+    return products.on_operation(handlers)
+
 
 # Changes of whole models
 

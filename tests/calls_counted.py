@@ -148,9 +148,28 @@ def programs():
     return {"convert": convert, "load_model": load}
 
 
+def sample():
+    """Count a sample of `watch`, as the monitor takes them, after two others.
+
+    The model is that of `programs`, which have run before.
+    """
+    model = keras.Sequential(
+        [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
+    )
+    kpe.convert(model, "float8")
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+    model.train_on_batch(x, x)
+    watch = kpe.watch(model, every=1)
+    for _ in range(2):
+        watch.step((x, x))
+    return {"sample": counted(lambda: watch.step((x, x)))[1]}
+
+
 def all_counts():
     """Everything that is counted, as JSON types."""
-    return {**size_of_package(), **steady_step(), **programs()}
+    found = {**size_of_package(), **steady_step(), **programs()}
+    return {**found, **sample()}
 
 
 if __name__ == "__main__":

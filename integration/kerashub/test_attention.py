@@ -8,7 +8,6 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers.controller import Float8Controller
 
 BACKEND = keras.backend.backend()
 STEPS, PAST = 40, 35
@@ -77,16 +76,17 @@ def outputs_of(layer, x):
 
 
 @pytest.fixture
-def products(monkeypatch):
+def products():
     """The products of two activations that are computed in float8."""
-    found, stock = [], Float8Controller._contract_scaled
+    found = []
 
-    def contract(self, recipe, contraction, *operands):
-        found.append(contraction.equation)
-        return stock(self, recipe, contraction, *operands)
+    def note(call):
+        if call.weight is None:
+            found.append(call.contraction.equation)
+        return call.run()
 
-    monkeypatch.setattr(Float8Controller, "_contract_scaled", contract)
-    return found
+    with kpe.seams.on_contraction(note):
+        yield found
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "block", "mxfp8"])

@@ -128,13 +128,11 @@ def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
     parameters = held.get("_modules", {}).get("_torch_params")
     if parameters is not None:
         objects.append(parameters)
-    wrappers = [x for x in held.values() if "_storage" in _attributes(x)]
-    return objects + wrappers, containers
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    found = getattr(thing, "__dict__", None)
-    return found if type(found) is dict else {}
+    for each in held.values():
+        attributes = getattr(each, "__dict__", None)
+        if type(attributes) is dict and "_storage" in attributes:
+            objects.append(each)
+    return objects, containers
 
 
 class QuantizedAsLeaf:

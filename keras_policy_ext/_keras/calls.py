@@ -238,23 +238,6 @@ def is_in_a_call() -> bool:
     return found is not None
 
 
-@contextlib.contextmanager
-def around_each_call(
-    scope: Callable[[keras.Layer], AbstractContextManager[object]],
-) -> Iterator[None]:
-    """In the block, run each layer call of this thread in `scope(layer)`.
-
-    The scope is made for each layer. See `instead_of_each_call`.
-    """
-
-    def call(stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        with scope(layer):
-            return stock(layer, *args, **kwargs)
-
-    with instead_of_each_call(call):
-        yield
-
-
 def instead_of_each_call(
     function: Callable[..., Any],
 ) -> AbstractContextManager[None]:

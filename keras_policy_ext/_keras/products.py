@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -69,13 +71,27 @@ _MODULES = ("core", "math", "nn", "numpy", "random")
 
 _SCOPES = "name_scope_stack"
 
-_MARK = "_keras_policy_ext_products"
-
 _FOLLOWED: set[type] = set()
 
 _thread = threading.local()
 
 Handler = Callable[..., Any]
+
+_watching: dict[str, Handler] = {}
+"""The handlers of `watch`, by the name of the operation."""
+
+_blocks: contextvars.ContextVar[tuple[dict[str, Handler], ...]] = (
+    contextvars.ContextVar("handlers of operations", default=())
+)
+
+_open_blocks = 0
+"""The number of open `on_operation` blocks of all threads."""
+
+# An operation is replaced for all threads, and how often that is asked for.
+_LOCK = threading.RLock()
+_users: collections.Counter[str] = collections.Counter()
+_replaced: dict[str, list[tuple[Any, Any, Handler]]] = {}
+_made: dict[tuple[Any, str], tuple[Handler, Handler]] = {}
 
 
 def innermost_layer() -> Any:
@@ -91,33 +107,64 @@ def innermost_layer() -> Any:
 
 
 def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
-    """Make operations of Keras call a handler of their own inside of a layer.
-
-    `keras.ops` calls a function of the same name in a module of the backend,
-    such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops`, in
-    modules of these names there and in `backend.random` (3.16). These are
-    wrapped, so that it makes no difference how a module imports the
-    operation. Layers cast by `backend.cast`. `ENTRIES` is a method of
-    `keras.Variable`. If Keras has the functions
-    elsewhere, no product is seen, and `convert` says that none was recognised.
-    Expires with a public hook.
+    """Set the handlers of operations inside of layers that are followed.
 
     Args:
         handlers: The handler for operations of these names. It is called as
             `handler(layer, stock, name, args, kwargs)`, and its result is that
-            of the operation. It is called while products are recorded, for
-            layers of classes that are followed (`follow`), and inside of
-            `following()`.
+            of the operation. It is called inside of a `wrapped` block while
+            products are recorded, inside of `following()`, and for layers of
+            classes that are followed (`follow`).
     """
-    homes = modules()
     for names, handler in handlers.items():
-        for name in names:
-            for module in homes:
-                _wrap(module, name, handler)
-            if name == "cast":
-                _wrap(_backend, name, handler)
-            if name == ENTRIES:
-                _wrap(keras.Variable, name, handler)
+        _watching.update(dict.fromkeys(names, handler))
+
+
+@contextlib.contextmanager
+def on_operation(
+    handlers: Mapping[tuple[str, ...], Handler],
+) -> Iterator[None]:
+    """In the block, call handlers for operations inside of all layers.
+
+    Args:
+        handlers: As for `watch`; `stock` goes through the handlers of outer
+            blocks. Only operations of this thread and asyncio task count.
+    """
+    global _open_blocks
+    own = {name: x for names, x in handlers.items() for name in names}
+    with wrapped(own):
+        token = _blocks.set((*_blocks.get(), own))
+        with _LOCK:
+            _open_blocks += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                _open_blocks -= 1
+            _blocks.reset(token)
+
+
+@contextlib.contextmanager
+def wrapped(names: Iterable[str] = ()) -> Iterator[None]:
+    """In the block, the operations of Keras call handlers.
+
+    `keras.ops` calls a function of the same name in a module of the backend,
+    such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops`, in
+    modules of these names there and in `backend.random` (3.16). These are
+    replaced, so that it makes no difference how a module imports the
+    operation. Layers cast by `backend.cast`. `ENTRIES` is a method of
+    `keras.Variable`. If Keras has the functions elsewhere, no product is seen,
+    and `convert` says that none was recognised. Expires with a public hook.
+
+    Args:
+        names: The operations beside those of `watch`.
+    """
+    wanted = (*_watching, *names)
+    _wrap(wanted)
+    try:
+        yield
+    finally:
+        _unwrap(wanted)
 
 
 def modules() -> list[Any]:
@@ -125,22 +172,68 @@ def modules() -> list[Any]:
     home = getattr(_backend, "ops", None)  # Without those of keras.random.
     homes = [each for each in (home, _backend) if each is not None]
     places = [getattr(each, x, None) for each in homes for x in _MODULES]
-    return [each for each in (home, *places) if each is not None]
+    found = [each for each in (home, *places) if each is not None]
+    # It has the `cast` that layers call.
+    return found if _backend is None else [*found, _backend]
 
 
 def follow(cls: type) -> None:
-    """Call the functions given to `watch` inside of layers of this class."""
-    _FOLLOWED.add(cls)
+    """Call the handlers of `watch` inside of layers of this class, from now on.
 
-
-def _wrap(module: Any, name: str, handler: Handler) -> None:
-    """Replace `module.name` once by a function that calls `handler`.
-
-    All operations of the process pass through it, so it is one function.
+    The operations of Keras then stay wrapped.
     """
-    stock = getattr(module, name, None)
-    if stock is None or hasattr(stock, _MARK):
-        return
+    with _LOCK:
+        if not _FOLLOWED:
+            _wrap(tuple(_watching))
+        _FOLLOWED.add(cls)
+
+
+def _wrap(names: tuple[str, ...]) -> None:
+    """Replace operations by functions that call handlers."""
+    homes = modules()
+    with _LOCK:
+        # All functions are made first: an interrupt then replaces none.
+        new: dict[str, list[tuple[Any, Any, Handler]]] = {}
+        for name in names:
+            if _users[name] or name in new:
+                continue
+            new[name] = []
+            for home in [keras.Variable] if name == ENTRIES else homes:
+                stock = getattr(home, name, None)
+                if stock is None:
+                    continue
+                made = _made.get((home, name))
+                if made is None or made[0] is not stock:
+                    made = _made[home, name] = stock, _through(stock, name)
+                new[name].append((home, vars(home).get(name), made[1]))
+        _users.update(names)
+        _replaced.update(new)
+        for name, functions in new.items():
+            for home, _, function in functions:
+                setattr(home, name, function)
+
+
+def _unwrap(names: tuple[str, ...]) -> None:
+    """Put back the operations that no block and no class needs any more."""
+    with _LOCK:
+        _users.subtract(names)
+        for name in dict.fromkeys(names):
+            if _users[name]:
+                continue
+            for home, own, wrapper in _replaced.pop(name):
+                if vars(home).get(name) is not wrapper:
+                    continue  # Replaced by others since; it goes through ours.
+                if own is None:
+                    delattr(home, name)
+                else:
+                    setattr(home, name, own)
+
+
+def _through(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that calls the handler of an operation.
+
+    Many operations of the process pass through it, so it is one function.
+    """
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -148,16 +241,37 @@ def _wrap(module: Any, name: str, handler: Handler) -> None:
         layer = scopes[-1].caller if scopes else None
         if scopes and layer is None:  # A name scope of the user.
             layer = innermost_layer()
-        if layer is not None and (
+        if layer is None:
+            return stock(*args, **kwargs)
+        if _open_blocks:  # torch.compile breaks its graph in there.
+            return _through_blocks(layer, stock, name, args, kwargs)
+        if name in _watching and (
             type(layer) in _FOLLOWED
             or getattr(_thread, "note", None)
             or getattr(_thread, "follows", False)
         ):
-            return handler(layer, stock, name, args, kwargs)
+            return _watching[name](layer, stock, name, args, kwargs)
         return stock(*args, **kwargs)
 
-    vars(wrapped)[_MARK] = True
-    setattr(module, name, wrapped)
+    return wrapped
+
+
+def _through_blocks(
+    layer: Any, stock: Handler, name: str, args: Any, kwargs: Any
+) -> Any:
+    """Run an operation through the handlers of `on_operation` blocks."""
+    run, watching = stock, _watching.get(name)
+    is_watched = type(layer) in _FOLLOWED or recorder()
+    if watching and (is_watched or getattr(_thread, "follows", False)):
+        run = _handled(watching, layer, stock, name)
+    for own in _blocks.get():
+        if name in own:
+            run = _handled(own[name], layer, run, name)
+    return run(*args, **kwargs)
+
+
+def _handled(handler: Handler, layer: Any, run: Handler, name: str) -> Handler:
+    return lambda *args, **kwargs: handler(layer, run, name, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends
+from keras_policy_ext import backends, seams
 from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.controller import contraction_hook
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
@@ -154,17 +153,23 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
     found: dict[int, np.ndarray] = {}
     framework = backends.current
 
-    def watch(state: StateVariable | None, inputs: Any) -> None:
-        if state is None:
-            return
-        if not framework.runs_now():
-            raise _TracedError
-        amax = ops.convert_to_numpy(scaling.amax(inputs))
-        found[id(state)] = max(found.get(id(state), amax), amax)
+    def observe(call: seams.ContractionCall) -> Any:
+        layer: Any = call.layer
+        has_state = call.weight is not None and not call.planned.is_frozen
+        # What torch.compile traces has no values.
+        if not has_state or framework.is_compiling():
+            return call.run()
+        state = layer.float8_state.of(call.weight)
+        if state is not None:
+            if not framework.runs_now():
+                raise _TracedError
+            amax = ops.convert_to_numpy(scaling.amax(call.planned.inputs))
+            found[id(state)] = max(found.get(id(state), amax), amax)
+        return call.run()
 
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(contraction_hook(watch))
+            stack.enter_context(seams.on_contraction(observe))
             stack.enter_context(framework.step_by_step())
             if functions_too:
                 stack.enter_context(framework.functions_step_by_step())

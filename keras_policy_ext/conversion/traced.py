@@ -16,25 +16,24 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, contractions
+from keras_policy_ext import backends, contractions, seams
 from keras_policy_ext._keras import calls, variable_values, walking
-from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext.backends import tracing
 from keras_policy_ext.backends.flows import HERE, NONE, Flow, Given, Sources
 from keras_policy_ext.backends.tracing import Product
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.by_operation import note_call
-from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.operands import MovedKernel
 from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies.of_layers import float8_policy_of
 
 Shape = Sequence[int]
@@ -322,10 +321,9 @@ def _trace(
         stack.enter_context(keras.StatelessScope())
         stack.enter_context(keras.SymbolicScope())
         stack.enter_context(calls.instead_of_each_call(tracer.called))
-        for scope in _contractions(tracer):
-            stack.enter_context(scope)
+        stack.enter_context(_counting(tracer))
         stack.enter_context(by_operation.counting(tracer.multiplies))
-        stack.enter_context(_attributes_kept(layer))
+        stack.enter_context(undone(walking.layers_within(layer)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         return [tracer.trace(layer, *each) for each in arguments]
@@ -837,22 +835,6 @@ def _check_built(layer: keras.Layer) -> None:
         raise ValueError(f"Layer {layer.name!r} is not built.")
 
 
-@contextlib.contextmanager
-def _attributes_kept(layer: keras.Layer) -> Iterator[None]:
-    """On exit of the block, restore attributes that calls have assigned."""
-    held = [(each, dict(vars(each))) for each in walking.layers_within(layer)]
-    try:
-        yield
-    finally:
-        for each, before in held:
-            now = vars(each)
-            for name in [name for name in now if name not in before]:
-                del now[name]
-            for name, value in before.items():
-                if name not in now or now[name] is not value:
-                    now[name] = value
-
-
 def _convolved(contraction: Any, inputs: Shape, kernel: Shape) -> Any:
     """Return the shape of the outputs of a convolution."""
     shape = list(inputs)
@@ -864,46 +846,23 @@ def _convolved(contraction: Any, inputs: Shape, kernel: Shape) -> Any:
     return contraction.of(*operands).shape
 
 
-def _contractions(tracer: _Tracer) -> Iterator[Any]:
-    """Yield scopes in which float8 matmuls are counted, not computed."""
+def _counting(tracer: _Tracer) -> AbstractContextManager[None]:
+    """Return a block in which float8 matmuls are counted, not computed."""
 
-    def contract(
-        stock: Any,
-        layer: keras.Layer,
-        contraction: Any,
-        inputs: Any,
-        kernel: Any,
-        training: bool | None,
-        dtype: Any = None,
-        bias: Any = None,
-        moved: MovedKernel | None = None,
-    ) -> Any:
-        read = kernel if moved is None else moved
-        shapes = tuple(inputs.shape), tuple(read.shape)
-        if isinstance(contraction, contractions.Einsum):
-            equation = contraction.equation
-            product = tracing.einsum(equation, *shapes)
-            outputs = equations.outputs_shape(equation, *shapes)
+    def count(call: seams.ContractionCall) -> Any:
+        if call.weight is None:
+            contraction: Any = call.contraction
+            operands = [ops.cast(x, call.dtype) for x in call.operands]
+            return ops.einsum(contraction.equation, *operands)
+        if isinstance(call.contraction, contractions.Einsum):
+            equation = call.contraction.equation
+            product = tracing.einsum(equation, *call.shapes)
+            outputs = equations.outputs_shape(equation, *call.shapes)
         else:
-            outputs = _convolved(contraction, *shapes)
-            product = convolution(contraction, *shapes, outputs)
-        zeros = ops.zeros(outputs, dtype or layer.compute_dtype)
-        return tracer.multiplied(layer, product, inputs, kernel, zeros)
+            outputs = _convolved(call.contraction, *call.shapes)
+            product = convolution(call.contraction, *call.shapes, outputs)
+        zeros = ops.zeros(outputs, call.dtype)
+        inputs, kernel = call.operands
+        return tracer.multiplied(call.layer, product, inputs, kernel, zeros)
 
-    def of_activations(
-        stock: Any,
-        layer: keras.Layer,
-        equation: str,
-        first: Any,
-        second: Any,
-        dtype: str | None = None,
-    ) -> Any:
-        dtype = dtype or layer.compute_dtype
-        return ops.einsum(
-            equation, *(ops.cast(x, dtype) for x in (first, second))
-        )
-
-    mixin = Float8Mixin
-    yield in_place_of("_contract", contract, mixin)
-    yield in_place_of("float8_activations_einsum", of_activations, mixin)
-    yield in_place_of("float8_weighted_sum", of_activations, mixin)
+    return seams.on_contraction(count)

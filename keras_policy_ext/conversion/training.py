@@ -19,7 +19,7 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
-from keras_policy_ext.conversion.candidates import leaves, path_of
+from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
@@ -306,13 +306,18 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
     These are attributes, or entries of lists and dicts.
     """
-    held = (getattr(model, "optimizer", None), *vars(model).values())
-    found = {
-        id(each): each
-        for value in held
-        for _, each in leaves(value)
-        if isinstance(each, keras.optimizers.Optimizer)
-    }
+    found: dict[int, Any] = {}
+    # The next one is at the end.
+    waiting = [*vars(model).values()][::-1]
+    waiting.append(getattr(model, "optimizer", None))
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            each = list(each.values())
+        if isinstance(each, (list, tuple)):
+            waiting.extend(each[::-1])
+        elif isinstance(each, keras.optimizers.Optimizer):
+            found[id(each)] = each
     return list(found.values())
 
 

@@ -29,9 +29,9 @@ from keras_policy_ext._keras import products
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import COMPUTE_DTYPES, equations
 from keras_policy_ext.layers.operands import TensorNotes
+from keras_policy_ext.seams import SCORES
+from keras_policy_ext.seams import WEIGHTED_SUM as SUM
 
-SCORES = "scores"
-SUM = "weighted sum"
 SWAPPED = "weighted sum, values first"
 OTHER = "other"
 """What a product of two activations can be."""

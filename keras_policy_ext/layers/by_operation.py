@@ -184,7 +184,6 @@ def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
         return None
     with _MAKING_A_FORM:
         if cls not in _FORMS:
-            _watch()
             form = _new_form(cls)
             products.follow(form)
             _FORMS[cls] = form
@@ -712,7 +711,8 @@ class LikeCall(NamedTuple):
 Note = Callable[[Any, Noted | LikeCall | str], None]
 
 
-def recording(note: Note) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def recording(note: Note) -> Iterator[None]:
     """In the block, pass each traced product and call of a layer to `note`.
 
     Args:
@@ -720,8 +720,8 @@ def recording(note: Note) -> contextlib.AbstractContextManager[None]:
             name of an operation that runs functions of the caller; or that it
             is called.
     """
-    _watch()
-    return products.recording(note)
+    with products.wrapped(), products.recording(note):
+        yield
 
 
 Count = Callable[[str, Any, Any, keras.Variable], None]
@@ -739,27 +739,12 @@ def counting(count: Count) -> Iterator[None]:
         count: Called with the equation, the shapes of both operands, and the
             weight that the second one was made of.
     """
-    _watch()
     token = _COUNT.set(count)
     try:
-        with products.following():
+        with products.wrapped(), products.following():
             yield
     finally:
         _COUNT.reset(token)
-
-
-def _watch() -> None:
-    products.watch(
-        {
-            products.PRODUCTS: _product,
-            (products.CONVOLUTION,): _convolve,
-            (*products.MOVES, *products.CASTS, products.ENTRIES): _move,
-            products.PASSES: activation_products.run_and_pass_on,
-            (products.SOFTMAX,): activation_products.softmax,
-            (products.ATTENTION,): activation_products.attend,
-            (*products.BRANCHES, *products.CHOICES): _branch,
-        }
-    )
 
 
 def note_call(layer: keras.Layer, other: keras.Layer) -> None:
@@ -786,3 +771,16 @@ def _branch(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     if inside:  # Without a product in it, a function is no other trace.
         note(layer, name)
     return result
+
+
+products.watch(
+    {
+        products.PRODUCTS: _product,
+        (products.CONVOLUTION,): _convolve,
+        (*products.MOVES, *products.CASTS, products.ENTRIES): _move,
+        products.PASSES: activation_products.run_and_pass_on,
+        (products.SOFTMAX,): activation_products.softmax,
+        (products.ATTENTION,): activation_products.attend,
+        (*products.BRANCHES, *products.CHOICES): _branch,
+    }
+)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, contractions, formats, policies
+from keras_policy_ext import (
+    backends,
+    contractions,
+    formats,
+    policies,
+    seams,
+)
 from keras_policy_ext._keras import (
     built_layers,
     calls,
@@ -42,37 +46,6 @@ _MOST = 2**24
 
 #: The attribute of the root of a call that has the states used so far.
 _USED = "_float8_states_used"
-
-
-Hook = Callable[[Any, Any], None]
-
-_hooks: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar(
-    "hooks of contractions", default=()
-)
-
-
-@contextlib.contextmanager
-def contraction_hook(hook: Hook) -> Iterator[None]:
-    """In the block, call `hook(state, inputs)` at every contraction.
-
-    Only contractions of this thread and asyncio task count.
-
-    Args:
-        hook: Called with the state variable of the contracted kernel, None
-            under a recipe without state, and the inputs (any shape) in the
-            compute dtype.
-    """
-    token = _hooks.set((*_hooks.get(), hook))
-    try:
-        yield
-    finally:
-        _hooks.reset(token)
-
-
-def call_hooks(state: Any, inputs: Tensor) -> None:
-    """Call each hook of the `contraction_hook` blocks for one contraction."""
-    for hook in _hooks.get():
-        hook(state, inputs)
 
 
 class Float8Controller:
@@ -270,7 +243,8 @@ class Float8Controller:
         dtype: Any = None,
         bias: Tensor | None = None,
         moved: MovedKernel | None = None,
-    ) -> Tensor:
+        run: Any = None,
+    ) -> Any:
         """Contract inputs with a kernel of the layer in float8; add a bias.
 
         Args:
@@ -282,6 +256,8 @@ class Float8Controller:
             bias: As for `Float8Mixin.float8_einsum`.
             moved: How the kernel is moved before it is contracted; None for
                 the kernel as it is.
+            run: Called with the plan and what it multiplies, in place of
+                `contractions.run` and of handlers; None for these.
 
         Raises:
             ValueError: If the kernel is no weight of the layer.
@@ -289,11 +265,24 @@ class Float8Controller:
         layer = self.layer
         policy: Any = self.policy
         dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
+        if run is None and seams.open_blocks and seams.handlers():
+            given = contraction, inputs, kernel, training, dtype, bias, moved
+            read = kernel if moved is None else moved
+            return seams.handled(
+                layer,
+                getattr(kernel, "name", "kernel"),
+                kernel,
+                contraction,
+                (inputs, kernel),
+                (inputs.shape, read.shape),
+                dtype,
+                functools.partial(self.contract, *given, seams.Planned.of),
+            )
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
         if isinstance(kernel, StoredVariable):
-            return with_bias(
-                self._contract_stored(contraction, inputs, kernel, dtype), bias
+            return self._contract_stored(
+                contraction, inputs, kernel, dtype, bias, run
             )
         if training is None:
             training = calls.training_of_call()
@@ -319,9 +308,8 @@ class Float8Controller:
             framework.gathering_of(kernel) if moved is None else None,
         )
         layer.float8_state.last_call.plan = plan
-        if not compiling and _hooks.get():
-            call_hooks(layer.float8_state.of(kernel), inputs)
-        return contractions.run(plan, inputs, value, *state, bias=bias)
+        run = run or contractions.run
+        return run(plan, inputs, value, *state, bias=bias)
 
     def scales_each_matrix(self, kernel: keras.Variable) -> bool:
         """Return True if each matrix has a scale where a kernel is a bank.
@@ -364,12 +352,17 @@ class Float8Controller:
         inputs: Tensor,
         kernel: StoredVariable,
         dtype: str,
-    ) -> Tensor:
+        bias: Tensor | None,
+        run: Any,
+    ) -> Any:
         plan = contractions.frozen_plan(
             contraction, kernel.recipe, kernel.axes, dtype
         )
         self.layer.float8_state.last_call.plan = plan
-        return contractions.run_frozen(plan, inputs, *kernel.multiplied)
+        if run is not None:
+            return run(plan, inputs, *kernel.multiplied, bias=bias)
+        outputs = contractions.run_frozen(plan, inputs, *kernel.multiplied)
+        return with_bias(outputs, bias)
 
     def contract_activations(
         self,
@@ -379,8 +372,10 @@ class Float8Controller:
         dtype: str,
     ) -> Tensor:
         """Contract two activations in float8, scaled by their own amaxes."""
-        recipe = self.recipe_of_activations
-        return self._contract_scaled(recipe, contraction, first, second, dtype)
+        recipe, operands = self.recipe_of_activations, (first, second)
+        return self._contract_scaled(
+            seams.SCORES, recipe, contraction, *operands, dtype
+        )
 
     def contract_weighted_sum(
         self,
@@ -394,35 +389,52 @@ class Float8Controller:
         Where the recipe has one scale per tensor, it is of all keys.
         """
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
-        operands = contraction, weights, values
+        given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
         if limit is None:
-            return self._contract_scaled(recipe, *operands, dtype)
+            return self._contract_scaled(*given, dtype)
         # A product of a probability and a scale can be too small for float16.
         wide = "float32" if dtype == "float16" else dtype
-        weights, values = contractions.fold(
-            contraction.equation,
-            ops.cast(weights, wide),
-            ops.cast(values, wide),
-            limit,
-        )
-        operands = contraction, weights, values
-        outputs = self._contract_scaled(recipe, *operands, wide)
+        outputs = self._contract_scaled(*given, wide, limit)
         return ops.cast(outputs, dtype)
 
     def _contract_scaled(
         self,
+        name: str,
         recipe: Any,
-        contraction: contractions.Contraction,
+        contraction: Any,
         first: Tensor,
         second: Tensor,
         dtype: str,
-    ) -> Tensor:
+        limit: float | None = None,
+        run: Any = None,
+    ) -> Any:
+        if run is None and seams.open_blocks and seams.handlers():
+            given = name, recipe, contraction, first, second, dtype, limit
+            return seams.handled(
+                self.layer,
+                name,
+                None,
+                contraction,
+                (first, second),
+                (first.shape, second.shape),
+                dtype,
+                functools.partial(
+                    self._contract_scaled, *given, seams.Planned.of
+                ),
+            )
+        if limit is not None:
+            first, second = contractions.fold(
+                contraction.equation,
+                ops.cast(first, dtype),
+                ops.cast(second, dtype),
+                limit,
+            )
         plan = contractions.make_plan(
             contraction, recipe, dtype, dtype, training=False
         )
         self.layer.float8_state.last_call.plan = plan
-        operands = ops.cast(first, dtype), ops.cast(second, dtype)
-        return contractions.run(plan, *operands)
+        run = run or contractions.run
+        return run(plan, ops.cast(first, dtype), ops.cast(second, dtype))
 
     def _state_of(
         self,

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext._keras import built_layers, variable_values, walking
+from keras_policy_ext.layers.state import Float8State
 
 # Their own methods are used, not those of the subclasses of Keras and
 # TensorFlow, which would track what is put back as if it were new.
-_BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set)
+_BASES = (dict, list, set)
+
+_Content = tuple[Any, Any, list[Any]]
+"""A list, dict or set; its built-in type; its entries."""
 
 
 @contextlib.contextmanager
@@ -75,6 +81,32 @@ class _Over(Exception):
     """The exception that ends the block of `undone`."""
 
 
+@contextlib.contextmanager
+def calls_undone(model: keras.Layer) -> Iterator[list[keras.Layer]]:
+    """On exit of the block, restore what calls of a model changed.
+
+    These are the attributes of its layers, and the counters and plans of its
+    float8 states. Values of variables are not restored.
+
+    Yields:
+        The layers in the model, without float8 states.
+    """
+    within = walking.layers_within(model)
+    states = [each for each in within if isinstance(each, Float8State)]
+    layers = [each for each in within if not isinstance(each, Float8State)]
+    plans = [state.last_call.plan for state in states]
+    matrices = [matrix for state in states for matrix in state.matrices]
+    uses = [matrix.uses for matrix in matrices]
+    try:
+        with undone(layers):
+            yield layers
+    finally:
+        for state, plan in zip(states, plans, strict=True):
+            state.last_call.plan = plan
+        for matrix, number in zip(matrices, uses, strict=True):
+            matrix.uses = number
+
+
 class _Memory:
     """A copy of the class, attributes and lists of a layer or optimizer.
 
@@ -97,19 +129,14 @@ class _Memory:
             for each in held
             if isinstance(each, variable_values.Companion)
         ]
-        self._contents = [
-            (each, base, _entries(each, base))
-            for each in (*held, *containers)
-            if (base := _base(each)) is not None
-        ]
+        self._contents = _contents_of([*held, *containers])
 
     def restore(self) -> None:
         """Restore the object's class, attributes, and lists, dicts and sets."""
         for each, attributes in self._attributes:
             vars(each).clear()
             vars(each).update(attributes)
-        for each, base, entries in self._contents:
-            _refill(each, base, entries)
+        _refill(self._contents)
         if type(self._thing) is not self._class:
             built_layers.put_class_back(self._thing, self._class)
 
@@ -119,36 +146,41 @@ class _Memory:
             put_back()
 
 
-def _base(container: Any) -> Any:
-    """Return a container's built-in type (list, dict, set); None for others."""
-    # By its type: an `ObjectProxy` says to be what it stands for.
-    return next((b for b in _BASES if issubclass(type(container), b)), None)
-
-
-def _entries(container: Any, base: Any) -> list[Any]:
-    if issubclass(base, dict):
-        return list(base.items(container))
-    return list(base.__iter__(container))
-
-
-def _refill(container: Any, base: Any, entries: list[Any]) -> None:
-    """Replace the contents of a list, dict or set by these entries."""
-    now = _entries(container, base)
-    if len(now) == len(entries) and all(map(_same, now, entries)):
-        return
-    base.clear(container)
-    for entry in entries:
-        if base is list:
-            list.append(container, entry)
-        elif base is set:
-            set.add(container, entry)
+def _contents_of(things: Iterable[Any]) -> list[_Content]:
+    """Return a copy of the entries of each list, dict and set among things."""
+    found: list[_Content] = []
+    for each in things:
+        # By its type: an `ObjectProxy` says to be what it stands for.
+        cls = type(each)
+        if not issubclass(cls, _BASES):
+            continue
+        if issubclass(cls, dict):
+            ordered = issubclass(cls, collections.OrderedDict)
+            base: Any = collections.OrderedDict if ordered else dict
+            found.append((each, base, list(base.items(each))))
         else:
-            base.__setitem__(container, *entry)
+            base = list if issubclass(cls, list) else set
+            found.append((each, base, list(base.__iter__(each))))
+    return found
 
 
-def _same(first: object, second: object) -> bool:
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        return len(first) == len(second) and all(
-            a is b for a, b in zip(first, second, strict=True)
-        )
-    return first is second
+def _refill(contents: list[_Content]) -> None:
+    """Restore the entries of the lists, dicts and sets that have others now."""
+    now = _contents_of([each for each, *_ in contents])
+    for (container, base, entries), (*_, present) in zip(
+        contents, now, strict=True
+    ):
+        if len(present) == len(entries):
+            pairs: Any = (present, entries)
+            if issubclass(base, dict):
+                pairs = map(itertools.chain.from_iterable, pairs)
+            if all(map(operator.is_, *pairs)):
+                continue
+        base.clear(container)
+        for entry in entries:
+            if base is list:
+                list.append(container, entry)
+            elif base is set:
+                set.add(container, entry)
+            else:
+                base.__setitem__(container, *entry)

@@ -16,8 +16,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import Scaled
-from keras_policy_ext import kernels
-from keras_policy_ext.layers.controller import call_hooks, contraction_hook
+from keras_policy_ext import kernels, seams
 from keras_policy_ext.layers.drop_in import form_of
 from steps import numpy
 
@@ -86,19 +85,56 @@ def test_each_task_has_the_preference_of_its_own_blocks():
     assert auto == ["auto", "emulated"] * 3
 
 
-def test_a_hook_sees_the_contractions_of_its_thread():
-    all_hooked = threading.Barrier(2)
+def test_a_handler_hears_the_contractions_of_its_thread():
+    first, second = (
+        kpe.layers.Dense(2, dtype=POLICY, name=name) for name in "ab"
+    )
+    x = np.ones((1, 2), "float32")
+    first(x), second(x)
+    all_handle = threading.Barrier(2)
 
-    def hooked(name):
+    def handled(layer):
         seen = []
-        with contraction_hook(lambda state, inputs: seen.append(state)):
-            all_hooked.wait(30)
-            call_hooks(name, None)
-            all_hooked.wait(30)
-        call_hooks(f"{name}, later", None)
+
+        def note(call):
+            seen.append(call.layer.name)
+            return call.run()
+
+        with seams.on_contraction(note):
+            all_handle.wait(30)
+            layer(x)
+            all_handle.wait(30)
+        layer(x)
         return seen
 
-    assert at_once(lambda: hooked("a"), lambda: hooked("b")) == [["a"], ["b"]]
+    found = at_once(lambda: handled(first), lambda: handled(second))
+    assert found == [["a"], ["b"]]
+
+
+def test_a_handler_hears_the_operations_of_its_thread():
+    first, second = (
+        keras.layers.Dense(2, use_bias=False, name=name) for name in "ab"
+    )
+    x = np.ones((1, 2), "float32")
+    first(x), second(x)
+    all_handle = threading.Barrier(2)
+
+    def handled(layer):
+        seen = []
+
+        def note(layer, run, name, args, kwargs):
+            seen.append((layer.name, name))
+            return run(*args, **kwargs)
+
+        with seams.on_operation({seams.PRODUCTS: note}):
+            all_handle.wait(30)
+            layer(x)
+            all_handle.wait(30)
+        layer(x)
+        return seen
+
+    found = at_once(lambda: handled(first), lambda: handled(second))
+    assert found == [[("a", "matmul")], [("b", "matmul")]]
 
 
 @pytest.mark.skipif(

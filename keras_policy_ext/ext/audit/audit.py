@@ -12,20 +12,18 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import _user_code, backends
-from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.audit.shared_scales import (
     FACTOR,
-    Calls,
     Product,
     Shared,
+    listing,
+    product_of,
     shared_in,
 )
-from keras_policy_ext.ext.sampling.symbolic_batches import unchanged_counters
-from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.transaction import undone
+from keras_policy_ext.layers.transaction import calls_undone
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 AXES = ("batch", "position")
@@ -200,12 +198,7 @@ def audit(model: keras.Layer, batch: Any) -> Audit:
         for axis in AXES
         if (changed := _with_others(batch, axis)) is not None
     }
-    layers = [
-        layer
-        for layer in walking.layers_within(model)
-        if not isinstance(layer, Float8State)
-    ]
-    with undone(layers), unchanged_counters(layers):
+    with calls_undone(model):
         for functions_too in (False, True):
             found = _examined(model, batch, others, functions_too)
             if not found.unexamined:
@@ -253,13 +246,13 @@ def _call(
     model: keras.Layer, batch: Any
 ) -> tuple[list[Product], list[keras.Layer]]:
     """Call a model; return its float8 products, and layers without values."""
-    calls = Calls()
-    with calls.listed():
+    found = listing()
+    with found.listed():
         model(
             map_arrays(ops.convert_to_tensor, batch),
             training=False,
         )
-    return calls.products, calls.traced
+    return list(map(product_of, found.calls)), found.traced
 
 
 def _leak(shared: Shared, axis: str) -> Leak:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -14,14 +12,14 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, contractions
-from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, FrozenPlan
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.controller import Float8Controller
+from keras_policy_ext.ext.sampling.captured import Listing
 from keras_policy_ext.recipes import EACH_MATRIX, WHOLE, Quantization, Tile
 from keras_policy_ext.reference.contraction import form_of, home_matrices
 from keras_policy_ext.reference.scales import tile_amax
+from keras_policy_ext.seams import ContractionCall, Planned
 
 Array = np.ndarray[Any, Any]
 
@@ -96,107 +94,60 @@ class Product:
         return self.layer is other.layer and same and first == second
 
 
-class Calls:
-    """The products of a model's call: computed in floats, and listed.
+def listing() -> Listing:
+    """Return a listing of the products of a call, computed in floats.
 
-    Attributes:
-        products: The float8 products, in the order in which they run.
-        traced: Layers whose products were compiled, so that they have no
-            values.
+    It has those with an operand that is quantized when the product runs.
     """
+    return Listing(
+        lambda call: call.run(_unrounded(call.planned)),
+        _quantizes_inputs,
+        lambda outputs: not backends.current.runs_now(),
+    )
 
-    def __init__(self) -> None:
-        self.products: list[Product] = []
-        self.traced: list[keras.Layer] = []
-        self._inside: list[tuple[keras.Layer, bool]] = []
 
-    @contextlib.contextmanager
-    def listed(self) -> Iterator[None]:
-        """In the block, list the products of this thread."""
-        controller: Any = Float8Controller
-        with contextlib.ExitStack() as stack:
-            for name in (
-                "contract",
-                "contract_activations",
-                "contract_weighted_sum",
-            ):
-                call = functools.partial(self._call, name == "contract")
-                stack.enter_context(in_place_of(name, call, controller))
-            for name, run in (
-                ("run", self._run),
-                ("run_frozen", self._run_frozen),
-            ):
-                stack.enter_context(in_place_of(name, run, contractions))
-            yield
+def product_of(call: ContractionCall) -> Product:
+    """Return a contraction of a listing as a product."""
+    planned = call.planned._replace(bias=None)
+    plain = _unrounded(planned)
 
-    def _call(
-        self,
-        of_weights: bool,
-        stock: Any,
-        controller: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        self._inside.append((controller.layer, of_weights))
-        try:
-            return stock(controller, *args, **kwargs)
-        finally:
-            self._inside.pop()
+    def in_floats(first: Tensor, second: Tensor) -> Tensor:
+        first = ops.cast(ops.convert_to_tensor(first), "float32")
+        changes: dict[str, Any] = {"dtype": "float32"}
+        if not planned.is_frozen:
+            second = ops.cast(ops.convert_to_tensor(second), "float32")
+            changes = {"inputs_dtype": "float32", "kernel_dtype": "float32"}
+        wide = dataclasses.replace(plain.plan, **changes)
+        return plain._replace(plan=wide, inputs=first, kernel=second).run()
 
-    def _run(
-        self,
-        stock: Any,
-        plan: Any,
-        inputs: Tensor,
-        kernel: Any,
-        *state: Tensor,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        plain = contractions.unrounded(plan)
-        if plan.recipe.quantization("inputs", "forward") is not None:
-            wide = dataclasses.replace(
-                plain, inputs_dtype="float32", kernel_dtype="float32"
-            )
+    def in_float8(first: Tensor, second: Tensor) -> Tensor:
+        return planned._replace(inputs=first, kernel=second).run()
 
-            def in_floats(first: Tensor, second: Tensor) -> Tensor:
-                first, second = (
-                    ops.cast(ops.convert_to_tensor(x), "float32")
-                    for x in (first, second)
-                )
-                return stock(wide, first, second)
+    return Product(
+        call.layer,
+        call.weight is not None,
+        planned.plan,
+        in_float8,
+        in_floats,
+        (planned.inputs, planned.kernel),
+    )
 
-            def in_float8(first: Tensor, second: Tensor) -> Tensor:
-                return stock(plan, first, second, *state)
 
-            self._note(plan, in_float8, in_floats, (inputs, kernel))
-        return stock(plain, inputs, kernel, bias=bias)
+def _quantizes_inputs(call: ContractionCall) -> bool:
+    recipe: Any = call.planned.plan.recipe
+    if call.planned.is_frozen:
+        return recipe.activations is not None
+    return recipe.quantization("inputs", "forward") is not None
 
-    def _run_frozen(
-        self, stock: Any, plan: FrozenPlan, inputs: Tensor, *constants: Tensor
-    ) -> Tensor:
-        recipe = dataclasses.replace(plan.recipe, activations=None)
-        plain = dataclasses.replace(plan, recipe=recipe)
-        if plan.recipe.activations is not None:
-            wide = dataclasses.replace(plain, dtype="float32")
-            codes, scale, *_ = constants
 
-            def in_floats(first: Tensor, second: Tensor) -> Tensor:
-                return stock(wide, ops.cast(first, "float32"), codes, scale)
-
-            def in_float8(first: Tensor, second: Tensor) -> Tensor:
-                return stock(plan, first, *constants)
-
-            self._note(plan, in_float8, in_floats, (inputs, codes))
-        return stock(plain, inputs, *constants[:2])
-
-    def _note(self, plan: Any, run: Any, plain: Any, operands: Any) -> None:
-        layer, of_weights = self._inside[-1]
-        if not backends.current.runs_now():
-            self.traced.append(layer)
-            return
-        self.products.append(
-            Product(layer, of_weights, plan, run, plain, operands)
-        )
+def _unrounded(planned: Planned) -> Planned:
+    """Return a contraction that rounds no activation."""
+    plan: Any = planned.plan
+    if not planned.is_frozen:
+        return planned._replace(plan=contractions.unrounded(plan), state=())
+    recipe = dataclasses.replace(plan.recipe, activations=None)
+    plan = dataclasses.replace(plan, recipe=recipe)
+    return planned._replace(plan=plan, state=planned.state[:1])
 
 
 def shared_in(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,11 +72,12 @@ class _Forward:
         batch: Any,
         inside: Callable[[int], AbstractContextManager[Any]],
     ) -> list[Tensor]:
-        def scope(layer: keras.Layer) -> AbstractContextManager[Any]:
+        def call(stock: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
             number = self._numbers.get(id(layer))
-            return (
-                contextlib.nullcontext() if number is None else inside(number)
-            )
+            if number is None:
+                return stock(layer, *args, **kwargs)
+            with inside(number):
+                return stock(layer, *args, **kwargs)
 
         if self._structure is not None:
             tensors = iter(batch)
@@ -85,7 +85,7 @@ class _Forward:
         state = list(zip(self._variables, values, strict=True))
         with (
             keras.StatelessScope(state, collect_losses=True) as stateless,
-            calls.around_each_call(scope),
+            calls.instead_of_each_call(call),
         ):
             outputs = self._model(batch, training=True)
         found = [*keras.tree.flatten(outputs), *stateless.losses]

@@ -24,13 +24,10 @@ from keras_policy_ext.ext.memory.measured_step import step_of
 from keras_policy_ext.ext.memory.optimizer_memory import Owned
 from keras_policy_ext.ext.memory.saved_tensors import Measured
 from keras_policy_ext.ext.sampling import symbolic_batches
-from keras_policy_ext.ext.sampling.symbolic_batches import (
-    unchanged_counters,
-)
 from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import held, is_state
-from keras_policy_ext.layers.transaction import undone
+from keras_policy_ext.layers.transaction import calls_undone, undone
 from keras_policy_ext.numerics.stochastic import ROUNDABLE
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -583,14 +580,9 @@ def _counted(
     optimizers: list[Owned],
 ) -> ModelMemory:
     """Return the measured memory of a model under its present policies."""
-    layers = [
-        layer
-        for layer in walking.layers_within(model)
-        if not isinstance(layer, Float8State)
-    ]
     # Loaded here, and not while tensors have no numbers.
     framework = saved_tensors.of_backend()
-    with undone(layers), unchanged_counters(layers):
+    with calls_undone(model) as layers:
         step = step_of(model, layers, batch)
         planned = framework.planned_bytes(step) if compile else None
         peak = None

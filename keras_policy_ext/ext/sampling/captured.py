@@ -13,21 +13,18 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, contractions
-from keras_policy_ext._keras import walking
-from keras_policy_ext._keras.calls import in_place_of
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.figures import Figures
-from keras_policy_ext.ext.sampling.symbolic_batches import unchanged_counters
-from keras_policy_ext.layers.controller import (
-    Float8Controller,
-    recipes_of_activations,
-)
-from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_weights import StoredVariable
-from keras_policy_ext.layers.transaction import undone
+from keras_policy_ext.layers.controller import recipes_of_activations
+from keras_policy_ext.layers.transaction import calls_undone
 from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import Recipe
+from keras_policy_ext.seams import (
+    WEIGHTED_SUM,
+    ContractionCall,
+    on_contraction,
+)
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -230,32 +227,47 @@ def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
             sum of squares of the outputs.
     """
     kind = ""
+    framework = backends.current
+    listing = Listing(_with_constant_state, _is_trained, framework.is_traced)
+
+    def run(mark: Any) -> tuple[Any, Any]:
+        nonlocal kind
+        listing.begin(mark)
+        with _losses_collected(model):
+            value, kind = _loss(model, batch, loss)
+        listing.end()
+        kept = [call.planned for call in listing.calls]
+        return value, (value, [(x[1], x[2], *x.state) for x in kept])
+
     with _unchanged(model):
         for step_by_step in (False, True):
-            listing = _Listing()
-
-            def run(mark: Any, listing: Any = listing) -> tuple[Any, Any]:
-                nonlocal kind
-                listing.begin(mark)
-                with _losses_collected(model):
-                    value, kind = _loss(model, batch, loss)
-                listing.end()
-                return value, (value, [_tensors(use) for use in listing.uses])
-
             with listing.listed():
-                (value, kept), gradients = backends.current.marked_gradients(
+                (value, kept), gradients = framework.marked_gradients(
                     run, step_by_step
                 )
             if not listing.traced:
                 break
-    for use, tensors, gradient in zip(
-        listing.uses, kept, gradients, strict=True
-    ):
-        use.inputs, use.weights, *state = tensors
-        use.state, use.outputs_grad = tuple(state), gradient
-    return Captured(
-        tuple(listing.uses), _unexamined(model, listing), kind, _number(value)
-    )
+    uses = tuple(_uses(listing.calls, kept, gradients))
+    unexamined = _unexamined(model, uses, listing)
+    return Captured(uses, unexamined, kind, _number(value))
+
+
+def _uses(
+    calls: Iterable[ContractionCall],
+    kept: Iterable[Sequence[Tensor]],
+    gradients: Iterable[Tensor | None],
+) -> Iterator[Use]:
+    """Yield the uses of weights and products, with the values of a pass."""
+    products: dict[tuple[int, str], Product] = {}
+    for call, tensors, gradient in zip(calls, kept, gradients, strict=True):
+        weight: Any = call.weight
+        if weight is None:
+            key = id(call.layer), call.name
+            weight = products.setdefault(key, Product(call.name))
+        inputs, weights, *state = tensors
+        plan: Any = call.planned.plan
+        operands = inputs, weights, tuple(state)
+        yield Use(call.layer, weight, plan, *operands, gradient)
 
 
 def loss_of(model: keras.Layer, batch: Batch, loss: Loss | None) -> float:
@@ -277,13 +289,7 @@ def synchronize(model: Any) -> None:
 @contextlib.contextmanager
 def _unchanged(model: keras.Layer) -> Iterator[None]:
     """On exit of the block, restore a model's layers and random states."""
-    layers = [
-        layer
-        for layer in walking.layers_within(model)
-        if not isinstance(layer, Float8State)
-    ]
-    random_state = backends.current.unchanged_random_state()
-    with undone(layers), unchanged_counters(layers), random_state:
+    with calls_undone(model), backends.current.unchanged_random_state():
         yield
 
 
@@ -338,102 +344,71 @@ def _idle_matrices(uses: Sequence[Use]) -> str:
     return f"no values for {count} of {idle.size} matrices" if count else ""
 
 
-def _tensors(use: Use) -> list[Tensor]:
-    """Return the tensors of a use that its forward pass reads."""
-    return [use.inputs, use.weights, *use.state]
+class Listing:
+    """The float8 contractions of a pass, listed as they run.
 
+    Args:
+        compute: Computes one of them, and returns its outputs.
+        wants: Returns whether to list one of them.
+        is_traced: Returns whether outputs have no values, since a compiler
+            traces what computes them.
 
-class _Listing:
-    """The contractions of a model in one pass, listed as they run."""
+    Attributes:
+        calls: Those that were listed, in the order in which they ran.
+        traced: The layers of those that were traced.
+        left: The layers of those that were not wanted.
+    """
 
-    def __init__(self) -> None:
-        self._inside: list[tuple[keras.Layer, keras.Variable | Product]] = []
-        self._products: dict[tuple[int, str], Product] = {}
+    def __init__(
+        self,
+        compute: Callable[[ContractionCall], Tensor],
+        wants: Callable[[ContractionCall], bool],
+        is_traced: Callable[[Tensor], bool],
+    ) -> None:
+        self._compute, self._wants = compute, wants
+        self._is_traced = is_traced
         self.begin(lambda x: x)
 
     def begin(self, mark: Callable[[Tensor], Tensor]) -> None:
         """Forget what was listed, for another pass that marks outputs."""
         self._mark, self._ended = mark, False
-        self.uses: list[Use] = []
-        self.traced: dict[str, None] = {}
-        self.stored: dict[str, None] = {}
+        self.calls: list[ContractionCall] = []
+        self.traced: list[keras.Layer] = []
+        self.left: list[keras.Layer] = []
 
     def end(self) -> None:
         """List no more: what is computed again for gradients is listed."""
         self._ended = True
 
-    @contextlib.contextmanager
-    def listed(self) -> Iterator[None]:
-        """In the block, list the contractions of this thread."""
-        controller: Any = Float8Controller
-        with (
-            in_place_of("contract", self._contract, controller),
-            in_place_of("contract_activations", self._scores, controller),
-            in_place_of("contract_weighted_sum", self._sum, controller),
-            in_place_of("run", self._run, contractions),
-        ):
-            yield
+    def listed(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which contractions of this thread are listed."""
+        return on_contraction(self._take)
 
-    def _contract(
-        self,
-        stock: Any,
-        controller: Any,
-        contraction: Any,
-        inputs: Tensor,
-        kernel: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if isinstance(kernel, StoredVariable):
-            self.stored[path_of(controller.layer)] = None
-        self._inside.append((controller.layer, kernel))
-        try:
-            return stock(
-                controller, contraction, inputs, kernel, *args, **kwargs
-            )
-        finally:
-            self._inside.pop()
-
-    def _scores(self, stock: Any, controller: Any, *args: Any) -> Tensor:
-        return self._product("scores", stock, controller, args)
-
-    def _sum(self, stock: Any, controller: Any, *args: Any) -> Tensor:
-        return self._product(WEIGHTED_SUM, stock, controller, args)
-
-    def _product(
-        self, name: str, stock: Any, controller: Any, args: Any
-    ) -> Tensor:
-        key = id(controller.layer), name
-        product = self._products.setdefault(key, Product(name))
-        self._inside.append((controller.layer, product))
-        try:
-            found: Tensor = stock(controller, *args)
-            return found
-        finally:
-            self._inside.pop()
-
-    def _run(
-        self,
-        stock: Any,
-        plan: Any,
-        inputs: Tensor,
-        kernel: Tensor,
-        *state: Tensor,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        layer, weight = self._inside[-1]
-        state = tuple(map(ops.stop_gradient, state))
-        outputs = stock(plan, inputs, kernel, *state, bias=bias)
-        if backends.current.is_traced(outputs):
-            self.traced[path_of(layer)] = None
+    def _take(self, call: ContractionCall) -> Tensor:
+        outputs = self._compute(call)
+        if not self._wants(call):
+            self.left.append(call.layer)
+            return outputs
+        if self._is_traced(outputs):
+            self.traced.append(call.layer)
             return outputs
         if not self._ended:
-            use = Use(layer, weight, plan, inputs, kernel, state)
-            self.uses.append(use)
+            self.calls.append(call)
         return self._mark(outputs)
 
 
-WEIGHTED_SUM = "weighted sum"
+def _is_trained(call: ContractionCall) -> bool:
+    return not call.planned.is_frozen
+
+
+def _with_constant_state(call: ContractionCall) -> Tensor:
+    """Run a contraction; its state has no gradient."""
+    planned = call.planned
+    if planned.is_frozen or not planned.state:
+        return call.run()
+    state = tuple(map(ops.stop_gradient, planned.state))
+    return call.run(planned._replace(state=state))
+
 
 SQUARES = "the sum of squares of the outputs"
 """The loss of a model that is not compiled."""
@@ -546,18 +521,19 @@ def _kind(model: Any, batch: Batch, loss: Loss | None) -> str:
     return COMPILED
 
 
-def _unexamined(model: keras.Layer, listing: _Listing) -> dict[str, str]:
+def _unexamined(
+    model: keras.Layer, uses: Iterable[Use], listing: Listing
+) -> dict[str, str]:
     """Return the paths of float8 layers without a use, each with the reason."""
-    used = {id(use.layer) for use in listing.uses}
+    used = {id(use.layer) for use in uses}
+    stored, traced = map(path_of, listing.left), map(path_of, listing.traced)
+    why = dict.fromkeys(
+        traced, "it is compiled or rematerialized by itself"
+    ) | dict.fromkeys(stored, "its kernel is frozen to codes")
     found = {}
     for layer in layers_in_float8(model):
         path = path_of(layer)
         if id(layer) in used or not layer.float8_controller.kernel_paths:
             continue
-        if path in listing.stored:
-            found[path] = "its kernel is frozen to codes"
-        elif path in listing.traced:
-            found[path] = "it is compiled or rematerialized by itself"
-        else:
-            found[path] = "the model did not call it"
+        found[path] = why.get(path, "the model did not call it")
     return found

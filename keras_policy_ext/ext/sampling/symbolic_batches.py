@@ -1,9 +1,7 @@
-"""Batches as shapes alone, and counters that a trial leaves as they were."""
+"""Batches as shapes alone."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -11,7 +9,6 @@ import numpy as np
 
 from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.kept_numbers import itemsize
-from keras_policy_ext.layers.state import Float8State
 
 _ALLOWED = (
     "Allowed: what the model is called on, as arrays; keras.KerasTensor or "
@@ -121,23 +118,3 @@ def _are_shapes(x: Any) -> bool:
         return True
     values = x.values() if isinstance(x, dict) else x
     return isinstance(x, (list, tuple, dict)) and all(map(_are_shapes, values))
-
-
-@contextlib.contextmanager
-def unchanged_counters(layers: list[keras.Layer]) -> Iterator[None]:
-    """On exit of the block, restore counters and plans of float8 layers."""
-    states = [
-        layer.float8_state
-        for layer in layers
-        if isinstance(getattr(layer, "float8_state", None), Float8State)
-    ]
-    plans = [state.last_call.plan for state in states]
-    matrices = [matrix for state in states for matrix in state.matrices]
-    uses = [matrix.uses for matrix in matrices]
-    try:
-        yield
-    finally:
-        for state, plan in zip(states, plans, strict=True):
-            state.last_call.plan = plan
-        for matrix, number in zip(matrices, uses, strict=True):
-            matrix.uses = number

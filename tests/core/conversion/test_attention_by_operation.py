@@ -9,7 +9,6 @@ import keras_policy_ext as kpe
 from keras_policy_ext._keras.products import modules
 from keras_policy_ext.layers import activation_products
 from keras_policy_ext.layers.by_operation import record_of
-from keras_policy_ext.layers.controller import Float8Controller
 from steps import no_grad, normal, numpy, relative_rms
 from ways import FASTEST, compiled
 
@@ -122,16 +121,17 @@ def outputs_of(model, x):
 
 
 @pytest.fixture
-def products(monkeypatch):
+def products():
     """The equations of two activations that are multiplied in float8."""
-    found, stock = [], Float8Controller._contract_scaled
+    found = []
 
-    def contract(self, recipe, contraction, *operands):
-        found.append(contraction.equation)
-        return stock(self, recipe, contraction, *operands)
+    def note(call):
+        if call.weight is None:
+            found.append(call.contraction.equation)
+        return call.run()
 
-    monkeypatch.setattr(Float8Controller, "_contract_scaled", contract)
-    return found
+    with kpe.seams.on_contraction(note):
+        yield found
 
 
 @pytest.mark.slow_except("mxfp8-matmuls")

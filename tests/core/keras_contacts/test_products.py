@@ -29,6 +29,15 @@ class Layer(keras.layers.Layer):
         return self.function(x)
 
 
+@pytest.fixture
+def unfollowed():
+    """No class is followed, so that the operations are those of Keras."""
+    names = tuple(products._watching) if products._FOLLOWED else ()
+    products._unwrap(names)
+    yield
+    products._wrap(names)
+
+
 def test_a_layer_is_known_inside_of_its_call_alone():
     """Keras has no public way to ask for it."""
     seen = []
@@ -69,7 +78,7 @@ def test_a_layer_is_known_inside_of_its_call_alone():
         ("cond", lambda x: ops.cond(x[0, 0] > 0, lambda: x, lambda: -x)),
     ],
 )
-def test_an_operation_is_seen_in_a_layer(name, call, monkeypatch):
+def test_an_operation_is_seen_in_a_layer(name, call, unfollowed, monkeypatch):
     """`keras.ops` has no hook; it calls the function of the backend."""
     seen = []
 
@@ -77,23 +86,58 @@ def test_an_operation_is_seen_in_a_layer(name, call, monkeypatch):
         seen.append(name)
         return stock(*args, **kwargs)
 
-    for module in products.modules():
-        for each, function in list(vars(module).items()):
-            if each in SEEN:  # and taken back afterwards
-                stock = vars(function).get("__wrapped__", function)
-                is_ours = products._MARK in vars(function)
-                stock = stock if is_ours else function
-                monkeypatch.setattr(module, each, stock)
     monkeypatch.setattr(products, "_FOLLOWED", {Layer})
-    products.watch({tuple(SEEN): note})
-    call(np.ones((2, 2), "float32"))
-    assert name not in seen
-    Layer(call)(np.ones((2, 2), "float32"))
-    assert name in seen
-    other = keras.layers.Lambda(call)
-    seen.clear()
-    other(np.ones((2, 2), "float32"))
+    monkeypatch.setattr(products, "_watching", dict.fromkeys(SEEN, note))
+    x = np.ones((2, 2), "float32")
+    with products.wrapped():
+        call(x)
+        assert name not in seen
+        Layer(call)(x)
+        assert name in seen
+        seen.clear()
+        keras.layers.Lambda(call)(x)
+        assert not seen
+    Layer(call)(x)
     assert not seen
+
+
+def functions():
+    """What an operation that is replaced may stand in."""
+    homes = [*products.modules(), keras.Variable]
+    return [vars(home).get(name) for home in homes for name in SEEN]
+
+
+def test_operations_are_those_of_keras_again_after_the_last_block(
+    unfollowed, monkeypatch
+):
+    monkeypatch.setattr(products, "_watching", {})
+    before = functions()
+    with products.on_operation({tuple(SEEN): None}):
+        within = functions()
+        with products.on_operation({("matmul",): None}):
+            assert functions() == within
+        assert functions() == within
+    assert functions() == before
+    assert within != before
+
+
+def test_a_function_that_others_replaced_meanwhile_stays(
+    unfollowed, monkeypatch
+):
+    """Theirs calls ours, which goes on to that of Keras."""
+    (home, *_) = [x for x in products.modules() if hasattr(x, "matmul")]
+    stock = home.matmul
+    with products.on_operation({("matmul",): None}):
+        ours = home.matmul
+
+        def theirs(*args, **kwargs):
+            return ours(*args, **kwargs)
+
+        monkeypatch.setattr(home, "matmul", theirs)
+    assert home.matmul is theirs
+    eye = np.eye(2, dtype="float32")
+    same = ops.convert_to_numpy(ops.matmul(eye, eye)) == eye
+    assert same.all() and ours is not stock
 
 
 def test_entries_of_a_variable_are_taken_by_its_class(monkeypatch):

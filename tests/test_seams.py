@@ -1,0 +1,200 @@
+"""Handlers hear of contractions and operations, and may replace them."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_policy_ext as kpe
+from keras_policy_ext import contractions, seams
+from steps import numpy
+
+POLICY = "float8/4_from_float32"
+X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+
+
+def dense(policy=POLICY):
+    layer = kpe.layers.Dense(3, dtype=policy, name="dense")
+    layer.build(X.shape)
+    layer.bias.assign([1.0, 2.0, 3.0])
+    return layer
+
+
+def passing(seen, what=lambda call: call):
+    def note(call):
+        seen.append(what(call))
+        return call.run()
+
+    return note
+
+
+def test_a_handler_gets_the_layer_the_weight_the_plan_and_the_operands():
+    layer, seen = dense(), []
+    expected = numpy(layer(X, training=False))
+    with seams.on_contraction(passing(seen)):
+        found = numpy(layer(X, training=False))
+    (call,) = seen
+    assert call.layer is layer and call.weight is layer.kernel
+    assert (call.name, call.dtype) == ("kernel", "float32")
+    assert call.contraction.equation == "ax,xy->ay"
+    assert call.shapes == ((4, 8), (8, 3))
+    plan, inputs, kernel, state, bias = call.planned
+    assert plan.recipe == layer.float8_policy.recipe
+    np.testing.assert_array_equal(numpy(inputs), X)
+    np.testing.assert_array_equal(numpy(kernel), numpy(layer.kernel))
+    np.testing.assert_array_equal(numpy(bias), [1, 2, 3])
+    assert len(state) == 1
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_result_of_a_handler_is_that_of_the_contraction():
+    layer = dense()
+    with seams.on_contraction(lambda call: ops.full((4, 3), 7.0)):
+        assert (numpy(layer(X)) == 7.0).all()
+    assert not (numpy(layer(X)) == 7.0).any()
+
+
+def test_another_plan_and_other_operands_run_instead():
+    layer = dense()
+
+    def exact(call):
+        plan = contractions.unrounded(call.planned.plan)
+        inputs = call.planned.inputs * 2.0
+        return call.run(
+            call.planned._replace(plan=plan, inputs=inputs, state=())
+        )
+
+    with seams.on_contraction(exact):
+        found = numpy(layer(X))
+    expected = 2.0 * X @ numpy(layer.kernel) + [1, 2, 3]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_innermost_handler_goes_through_the_outer_ones():
+    layer, seen = dense("float8/current_from_float32"), []
+
+    def outer(call):
+        seen.append(("outer", float(numpy(call.planned.bias)[0])))
+        return call.run() * 2.0
+
+    def inner(call):
+        seen.append(("inner", float(numpy(call.planned.bias)[0])))
+        changed = call.planned._replace(bias=call.planned.bias * 10.0)
+        return call.run(changed) + 1.0
+
+    plain, bias = numpy(layer(X)) - [1, 2, 3], np.array([10, 20, 30])
+    with seams.on_contraction(outer), seams.on_contraction(inner):
+        found = numpy(layer(X))
+    assert seen == [("inner", 1.0), ("outer", 10.0)]
+    np.testing.assert_allclose(found, 2 * (plain + bias) + 1, rtol=1e-5)
+
+
+def test_an_error_in_a_block_ends_it():
+    layer = dense()
+    with pytest.raises(RuntimeError), seams.on_contraction(passing([])):
+        raise RuntimeError
+    assert seams.open_blocks == 0 and seams.handlers() == ()
+    layer(X)
+
+
+def test_a_call_that_does_not_run_counts_as_no_use_of_the_weight():
+    layer = dense()
+    (state,) = layer.float8_state.matrices
+    before, plan = state.uses, layer.float8_state.last_call.plan
+    with seams.on_contraction(lambda call: ops.zeros((4, 3))):
+        layer(X, training=True)
+    assert state.uses == before and layer.float8_state.last_call.plan is plan
+    with seams.on_contraction(passing([], lambda call: call.planned)):
+        layer(X, training=True)
+    assert state.uses == before + 1
+
+
+def test_the_products_of_attention_have_names():
+    layer = kpe.layers.MultiHeadAttention(
+        2, 4, dtype=POLICY, attention="float8"
+    )
+    x, seen = X[None], []
+    expected = numpy(layer(x, x))
+    with seams.on_contraction(passing(seen)):
+        np.testing.assert_array_equal(numpy(layer(x, x)), expected)
+    names = [call.name for call in seen]
+    assert names[3:5] == [seams.SCORES, seams.WEIGHTED_SUM]
+    assert [call.weight is None for call in seen] == [
+        n in (3, 4) for n in range(6)
+    ]
+    assert all(ops.is_tensor(x) for x in seen[3].operands)
+
+
+@pytest.mark.parametrize("activations", [None, "dynamic"])
+def test_frozen_layers_are_heard_of(activations):
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    kpe.convert(model, POLICY)
+    kpe.freeze(model, activations=activations)
+    layer, seen = model.layers[0], []
+    expected = numpy(layer(X))
+    with seams.on_contraction(passing(seen)):
+        np.testing.assert_array_equal(numpy(layer(X)), expected)
+    (call,) = seen
+    assert call.planned.is_frozen and call.weight.name == "kernel"
+
+
+def test_layers_that_follow_no_float8_are_not_heard_of():
+    layer, seen = kpe.layers.Dense(3, dtype="float32"), []
+    with seams.on_contraction(passing(seen)):
+        layer(X)
+    assert not seen
+
+
+class ByOperation(keras.layers.Layer):
+    """A layer of a class that has no float8 form, and a name of its own."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(3, shape[-1]), name="table")
+
+    def call(self, x):
+        return ops.matmul(x, ops.transpose(self.table))
+
+
+def test_a_layer_in_float8_by_operation_is_heard_of():
+    model = keras.Sequential([keras.Input((8,)), ByOperation()])
+    kpe.convert(model, POLICY)
+    contracted, operations = [], []
+
+    def note(layer, run, name, args, kwargs):
+        operations.append(name)
+        return run(*args, **kwargs)
+
+    expected = numpy(model(X))
+    names = {("transpose",): note, seams.PRODUCTS: note}
+    with (
+        seams.on_contraction(passing(contracted)),
+        seams.on_operation(names),
+    ):
+        np.testing.assert_array_equal(numpy(model(X)), expected)
+    (call,) = contracted
+    assert (call.name, call.shapes) == ("table", ((4, 8), (8, 3)))
+    assert operations[:2] == ["transpose", "matmul"]
+
+
+def test_operations_go_through_the_handlers_of_all_blocks():
+    layer, seen = keras.layers.Dense(3, use_bias=False), []
+    layer.build(X.shape)
+
+    def handler(word, factor):
+        def note(layer, run, name, args, kwargs):
+            seen.append((word, name))
+            return run(*args, **kwargs) * factor
+
+        return note
+
+    plain = numpy(layer(X))
+    with (
+        seams.on_operation({seams.PRODUCTS: handler("outer", 2.0)}),
+        seams.on_operation({("matmul", "add"): handler("inner", 3.0)}),
+    ):
+        found = numpy(layer(X))
+        outside = numpy(ops.matmul(X, numpy(layer.kernel)))
+    assert seen == [("inner", "matmul"), ("outer", "matmul")]
+    np.testing.assert_allclose(found, 6 * plain, rtol=1e-6)
+    np.testing.assert_allclose(outside, plain, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(numpy(layer(X)), plain)
