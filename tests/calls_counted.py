@@ -46,6 +46,41 @@ def counted(function):
     return result, Count(calls[0], len(files))
 
 
+def most_frames(function, first, last):
+    """Call a function; return the most frames between two of the package.
+
+    Args:
+        function: Called without arguments.
+        first: The name of the function of the outer frame.
+        last: The names of the functions of the inner frame.
+
+    Returns:
+        How many frames of the package there are, both included; 0 if `last` is
+        not called within `first`.
+    """
+    found = [0]
+
+    def see(frame, event, argument):
+        code, count = frame.f_code, 0
+        in_package = code.co_filename.startswith(f"{ROOT}/")
+        if event != "call" or not in_package or code.co_name not in last:
+            return
+        while frame is not None:
+            count += frame.f_code.co_filename.startswith(f"{ROOT}/")
+            if frame.f_code.co_name == first:
+                found[0] = max(found[0], count)
+                return
+            frame = frame.f_back
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found[0]
+
+
 def size_of_package():
     """Return how many files and lines the package has."""
     files = list(ROOT.rglob("*.py"))
@@ -70,15 +105,26 @@ def share_of_any():
 
 
 def steady_step():
-    """Count the parts of a step of a Dense that has been called before."""
+    """Count the parts of a step of a Dense that has been called before.
+
+    `new_slot` is of the second step: the first use of a slot other than 0.
+    """
     layer = kpe.layers.Dense(16, dtype="float8_from_float32")
     x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
     layer.build(x.shape)
     step = globals()[f"_step_of_{keras.backend.backend()}"](layer, x)
-    # The uses of a kernel between two assignments have plans of their own.
-    for _ in range(SLOTS + 1):
-        found = step()
-    return found
+    _, second, *_, last = (step() for _ in range(SLOTS + 1))
+    new_slot = {f"new_slot_{name}": count for name, count in second.items()}
+    return {**last, **new_slot}
+
+
+def frames_to_the_cast():
+    """Count the frames from the call of a Dense to its cast, on PyTorch."""
+    layer = kpe.layers.Dense(16, dtype="float8_from_float32")
+    x = keras.ops.convert_to_tensor(np.ones((8, 16), "float32"))
+    layer.build(x.shape)
+    call = functools.partial(layer, x, training=True)
+    return most_frames(call, "quantized_call", ("cast", "narrow_cast"))
 
 
 def _step_of_torch(layer, x):
@@ -109,8 +155,7 @@ def _step_of_jax(layer, x):
     gradient = jax.grad(loss)
 
     def step():
-        with jax.disable_jit():  # so that what JAX has compiled counts as well
-            return {"gradient": counted(lambda: gradient(*values))[1]}
+        return {"gradient": counted(lambda: gradient(*values))[1]}
 
     return step
 
@@ -124,11 +169,7 @@ def _step_of_tensorflow(layer, x):
         return tape.gradient(loss, [v.value for v in layer.trainable_variables])
 
     def step():
-        tf.config.run_functions_eagerly(True)  # so that graphs count as well
-        try:
-            return {"gradient": counted(gradient)[1]}
-        finally:
-            tf.config.run_functions_eagerly(False)
+        return {"gradient": counted(gradient)[1]}
 
     return step
 
@@ -169,6 +210,8 @@ def sample():
 def all_counts():
     """Everything that is counted, as JSON types."""
     found = {**size_of_package(), **steady_step(), **programs()}
+    if keras.backend.backend() == "torch":
+        found["frames"] = frames_to_the_cast()
     return {**found, **sample()}
 
 

@@ -210,6 +210,23 @@ def test_gradients_can_be_differentiated(monkeypatch, general):
     assert_equal(straight, penalty())
 
 
+def test_each_slot_has_a_launch_of_its_own(engine, monkeypatch):
+    """Triton compiles a column of 1 in, and a launch keeps its first kernel."""
+    columns, start = {}, triton_states.Launch.__call__
+
+    def noted(launch, *arguments):
+        if launch._kernel is triton_states.observation_kernel:
+            columns.setdefault(id(launch), set()).add(arguments[-1])
+        start(launch, *arguments)
+
+    monkeypatch.setattr(triton_states.Launch, "__call__", noted)
+    make, shape = LAYERS["Dense"]
+    layer = layer_of(make, POLICIES[0], shape)
+    for seed in range(3):
+        step(layer, lambda x: layer(x, training=True), shape, seed)
+    assert sorted(map(sorted, columns.values())) == [[1], [2], [3]]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_autocast_changes_no_gradient(engine, policy):
     needs_rows(policy)

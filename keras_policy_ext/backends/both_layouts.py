@@ -56,14 +56,14 @@ class Wanted(NamedTuple):
 
     Attributes:
         amax: Whether to return the amax.
-        lies_across: Whether memory holds the transpose of the matrix. Only a
-            framework whose tensors have no strides needs to be told.
+        is_transposed_in_memory: Whether memory holds the transpose of the
+            matrix. Only a framework whose tensors have no strides needs it.
         once: Whether nothing reads the transpose.
         column_sums: Whether to sum the columns, if the kernel can.
     """
 
     amax: bool
-    lies_across: bool = False
+    is_transposed_in_memory: bool = False
     once: bool = False
     column_sums: bool = False
 

@@ -17,6 +17,7 @@ from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.tracing import (
     Traced,
 )
+from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
 
 Shape = tuple[Any, ...]
@@ -54,19 +55,28 @@ class Operation(Hashable, Protocol):
         """True to record amaxes; None: only where a gradient is taken."""
 
     @property
-    def first_use(self) -> Operation:
-        """A copy with slot 0, so that a layer's uses share compiled passes."""
+    def slot(self) -> int:
+        """The number of this use of the kernel in the step."""
 
     @property
-    def another_use(self) -> Operation:
-        """A copy of this operation with another slot for its observation."""
+    def first_use(self) -> Operation:
+        """The same operation with slot 0, whose compiled passes all uses share.
+
+        It is the same object for all slots.
+        """
+
+    def another_slot(self, slot: Slot) -> Slot:
+        """Return the slot for the observation of a gradient's gradient."""
 
     def resolved(self) -> Operation:
         """Return a copy whose `prefer` setting is the current one."""
 
     @property
     def bound(self) -> BoundOperation:
-        """This operation, bound to the kernels of the current device."""
+        """This operation, bound to the kernels of the current device.
+
+        It is the same object for all slots.
+        """
 
 
 class BoundOperation(Protocol):
@@ -86,6 +96,7 @@ class BoundOperation(Protocol):
         observe: bool,
         bias: Tensor | None = None,
         once: bool = False,
+        slot: Slot = 0,
     ) -> tuple[Tensor, Any]:
         """Return the outputs plus the bias, and the saved tensors.
 
@@ -113,6 +124,7 @@ class BoundOperation(Protocol):
         state: Shape,
         needed: tuple[bool, bool] = (True, True),
         bias_shape: Shape | None = None,
+        slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, Shape, Tensor | None]:
         """Return the gradients of the inputs, the kernel, state and bias."""
 
@@ -419,18 +431,21 @@ class Gradients:
     def run(
         self,
         operation: Operation,
+        bias: Tensor | None,
         inputs: Tensor,
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """Run `operation.forward`; the gradient is `operation.backward`."""
-        raise NotImplementedError
+        """Run `operation.forward`; the gradient is `operation.backward`.
 
-    def run_and_add(
-        self, bias: Tensor, operation: Operation, *tensors: Tensor
-    ) -> Tensor:
-        """Run an operation by `run`, and add a bias to the outputs."""
-        return ops.add(self.run(operation, *tensors), bias)
+        Args:
+            operation: The operation.
+            bias: Added to the outputs; None for none.
+            inputs: See `BoundOperation.forward`.
+            kernel: See `BoundOperation.forward`.
+            *state: See `BoundOperation.forward`; at most one tensor.
+        """
+        raise NotImplementedError
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor

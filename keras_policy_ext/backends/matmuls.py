@@ -113,9 +113,9 @@ class MatmulKernel(Protocol):
     """A kernel that multiplies two matrices.
 
     It may have three more members. `writes_float32` is true if a float32
-    output costs no more than its memory. `adding(bias)` returns a kernel that
-    adds a bias per column, in the dtype of the output, before rounding to it;
-    None if there is no such kernel. `of_gradient` is the kernel for the
+    output costs no more than its memory. `with_bias(bias)` returns a kernel
+    that adds a bias per column, in the dtype of the output, before rounding to
+    it; None if there is no such kernel. `of_gradient` is the kernel for the
     gradient of a float32 kernel in a layer of bfloat16; it returns float32,
     rounded to bfloat16 before or after the scales multiply it.
     """

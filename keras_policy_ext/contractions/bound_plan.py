@@ -21,7 +21,7 @@ from keras_policy_ext.contractions.operands import (
 )
 from keras_policy_ext.contractions.second_derivatives import gradients
 from keras_policy_ext.numerics import quantized, scaling
-from keras_policy_ext.numerics.observations import of_kernel_alone
+from keras_policy_ext.numerics.observations import Slot, of_kernel_alone
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import HistoryScales, StateReading
 from keras_policy_ext.recipes import MATMULS, OPERANDS
@@ -49,49 +49,49 @@ class BoundMatmul:
         )
 
     def __call__(
-        self, a: Quantized, b: Quantized, shapes: Shapes, kernel: Any = None
+        self,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply two quantized operands.
+        """Multiply two quantized operands, and add a bias.
 
         Args:
             a: The first operand, quantized.
             b: The second operand, quantized.
             shapes: The shapes of the inputs and of the kernel.
-            kernel: The matmul kernel; None for that of the plan.
-        """
-        a, b = self._a.read(a), self._b.read(b)
-        return self._contraction.product(
-            self._matmul, kernel or self._kernel, a, b, shapes, self._dtype
-        )
-
-    def add(
-        self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
-    ) -> Tensor:
-        """Multiply two quantized operands, and add a bias.
-
-        Args:
-            a: See `__call__`.
-            b: See `__call__`.
-            shapes: See `__call__`.
             bias: In the dtype of the output; None for no bias.
         """
-        product = self(a, b, shapes)
+        a, b = self._a.read(a), self._b.read(b)
+        product = self._contraction.product(
+            self._matmul, self._kernel, a, b, shapes, self._dtype
+        )
         return product if bias is None else ops.add(product, bias)
 
 
 class MatmulWithBias(BoundMatmul):
     """A forward matmul that can add the bias before it rounds the output."""
 
-    def add(
-        self, a: Quantized, b: Quantized, shapes: Shapes, bias: Tensor | None
+    def __call__(
+        self,
+        a: Quantized,
+        b: Quantized,
+        shapes: Shapes,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Multiply two operands and add a bias, in one kernel if possible."""
+        columns = kernel = None
         if bias is not None:
             columns = self._contraction.of_columns(bias, shapes)
-            kernel = None if columns is None else self._kernel.adding(columns)
-            if kernel is not None:
-                return self(a, b, shapes, kernel)
-        return super().add(a, b, shapes, bias)
+        if columns is not None:
+            kernel = self._kernel.with_bias(columns)
+        if kernel is None:
+            return super().__call__(a, b, shapes, bias)
+        a, b = self._a.read(a), self._b.read(b)
+        return self._contraction.product(
+            self._matmul, kernel, a, b, shapes, self._dtype
+        )
 
 
 def bind_matmul(
@@ -110,7 +110,7 @@ def bind_matmul(
     """
     kernel, _ = selection
     is_einsum = isinstance(plan.contraction, Einsum)
-    adds = is_einsum and hasattr(kernel, "adding") and matmul == "forward"
+    adds = is_einsum and hasattr(kernel, "with_bias") and matmul == "forward"
     kind = MatmulWithBias if adds else BoundMatmul
     of_dtypes = plan.inputs_dtype, plan.kernel_dtype
     if matmul == "kernel_grad" and of_dtypes == ("bfloat16", "float32"):
@@ -167,30 +167,18 @@ class Residuals:
             narrow: Whether to convert operands to the dtypes in which the
                 framework saves them.
         """
-        operands: tuple[Quantized, ...] = (self.inputs, self.kernel)
-        if narrow:
-            operands = _narrowed(self.engine, *operands)
-        kept = []
-        for operand in operands:
+        framework, encode, kept = backends.current, self.engine.encode, []
+        for operand in (self.inputs, self.kernel):
+            if narrow and operand.quantization is not None:
+                format_name = operand.quantization.format
+                dtype = framework.kept_dtype(operand.values, format_name)
+                operand = operand.encoded(dtype, encode)
             kept += operand.leaves()
         known = [] if self.known is None else self.known.leaves()
         return [*kept, *known, *(self.amaxes or ())]
 
 
-def _narrowed(engine: Engine, *operands: Quantized) -> tuple[Quantized, ...]:
-    """Convert operands to the dtypes that are saved for the backward pass."""
-    framework, encode = backends.current, engine.encode
-    found = []
-    for operand in operands:
-        if operand.quantization is not None:
-            format_name = operand.quantization.format
-            dtype = framework.kept_dtype(operand.values, format_name)
-            operand = operand.encoded(dtype, encode)
-        found.append(operand)
-    return tuple(found)
-
-
-def settled(
+def simplified(
     known: StateReading | None, state: tuple[Tensor, ...] = ()
 ) -> StateReading | None:
     """Return what was read from a state, without flags that are all False.
@@ -241,7 +229,7 @@ class BoundPlan:
         self._framework = backends.current
         self._source = plan.source
         self._observes_amaxes = plan.source.observes_amaxes
-        self._observes_kernel_alone = plan.training is False
+        self._is_inference = plan.training is False
         self._kernel_dtype = plan.kernel_dtype
         self.straight = engine.straight(self) if self._is_plain else None
 
@@ -273,6 +261,7 @@ class BoundPlan:
         observe: bool,
         bias: Tensor | None = None,
         once: bool = False,
+        slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
         """Compute the outputs; return the tensors to save for gradients too.
 
@@ -283,17 +272,19 @@ class BoundPlan:
             observe: Whether amaxes are needed for the state.
             bias: Of dtype `Plan.inputs_dtype`; None for no bias.
             once: Whether no backward pass follows.
+            slot: The number of this use of the kernel in the step.
 
         Returns:
             The outputs, of dtype `Plan.inputs_dtype`, and residuals.
         """
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
-        known = settled(history, state)
-        x = self.inputs.quantize(inputs, known, observe, once)
-        w = self.kernel.quantize(kernel, known, observe, once)
+        known = simplified(history, state)
+        how = known, observe, once, False, slot
+        x = self.inputs.quantize(inputs, *how)
+        w = self.kernel.quantize(kernel, *how)
         shapes = shape_of(inputs), shape_of(kernel)
-        outputs = self._forward.add(x.first, w.first, shapes, bias)
+        outputs = self._forward(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
         return outputs, Residuals(
             x.second, w.second, history, amaxes, shapes, self.engine
@@ -324,7 +315,7 @@ class BoundPlan:
         if not self._observes_amaxes or residuals.known is None:
             return residuals
         x = w = self.kernel.amax(kernel)
-        if not self._observes_kernel_alone:
+        if not self._is_inference:
             x = self.inputs.amax(inputs)
         return dataclasses.replace(residuals, amaxes=(x, w))
 
@@ -335,6 +326,7 @@ class BoundPlan:
         state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
         bias_shape: tuple[int, ...] | None = None,
+        slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
         """Compute the gradients of inputs, kernel, state and bias.
 
@@ -346,16 +338,19 @@ class BoundPlan:
                 kernel.
             bias_shape: The shape of the bias that `forward` added, if its
                 gradient is computed here; see `takes_bias`.
+            slot: As for `forward`.
 
         Returns:
             The four gradients; None for one that is not needed.
         """
-        known, shapes = settled(residuals.known, state), residuals.shapes
-        observe = (
-            residuals.amaxes is not None and not self._observes_kernel_alone
-        )
+        known, shapes = simplified(residuals.known, state), residuals.shapes
+        observe = residuals.amaxes is not None and not self._is_inference
         g = self.outputs_grad.quantize(
-            outputs_grad, known, observe, sums=bias_shape is not None
+            outputs_grad,
+            known,
+            observe,
+            sums=bias_shape is not None,
+            slot=slot,
         )
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
@@ -365,7 +360,8 @@ class BoundPlan:
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
         if state:
-            state_grad = (self._state_grad(residuals, known, g.amax, *state),)
+            how = residuals, known, g.amax, state[0], slot
+            state_grad = (self._state_grad(*how),)
         if bias_shape is not None:
             sums = g.column_sums
             if sums is None:
@@ -378,10 +374,11 @@ class BoundPlan:
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
         """Return True if the cast for `backward` sums a bias's gradient."""
         contraction = self.plan.contraction
+        if not self.outputs_grad.sums_columns_of(inputs):
+            return False
         shapes = shape_of(inputs), shape_of(kernel)
         return (
-            self.outputs_grad.sums_columns_of(inputs)
-            and isinstance(contraction, Einsum)
+            isinstance(contraction, Einsum)
             and contraction.of_columns(bias, shapes) is not None
         )
 
@@ -415,32 +412,40 @@ class BoundPlan:
         known: StateReading | None,
         outputs_grad_amax: Tensor | None,
         state: Tensor,
+        slot: Slot,
     ) -> Tensor:
         """Return the "gradient" of the state: an observation, or zeros."""
         amaxes = residuals.amaxes
-        if self._observes_kernel_alone:
+        if self._observes_amaxes:
             if amaxes is None:
                 return ops.zeros_like(state)
-            return self._of_kernel(amaxes[1], residuals.known, state)
-        if amaxes is None and self._observes_amaxes:
+            if self._is_inference:
+                return self._of_kernel(amaxes[1], residuals.known, state, slot)
+            numbers = [*amaxes, outputs_grad_amax]
+        elif self._is_inference:
+            # A state that counts steps counts those of training.
             return ops.zeros_like(state)
-        numbers = self._source.observed(
-            known, [*(amaxes or ()), outputs_grad_amax]
-        )
-        return self._observation(numbers, state)
+        else:
+            numbers = []
+        numbers = self._source.observed(known, numbers)
+        return self._observation(numbers, state, slot)
 
-    def _observation(self, numbers: list[Tensor], state: Tensor) -> Tensor:
+    def _observation(
+        self, numbers: list[Tensor], state: Tensor, slot: Slot
+    ) -> Tensor:
         """Return one number per row as the gradient of the state."""
         states = self.engine.state_kernels_for(self._source, state)
         if states is not None:
-            return states.observation(self._source, numbers, self.plan.slot)
+            return states.observation(self._source, numbers, slot)
         if self.plan.histories == 1:
             # A kernel may have found an amax for each part of an operand.
             numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
-        found: Tensor = self._source.observation(numbers, self.plan.slot)
+        found: Tensor = self._source.observation(numbers, slot)
         return found
 
-    def _of_kernel(self, amax: Tensor, known: Any, state: Tensor) -> Tensor:
+    def _of_kernel(
+        self, amax: Tensor, known: Any, state: Tensor, slot: Slot
+    ) -> Tensor:
         """Return the amax of an outgrown kernel as the state's gradient.
 
         Return zeros if the kernel does not exceed what its scale allows.
@@ -448,7 +453,8 @@ class BoundPlan:
         outgrown = self._source.outgrown(amax, known)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)
-        observation = self._observation([amax] * len(OPERANDS), state)
+        amaxes = [amax] * len(OPERANDS)
+        observation = self._observation(amaxes, state, slot)
         return of_kernel_alone(observation, outgrown)
 
 

@@ -214,7 +214,7 @@ class Form(NamedTuple):
             for group in (self.batch, free, summed)
         )
 
-    def lies_across(self, operand: str) -> bool:
+    def is_transposed_in_memory(self, operand: str) -> bool:
         """Return True if an operand is in memory as its matrix transposed.
 
         Args:

@@ -79,7 +79,7 @@ class Contraction(Hashable, Protocol):
             for an axis without a definite entry.
         """
 
-    def lies_across(self, name: str) -> bool:
+    def is_transposed_in_memory(self, name: str) -> bool:
         """Return True if an operand is in memory as its matrix transposed."""
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
@@ -162,9 +162,9 @@ class Einsum:
         said = zip(form.second, axes, strict=True)
         return tuple(each for c, each in said if c in form.first + form.out)
 
-    def lies_across(self, name: str) -> bool:
+    def is_transposed_in_memory(self, name: str) -> bool:
         """Return True if an operand is in memory as its matrix transposed."""
-        return self.form.lies_across(name)
+        return self.form.is_transposed_in_memory(name)
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """Return a quantized operand as the matrix of its first matmul."""
@@ -362,7 +362,7 @@ class Conv:
         """Return `axes` as a tuple: a convolution keeps the kernel's axes."""
         return tuple(axes)
 
-    def lies_across(self, name: str) -> bool:
+    def is_transposed_in_memory(self, name: str) -> bool:
         """Return False: a convolution reads no transposed matrix."""
         # It is read as it lies.
         return False

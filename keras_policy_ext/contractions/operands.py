@@ -21,6 +21,7 @@ from keras_policy_ext.backends.matmuls import ROW, Choice, Engine
 from keras_policy_ext.backends.row_casts import RowCast
 from keras_policy_ext.contractions.kinds import Contraction
 from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import Amax, StateReading
 from keras_policy_ext.recipes import (
@@ -99,7 +100,7 @@ class Operands:
         return {
             (operand, matmul): asked is not None
             and not asked.keeps_axes
-            and self.contraction.lies_across(operand)
+            and self.contraction.is_transposed_in_memory(operand)
             for (operand, matmul), asked in self.quantizations.items()
         }
 
@@ -218,7 +219,7 @@ class OperandUse:
         operands = plan.operands
         self.operand, self.matmul = operand, matmul
         self.contraction, self.source = plan.contraction, plan.source
-        self.slot, self.inputs_dtype = plan.slot, plan.inputs_dtype
+        self.inputs_dtype = plan.inputs_dtype
         self.quantization = plan.operands.quantizations[operand, matmul]
         self.native = selections[matmul][1].native
         self.is_stored_in_float8 = self.native
@@ -241,6 +242,15 @@ class OperandUse:
                 else self._as_stored
             ).scale_leaves_sum
         )
+        # With a scale that is known: what `quantized.quantize` would do.
+        self._is_cast_alone = (
+            self._as_stored is not None
+            and self._as_stored.has_one_scale
+            and self._as_stored.rounding == "nearest"
+            and self._as_stored.hadamard is None
+            and self._as_stored.constant_scale is None
+            and not (plan.gathering is not None and operand == "kernel")
+        )
         self._gathering, self._gathered_axes = None, ()
         if plan.gathering is not None and operand == "kernel":
             self._gathering = plan.gathering
@@ -249,7 +259,12 @@ class OperandUse:
             )
 
     def quantize(
-        self, home: Tensor, amax: Amax, known: StateReading | None, cast: Any
+        self,
+        home: Tensor,
+        amax: Amax,
+        known: StateReading | None,
+        cast: Any,
+        slot: Slot = 0,
     ) -> tuple[Quantized, Quantized]:
         """Quantize an operand; return one copy for outputs, one for gradients.
 
@@ -261,6 +276,8 @@ class OperandUse:
             amax: The amax of the operand.
             known: The reading of the state; None for a recipe without state.
             cast: Function that rounds scaled values to the format.
+            slot: The number of this use of the kernel in the step, which is
+                part of the key for stochastic rounding.
 
         Returns:
             The quantized operand twice, in its memory layout; see
@@ -273,11 +290,17 @@ class OperandUse:
             home = quantized.swapped(home)
         key = None
         if self.is_stochastic:
-            key = self.source.key(known, self.slot, amax, self.matmul)
+            key = self.source.key(known, slot, amax, self.matmul)
+        scale = self.source.scale(self.operand, self.quantization, amax, known)
+        if scale is not None and self._is_cast_alone:
+            values = cast(home, scale, self._as_stored.format, False)
+            scales = scale[None, None, None]
+            found = Quantized(values, scales, self._as_stored)
+            return found, found
         saturated, amaxes = quantized.quantize(
             home,
             self._as_stored,
-            self.source.scale(self.operand, self.quantization, amax, known),
+            scale,
             cast,
             self.amax_of,
             key,
@@ -396,6 +419,7 @@ class BoundOperand:
         observe: bool,
         once: bool = False,
         sums: bool = False,
+        slot: Slot = 0,
     ) -> QuantizedForBoth:
         """Quantize an operand for the two matmuls that read it.
 
@@ -405,6 +429,7 @@ class BoundOperand:
             observe: Whether the amax is needed for the state.
             once: Whether only the first matmul runs.
             sums: Whether to sum the columns if the cast can.
+            slot: See `OperandUse.quantize`.
         """
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
@@ -412,11 +437,11 @@ class BoundOperand:
             in_branch = not self._framework.on_cpu(x)
         wanted = observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
-        saturated, marked = self.first.quantize(home, amax, known, cast)
+        saturated, marked = self.first.quantize(home, amax, known, cast, slot)
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)
-            _, marked = self.second.quantize(home, amax, known, cast)
+            _, marked = self.second.quantize(home, amax, known, cast, slot)
         return QuantizedForBoth(first, marked, amax.known if observe else None)
 
     def matrix(self, operand: Quantized) -> Quantized:
@@ -440,7 +465,9 @@ class OperandInBothLayouts(BoundOperand):
         self._rule: Any = plan.source.rule
         is_kernel = operand == "kernel"
         self._dtype = plan.kernel_dtype if is_kernel else plan.inputs_dtype
-        self._lies_across = plan.contraction.lies_across(operand)
+        self._is_transposed_in_memory = (
+            plan.contraction.is_transposed_in_memory(operand)
+        )
         for use in (self.first, self.second):
             use.is_in_both_layouts = self.is_in_both_layouts
 
@@ -466,15 +493,16 @@ class OperandInBothLayouts(BoundOperand):
         observe: bool,
         once: bool = False,
         sums: bool = False,
+        slot: Slot = 0,
     ) -> QuantizedForBoth:
         """Quantize an operand by one cast in both layouts, if it can."""
         if not self.is_in_both_layouts(x):
-            return super().quantize(x, known, observe)
+            return super().quantize(x, known, observe, slot=slot)
         home = self._home(x, self.first.quantization)
         home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
         history: Any = known
-        wanted = Wanted(observe, self._lies_across, once, sums)
+        wanted = Wanted(observe, self._is_transposed_in_memory, once, sums)
         how = self._quantization, self._rule, history, wanted
         return read_both(self._both, matrix, self.operand, *how)
 
@@ -490,11 +518,13 @@ class OperandOfRows(BoundOperand):
         self._uses = self.first, self.second
         self._asked = tuple(use.quantization for use in self._uses)
         self._by_rows = [asked for asked in self._asked if asked is not None]
-        self._lies_across = plan.contraction.lies_across(operand)
+        self._is_transposed_in_memory = (
+            plan.contraction.is_transposed_in_memory(operand)
+        )
 
     def sums_columns_of(self, like: Tensor) -> bool:
         """Return True if the cast can sum the columns of the matrix."""
-        return not self._lies_across and self._can_cast(like)
+        return not self._is_transposed_in_memory and self._can_cast(like)
 
     def _can_cast(self, x: Tensor) -> bool:
         formats = [asked.format for asked in self._by_rows]
@@ -507,16 +537,17 @@ class OperandOfRows(BoundOperand):
         observe: bool,
         once: bool = False,
         sums: bool = False,
+        slot: Slot = 0,
     ) -> QuantizedForBoth:
         """Quantize an operand by one cast for both matmuls, if it can."""
         home = self._home(x, self._by_rows[0])
         if home.shape[0] != 1 or not self._can_cast(home):
-            return super().quantize(x, known, observe)
+            return super().quantize(x, known, observe, slot=slot)
         first, second = self._asked
         if once:
             second = None
         # The cast reads a matrix as it lies in memory.
-        if self._lies_across:
+        if self._is_transposed_in_memory:
             matrix = quantized.swapped(home)[0]
             found = self._row_casts.cast(matrix, second, first)
             casts = found.across, found.plain
@@ -579,6 +610,7 @@ class OperandOfCodes(BoundOperand):
         observe: bool,
         once: bool = False,
         sums: bool = False,
+        slot: Slot = 0,
     ) -> QuantizedForBoth:
         """Return the kernel as it is, for the two matmuls that read it."""
         saturated, marked, amax = x.read(self._asked, self._narrow)

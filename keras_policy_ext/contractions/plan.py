@@ -16,7 +16,7 @@ from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.contractions.bound_plan import BoundPlan
 from keras_policy_ext.contractions.kinds import Contraction, EinsumOfBank
 from keras_policy_ext.contractions.operands import Operands, operands_of
-from keras_policy_ext.numerics.observations import SLOTS
+from keras_policy_ext.numerics.observations import SLOTS, Slot
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import CurrentScaling, Recipe
 
@@ -106,19 +106,25 @@ class Plan:
 
     @functools.cached_property
     def first_use(self) -> Plan:
-        """A copy of this plan with slot 0; all slots have the same outputs."""
-        return dataclasses.replace(self, slot=0)
+        """The plan of slot 0, the same object for all slots.
 
-    @functools.cached_property
-    def another_use(self) -> Plan:
-        """A copy of this plan with the slot farthest from the plan's slot.
+        It is what is bound and compiled. A slot is an argument of a pass.
+        """
+        if self.slot == 0:
+            return self
+        before = self.inputs_dtype, self.kernel_dtype, self.training
+        after = self.prefer, self.for_xla, self.gathering
+        return plan_of(self.contraction, self.recipe, *before, 0, *after)
+
+    def another_slot(self, slot: Slot) -> Slot:
+        """Return the slot farthest from a slot.
 
         For gradients that are differentiated, as in a gradient penalty. They
         may be much larger or smaller than gradients of the loss. Up to 4 uses
-        of a layer in a step have slots apart from theirs.
+        of a layer in a step have other slots than theirs.
         """
         far = SLOTS // 2 if self.source.observes_amaxes else 0
-        return dataclasses.replace(self, slot=(self.slot + far) % SLOTS)
+        return (slot + far) % SLOTS
 
     @functools.cached_property
     def source(self) -> Any:
@@ -144,20 +150,21 @@ class Plan:
     def bound(self) -> BoundPlan:
         """This plan with the kernels selected for the current device.
 
-        It is the same object until the device, the simulated device or the
-        engine changes.
+        It is the same object for all slots, until the device, the simulated
+        device or the engine changes.
         """
         engine = backends.engine
         device = engine.device()
+        plan = self.first_use
         # In one piece, for threads that pretend different devices.
-        bound: BoundPlan | None = vars(self).get("_bound")
+        bound: BoundPlan | None = vars(plan).get("_bound")
         if (
             bound is None
             or bound.device is not device
             or bound.engine is not engine
         ):
-            bound = BoundPlan(self, engine, device)
-            vars(self)["_bound"] = bound
+            bound = BoundPlan(plan, engine, device)
+            vars(plan)["_bound"] = bound
         return bound
 
     def choose(self, matmul: str) -> tuple[Any, Choice]:
@@ -212,7 +219,7 @@ def make_plan(
     if framework.is_compiling():
         # All fields: torch 2.11 would look up defaults in each call.
         return Plan(*known, None, False, None)
-    here = preferred(), framework.traces_for_xla()
+    here = _preferred.get(), framework.traces_for_xla()
     return plan_of(*known, *here, gathering)
 
 
@@ -230,10 +237,7 @@ def run(
     """
     if calls.are_shapes_alone_wanted():
         plan, state = unrounded(plan), ()
-    framework, tensors = backends.current, (inputs, kernel, *state)
-    if bias is None:
-        return framework.run(plan, *tensors)
-    return framework.run_and_add(bias, plan, *tensors)
+    return backends.current.run(plan, bias, inputs, kernel, *state)
 
 
 @functools.cache

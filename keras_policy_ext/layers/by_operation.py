@@ -404,7 +404,7 @@ def _multiply(
         how = layer, kernel, contraction, inputs, shape
         contraction, inputs = _matrices_apart(*how)
     with activation_products.none_in(layer):
-        return layer._contract(
+        return layer.float8_controller.contract(
             contraction, inputs, kernel, None, dtype, moved=origin.moved
         )
 

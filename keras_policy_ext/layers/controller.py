@@ -292,9 +292,16 @@ class Float8Controller:
         framework = backends.current
         compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
-        if self.scales_each_matrix(kernel):
-            contraction = self._of_bank(contraction, kernel, compiling)
-        state, slot = self._state_of(kernel, value, training, compiling)
+        variable = layer.float8_state.of(kernel)
+        if self._scales_matrices_of(variable):
+            contraction = self._of_bank(
+                contraction, kernel, variable, compiling
+            )
+        state, slot = (), 0
+        if self._has_state:
+            state, slot = self._state_of(
+                kernel, variable, value, training, compiling
+            )
         if moved is not None:
             # On TensorFlow it is a variable, which has no `ndim`: read it.
             value = moved.move(value[...])
@@ -317,15 +324,21 @@ class Float8Controller:
         Under a recipe with histories they do if the state of the kernel has a
         history for each matrix.
         """
+        return self._scales_matrices_of(self.layer.float8_state.of(kernel))
+
+    def _scales_matrices_of(self, state: StateVariable | None) -> bool:
+        """Return `scales_each_matrix` of the kernel of a state, or of none."""
         if not (self._scales_each_matrix and self._has_histories):
             return self._scales_each_matrix
-        state = self.layer.float8_state.of(kernel)
         return state is not None and state.matrices > 1
 
     def _of_bank(
-        self, contraction: Any, kernel: keras.Variable, compiling: bool
+        self,
+        contraction: Any,
+        kernel: keras.Variable,
+        state: StateVariable | None,
+        compiling: bool,
     ) -> Any:
-        state = self.layer.float8_state.of(kernel)
         matrices = 1 if state is None else state.matrices
         # torch.compile leaves caches out.
         named = contractions.with_bank
@@ -334,7 +347,7 @@ class Float8Controller:
         found: Any = named(contraction, matrices)
         is_bank = isinstance(found, contractions.EinsumOfBank)
         axis = contractions.bank_axis(found.equation) if is_bank else None
-        if matrices > 1 and axis != state.bank_axis:
+        if state is not None and matrices > 1 and axis != state.bank_axis:
             raise ValueError(
                 f"The kernel {kernel.path!r} is no bank of matrices in this "
                 f"product. Received: {contraction!r}; the layer has a history "
@@ -439,13 +452,12 @@ class Float8Controller:
     def _state_of(
         self,
         kernel: keras.Variable,
+        variable: StateVariable | None,
         value: Tensor,
         training: bool | None,
         compiling: bool,
     ) -> tuple[tuple[Tensor, ...], int]:
-        if not self._has_state:
-            return (), 0
-        variable = self.layer.float8_state.of(kernel)
+        """Return the state for a contraction of a kernel, and its slot."""
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         framework = backends.current

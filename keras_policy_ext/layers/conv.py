@@ -64,7 +64,9 @@ class _Float8Conv(_Convolves):
             self.strides, padding, self.dilation_rate, self.data_format
         )
         kernel = variable_values.stored_kernel(self)
-        x = self._contract(contraction, inputs, kernel, training)
+        x = self.float8_controller.contract(
+            contraction, inputs, kernel, training
+        )
         if self.lora_enabled:
             arguments = contraction.arguments
             x = ops.add(x, lora.conv_adapter(self, inputs, arguments))
@@ -82,7 +84,9 @@ class _Float8ConvTranspose(_Convolves):
             self.data_format,
             self.output_padding,
         )
-        return self._contract(contraction, inputs, self.kernel, training)
+        return self.float8_controller.contract(
+            contraction, inputs, self.kernel, training
+        )
 
     @classmethod
     @override
@@ -112,7 +116,9 @@ class _Float8SeparableConv(_Convolves):
         )
         ones = (1,) * self.rank
         contraction = contractions.Conv(ones, "valid", ones, self.data_format)
-        return self._contract(contraction, x, self.pointwise_kernel, training)
+        return self.float8_controller.contract(
+            contraction, x, self.pointwise_kernel, training
+        )
 
 
 @drop_in

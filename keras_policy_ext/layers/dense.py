@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 from keras import ops
 
@@ -9,14 +11,67 @@ from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import bank_axis, equations
 from keras_policy_ext.layers import lora
+from keras_policy_ext.layers.controller import with_bias
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin, activated
+from keras_policy_ext.layers.operands import contraction_of_tensors
 from keras_policy_ext.layers.stock_attributes import StockAttributes
 from keras_policy_ext.stored_kernels import Axes
 
 
+class _OneEinsum(StockAttributes, Float8Mixin):
+    """The common base of `Dense` and `EinsumDense`."""
+
+    float8_kernels = ("kernel",)
+
+    @property
+    def _equation(self) -> str:
+        return "...x,xy->...y"
+
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
+        """Compute `activation(einsum(inputs, kernel) + bias)`.
+
+        Args:
+            inputs: Floating; for `Dense` (..., in), for `EinsumDense` with the
+                axes of its equation.
+            training: Whether to observe amaxes.
+
+        Returns:
+            The outputs, in the compute dtype; for `Dense` (..., units).
+        """
+        layer: Any = self
+        controller = self.float8_controller
+        if controller.current_policy is None:
+            stock: Any = super()
+            return stock.call(inputs, training=training)
+        dtype, bias = layer.compute_dtype, layer.bias
+        kernel = variable_values.stored_kernel(layer)
+        if bias is not None:
+            bias = ops.convert_to_tensor(bias)
+            if keras.backend.standardize_dtype(bias.dtype) != dtype:
+                bias = ops.cast(bias, dtype)
+        if layer.lora_enabled:
+            return self._adapted(self.convert_input(inputs), training, bias)
+        inputs = ops.convert_to_tensor(inputs, sparse=False)
+        contraction = contraction_of_tensors(self._equation, inputs, kernel)
+        operands = contraction, inputs, kernel
+        x = controller.contract(*operands, training, dtype, bias)
+        return activated(layer.activation, x)
+
+    def _adapted(
+        self, inputs: Tensor, training: bool | None, bias: Tensor | None
+    ) -> Tensor:
+        """Compute the outputs of a layer with LoRA adapters."""
+        layer: Any = self
+        kernel = variable_values.stored_kernel(layer)
+        inputs = ops.convert_to_tensor(inputs, sparse=False)
+        x = self.float8_einsum(self._equation, inputs, kernel, training)
+        x = ops.add(x, lora.einsum_adapter(layer, self._equation, inputs))
+        return activated(layer.activation, with_bias(x, bias))
+
+
 @drop_in
-class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
+class Dense(_OneEinsum, keras.layers.Dense):
     """`keras.layers.Dense` that can follow a float8 policy.
 
     Examples:
@@ -26,42 +81,14 @@ class Dense(StockAttributes, Float8Mixin, keras.layers.Dense):
         ('float8', 'bfloat16')
     """
 
-    float8_kernels = ("kernel",)
-
-    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """Compute `activation(inputs @ kernel + bias)`.
-
-        Args:
-            inputs: (..., in), floating.
-            training: Whether to observe amaxes.
-
-        Returns:
-            (..., units), in the compute dtype.
-        """
-        if self.float8_policy is None:
-            return super().call(inputs, training=training)
-        return _einsum_call(self, "...x,xy->...y", inputs, training)
-
 
 @drop_in
-class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
+class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` that can follow a float8 policy."""
 
-    float8_kernels = ("kernel",)
-
-    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """Compute `activation(einsum(equation, inputs, kernel) + bias)`.
-
-        Args:
-            inputs: Floating, with the axes of the equation.
-            training: Whether to observe amaxes.
-
-        Returns:
-            The outputs, in the compute dtype.
-        """
-        if self.float8_policy is None:
-            return super().call(inputs, training=training)
-        return _einsum_call(self, self.equation, inputs, training)
+    @property
+    def _equation(self) -> str:
+        return str(self.equation)
 
     @classmethod
     @override
@@ -82,22 +109,3 @@ class EinsumDense(StockAttributes, Float8Mixin, keras.layers.EinsumDense):
         cls, layer: keras.Layer, kernel: keras.Variable
     ) -> int | None:
         return bank_axis(layer.equation.replace("...", ""))
-
-
-def _einsum_call(
-    layer: keras.Layer, equation: str, inputs: Tensor, training: bool | None
-) -> Tensor:
-    """Compute a layer's einsum in float8; add LoRA, bias and activation."""
-    inputs = layer.convert_input(inputs)
-    kernel = variable_values.stored_kernel(layer)
-    bias = layer.bias
-    if bias is not None:
-        bias = layer.convert_input(ops.convert_to_tensor(bias))
-    if not layer.lora_enabled:
-        x = layer.float8_einsum(equation, inputs, kernel, training, bias=bias)
-        return activated(layer.activation, x)
-    inputs = ops.convert_to_tensor(inputs, sparse=False)
-    x = layer.float8_einsum(equation, inputs, kernel, training)
-    x = ops.add(x, lora.einsum_adapter(layer, equation, inputs))
-    x = x if bias is None else ops.add(x, bias)
-    return activated(layer.activation, x)

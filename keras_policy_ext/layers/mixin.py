@@ -26,10 +26,8 @@ from keras_policy_ext.layers.controller import (
 )
 from keras_policy_ext.layers.drop_in import drop_ins
 from keras_policy_ext.layers.operands import (
-    MovedKernel,
-    contraction_of,
+    contraction_of_tensors,
     is_floating,
-    known_contraction_of,
     no_operands,
 )
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
@@ -141,7 +139,7 @@ class Float8Mixin(
     @property
     def quantization_mode(self) -> str | None:
         """`"float8"` for a layer in float8, else the mode set by Keras."""
-        if self.float8_policy is not None:
+        if self.float8_controller.current_policy is not None:
             return "float8"
         return stock_float8.other_mode(self)
 
@@ -217,14 +215,15 @@ class Float8Mixin(
             raise ValueError(no_operands(inputs, kernel))
         dtype = None if dtype is None else contractions.compute_dtype(dtype)
         inputs = ops.convert_to_tensor(inputs, sparse=False)
-        contraction = _contraction_of(equation, inputs, kernel)
+        contraction = contraction_of_tensors(equation, inputs, kernel)
         if self.float8_policy is None:
             explicit = contraction.equation
             return with_bias(
                 self._plain_einsum(explicit, inputs, kernel, dtype), bias
             )
         operands = contraction, inputs, kernel
-        return self._contract(*operands, training, dtype, bias)
+        controller = self.float8_controller
+        return controller.contract(*operands, training, dtype, bias)
 
     def float8_activations_einsum(
         self,
@@ -259,7 +258,7 @@ class Float8Mixin(
                 operands.
         """
         first, second = (ops.convert_to_tensor(x) for x in (first, second))
-        contraction = _contraction_of(equation, first, second)
+        contraction = contraction_of_tensors(equation, first, second)
         if self.float8_policy is None:
             explicit = contraction.equation
             return self._plain_einsum(explicit, first, second, dtype)
@@ -305,7 +304,7 @@ class Float8Mixin(
                 the values is in no other term.
         """
         weights, values = (ops.convert_to_tensor(x) for x in (weights, values))
-        contraction = _contraction_of(equation, weights, values)
+        contraction = contraction_of_tensors(equation, weights, values)
         if self.float8_policy is None:
             explicit = contraction.equation
             return self._plain_einsum(explicit, weights, values, dtype)
@@ -333,20 +332,6 @@ class Float8Mixin(
         kernel = ops.convert_to_tensor(kernel)
         return ops.einsum(
             equation, ops.cast(inputs, dtype), ops.cast(kernel, dtype)
-        )
-
-    def _contract(
-        self,
-        contraction: contractions.Contraction,
-        inputs: Tensor,
-        kernel: keras.Variable,
-        training: bool | None,
-        dtype: Any = None,
-        bias: Tensor | None = None,
-        moved: MovedKernel | None = None,
-    ) -> Tensor:
-        return self.float8_controller.contract(
-            contraction, inputs, kernel, training, dtype, bias, moved
         )
 
     # What a subclass says of its weights
@@ -600,17 +585,6 @@ class Float8Mixin(
         """Do nothing in float8: `add_weight` has created the state."""
         if self.quantization_mode != "float8":
             super().quantized_build(*args, **kwargs)
-
-
-def _contraction_of(
-    equation: str, first: Tensor, second: Tensor
-) -> contractions.Einsum:
-    """Return the `Einsum` of an equation, for two operands."""
-    # torch.compile leaves caches out, and sizes that it traces have no hash.
-    compiling = backends.current.is_compiling()
-    is_plain = compiling or not isinstance(equation, str)
-    found = contraction_of if is_plain else known_contraction_of
-    return found(equation, tuple(first.shape), tuple(second.shape))
 
 
 _RECOMPUTED = (

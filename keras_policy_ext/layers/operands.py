@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import keras
 
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, equations
 
@@ -93,6 +94,17 @@ def contraction_of(
 
 known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
 """Return `contraction_of`, cached: the same object for equal arguments."""
+
+
+def contraction_of_tensors(
+    equation: str, first: Tensor, second: Tensor
+) -> Einsum:
+    """Return the `Einsum` of an equation, for two operands."""
+    # torch.compile leaves caches out, and sizes that it traces have no hash.
+    compiling = backends.current.is_compiling()
+    is_plain = compiling or not isinstance(equation, str)
+    found = contraction_of if is_plain else known_contraction_of
+    return found(equation, tuple(first.shape), tuple(second.shape))
 
 
 def check_sizes(equation: str, first: Tensor, second: Tensor) -> None:

@@ -40,7 +40,7 @@ moving average is accepted as soon as the unobserved part of it is below
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from keras import ops
@@ -63,6 +63,9 @@ SLOTS = 8
 
 MOST_STEPS = 2.0**23
 """The count of steps restarts at this number, which float32 holds exactly."""
+
+Slot = int | Tensor
+"""A slot: an int, or an int32 scalar of a compiled pass for all slots."""
 
 _FIRST = 2 + SLOTS
 """The first column of the history."""
@@ -116,17 +119,22 @@ class StateLayout:
         """Return each row's last used scale, (rows,); 0 if there is none."""
         return state[:, _FIRST - 1]
 
-    def observation(self, amaxes: Tensor, slot: int) -> Tensor:
+    def observation(self, amaxes: Tensor, slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a gradient of the state.
 
         Args:
             amaxes: Float32 (rows,).
-            slot: The number of this use in the step; taken modulo 8.
+            slot: The number of this use in the step; taken modulo 8. As a
+                tensor, an int32 scalar below 8.
 
         Returns:
             Float32 (rows, width).
         """
-        here = np.arange(_FIRST) == slot % SLOTS
+        columns = np.arange(_FIRST, dtype="int32")
+        if isinstance(slot, int):
+            here: Any = columns == slot % SLOTS
+        else:
+            here = ops.equal(columns, slot)
         units = ops.expand_dims(amaxes * UNIT, 1)
         entries = ops.where(here, units, 0.0)
         rows, after = entries.shape[0], self.width - 1 - _FIRST

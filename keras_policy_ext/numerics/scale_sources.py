@@ -16,6 +16,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     Counting,
+    Slot,
     StateLayout,
     following,
     of_kernel_alone,
@@ -88,12 +89,12 @@ class Amax:
         x: The operand, any shape.
         wanted: Whether it is always needed; then it is computed once.
         of: Function that computes it.
-        apart: Whether to compute it in a branch, so that a compiler does not
-            make a known scale wait for it.
+        in_branch: Whether to compute it in a branch, so that a compiler does
+            not make a known scale wait for it.
 
     Attributes:
         known: Float32 scalar; None if it is not always needed.
-        apart: See above.
+        in_branch: See above.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class Amax:
         x: Tensor,
         wanted: bool,
         of: Any = scaling.amax,
-        apart: bool = False,
+        in_branch: bool = False,
     ):
-        self._x, self._of, self.apart = x, of, apart
+        self._x, self._of, self.in_branch = x, of, in_branch
         self.known: Tensor | None = of(x) if wanted else None
 
     def __call__(self) -> Tensor:
@@ -196,7 +197,7 @@ class StateSource(ScaleSource, Protocol):
     state_shape: tuple[int, int]
     layout: StateLayout
 
-    def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
+    def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
         """Return one value per row as a gradient of the state.
 
         Args:
@@ -317,9 +318,9 @@ class DelayedSource:
         # The amax counts only for what was never observed. Without a branch
         # XLA waits for it in every step, which for a kernel is a pass over it
         # that nothing else needs. With a branch XLA has to store the operand
-        # (JAX 0.10), which most others pay more for. So `Amax.apart` says who
-        # gets a branch. From CUDA 12.3 XLA records it in the graph that CUDA
-        # runs.
+        # (JAX 0.10), which most others pay more for. So `Amax.in_branch` says
+        # who gets a branch. From CUDA 12.3 XLA records it in the graph that
+        # CUDA runs.
         if known is None:
             return None
         index = OPERANDS.index(operand)
@@ -328,7 +329,7 @@ class DelayedSource:
             return scale
         unseen = known.unseen[index]
         limit = self.limits[index]
-        waits = not amax.apart or keras.backend.backend() != "jax"
+        waits = not amax.in_branch or keras.backend.backend() != "jax"
         if amax.known is not None and waits:
             amax_of_now = ops.where(unseen, amax.known, 0.0)
             known_scale = ops.where(unseen, 1.0, scale)
@@ -352,7 +353,7 @@ class DelayedSource:
         # The amaxes.
         return amaxes
 
-    def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
+    def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a state's gradient."""
         # In the order of `OPERANDS`.
         return self.layout.observation(ops.stack(amaxes), slot)
@@ -443,7 +444,7 @@ class DelayedSourceOfBank(DelayedSource):
         known_scale = ops.where(unseen, 1.0, scale)
         return self._scale(amax_of_now, self.limits[first], known_scale)
 
-    def observation(self, amaxes: list[Tensor], slot: int) -> Tensor:
+    def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a state's gradient."""
         flat = ops.concatenate([ops.reshape(x, (-1,)) for x in amaxes])
         observation = self.layout.observation(flat, slot)
@@ -493,7 +494,7 @@ class CountingSource(CurrentSource):
         """Take a `StepCount` from saved tensors; return the rest too."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
-    def key(self, known: Any, slot: int, amax: Amax, matmul: str) -> Tensor:
+    def key(self, known: Any, slot: Slot, amax: Amax, matmul: str) -> Tensor:
         """Return the random key for rounding an operand of a matmul.
 
         Args:
@@ -515,7 +516,7 @@ class CountingSource(CurrentSource):
         # The number of the next step.
         return [following(known.number)]
 
-    def observation(self, numbers: list[Tensor], slot: int) -> Tensor:
+    def observation(self, numbers: list[Tensor], slot: Slot) -> Tensor:
         """Pack the number of the next step into the gradient of a state."""
         return self.layout.observation(ops.stack(numbers), slot)
 

@@ -57,14 +57,14 @@ def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
 
 
 def key_of_use(
-    step: Tensor, seed: int, slot: int, kernel: Tensor | int = 0
+    step: Tensor, seed: int, slot: Tensor | int, kernel: Tensor | int = 0
 ) -> Tensor:
     """Return the random key for one use of a kernel in one step.
 
     Args:
         step: Int32 scalar, the number of steps so far.
         seed: From 0 to 2^31 - 1.
-        slot: The number of this use in the step.
+        slot: The number of this use in the step; an int, or an int32 scalar.
         kernel: Int32 scalar, the number of the kernel. Two kernels with the
             same outputs gradient get different bits.
     """

@@ -300,20 +300,18 @@ class JaxBackend(Backend):
     def run(
         self,
         operation: Operation,
+        bias: Tensor | None,
         inputs: Tensor,
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        return gradients.run(operation, inputs, kernel, state, None)
-
-    @override
-    def run_and_add(
-        self, bias: Tensor, operation: Operation, *tensors: Tensor
-    ) -> Tensor:
-        inputs, kernel, *state = tensors
-        if not operation.bound.takes_bias(bias, inputs, kernel):
-            return super().run_and_add(bias, operation, *tensors)
-        return gradients.run(operation, inputs, kernel, tuple(state), bias)
+        operands = inputs, kernel, state
+        if bias is None:
+            return gradients.run(operation, *operands, None)
+        if operation.bound.takes_bias(bias, inputs, kernel):
+            return gradients.run(operation, *operands, bias)
+        outputs = gradients.run(operation, *operands, None)
+        return keras.ops.add(outputs, bias)
 
     @override
     def run_frozen(

@@ -166,9 +166,9 @@ def _run_backward(
     *saved, bias_shape = kept
     shape = bias_shape.value
     if shape is None or saved[2] is None:
-        return _backward((operation, shape), *saved, outputs_grad)
+        return _backward_of(operation, shape, *saved, outputs_grad)
     # A gradient that is differentiated again is one of JAX's.
-    found = _backward((operation, None), *saved, outputs_grad)
+    found = _backward_of(operation, None, *saved, outputs_grad)
     rows = outputs_grad.ndim - len(shape)
     bias_grad = jnp.sum(outputs_grad, tuple(range(rows))).reshape(shape)
     return *found[:3], bias_grad
@@ -224,7 +224,8 @@ def _linked_forward(
 def _linked_backward(
     operation: Operation, kept: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
-    *of_links, of_state, _ = _backward((operation, None), *kept, outputs_grad)
+    found = _backward_of(operation, None, *kept, outputs_grad)
+    *of_links, of_state, _ = found
     return None, None, of_state, tuple(of_links)
 
 
@@ -278,6 +279,7 @@ def _gradients(
     state: State,
     links: Links,
     outputs_grad: Tensor,
+    slot: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     """Return the gradients of the inputs, the kernel, the state and the bias.
 
@@ -287,12 +289,13 @@ def _gradients(
         state: The state matrix of the recipe, or nothing.
         links: See above.
         outputs_grad: The gradient of the outputs.
+        slot: Int32 scalar, the number of this use of the kernel in the step.
     """
     operation, bias_shape = how
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.bound.residuals(leaves, saved.shapes)
     inputs_grad, kernel_grad, *others = operation.bound.backward(
-        residuals, outputs_grad, state, bias_shape=bias_shape
+        residuals, outputs_grad, state, bias_shape=bias_shape, slot=slot
     )
     found = map(_simplified_apart, (inputs_grad, kernel_grad))
     return *found, *others
@@ -301,8 +304,9 @@ def _gradients(
 def _gradients_forward(
     how: tuple[Operation, None], *tensors: Any
 ) -> tuple[Any, Any]:
-    found = _gradients((how[0].another_use, None), *tensors)
-    saved, _, links, outputs_grad = tensors
+    *others, slot = tensors
+    found = _gradients(how, *others, how[0].another_slot(slot))
+    saved, _, links, outputs_grad = others
     return found, (saved, found[2], links, outputs_grad)
 
 
@@ -318,11 +322,20 @@ def _gradients_backward(
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
     found = _second_derivatives(how[0], saved, outputs_grad, *gradients[:2])
     of_outputs_grad, *of_operands = found
-    return None, observed, tuple(of_operands), of_outputs_grad
+    return None, observed, tuple(of_operands), of_outputs_grad, None
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
 _backward = jax.jit(_gradients, static_argnums=0)
+
+
+def _backward_of(
+    operation: Operation, bias_shape: Shape | None, *tensors: Any
+) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
+    """Compute the gradients for one slot, by a pass that all slots share."""
+    how = operation.first_use, bias_shape
+    found: Any = _backward(how, *tensors, np.int32(operation.slot))
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -144,7 +144,7 @@ class PallasCasts(BothLayouts):
         known: ScaleHint,
         wanted: Wanted,
     ) -> Both:
-        x = matrix.T if wanted.lies_across else matrix
+        x = matrix.T if wanted.is_transposed_in_memory else matrix
         how = Cast(
             asked.format,
             known.rule,
@@ -157,7 +157,7 @@ class PallasCasts(BothLayouts):
         codes, across, *others = partitioned.run(
             casts, x, known.scale, known.unseen
         )
-        if wanted.lies_across:
+        if wanted.is_transposed_in_memory:
             codes, across = across, codes
         return Both(codes, across, *others)
 

@@ -330,6 +330,7 @@ class TensorFlowBackend(Backend):
     def run(
         self,
         operation: Operation,
+        bias: Tensor | None,
         inputs: Tensor,
         kernel: Tensor,
         *state: Tensor,
@@ -360,7 +361,8 @@ class TensorFlowBackend(Backend):
         # A tf.Variable would make tf.custom_gradient ask for a second result.
         operands = [tf.identity(x) for x in (inputs, kernel, *state)]
         refuse_vectorized(*operands[:2])
-        return differentiable(*operands)
+        outputs = differentiable(*operands)
+        return outputs if bias is None else keras.ops.add(outputs, bias)
 
     @override
     def run_frozen(
@@ -466,6 +468,8 @@ def _narrows(operation: Operation, *operands: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shared_settle(settle: Any, shapes: Any) -> CompiledPass:
+    # A pass is traced for the shapes of its first call, so each has its own:
+    # `shapes` is part of the key of the cache.
     return CompiledPass(settle)
 
 

@@ -53,7 +53,9 @@ class Backward:
         sizes: tuple[Any, ...],
         leaves: Sequence[Tensor],
     ):
-        self._operation, self._leaves = operation, list(leaves)
+        # All slots share compiled passes.
+        self._operation, self._slot = operation.first_use, operation.slot
+        self._leaves = list(leaves)
         self._shapes, self._dtypes = shapes, tuple(x.dtype for x in leaves)
         self._unknown = [n for size in sizes for n in size if tf.is_tensor(n)]
 
@@ -74,7 +76,7 @@ class Backward:
         if is_recorded(outputs_grad, inputs, kernel) and not _is_vectorized():
             found = self._linked(outputs_grad, inputs, kernel, *state)
         else:
-            passed = self._passed(self._operation, outputs_grad, state)
+            passed = self._passed(self._slot, outputs_grad, state)
             found = [_last(gradient) for gradient in passed]
         inputs_grad, *assigned = found
         return [inputs_grad, *_after((kernel, *state), assigned)]
@@ -88,8 +90,8 @@ class Backward:
 
         @tf.custom_gradient
         def gradients(outputs_grad: Tensor, *operands: Tensor) -> Any:
-            use = self._operation.another_use
-            found = self._passed(use, outputs_grad, operands[2:])
+            slot = self._operation.another_slot(self._slot)
+            found = self._passed(slot, outputs_grad, operands[2:])
 
             def again(*gradients: Tensor) -> Gradients:
                 derivatives = self._differentiated(outputs_grad, *gradients[:2])
@@ -103,14 +105,16 @@ class Backward:
 
     def _passed(
         self,
-        operation: Operation,
+        slot: int,
         outputs_grad: Tensor,
         state: tuple[Tensor, ...],
     ) -> Gradients:
         """Run the compiled backward pass; return the gradients."""
-        graph = _shared_backward(operation, self._shapes, self._dtypes)
+        graph = _shared_backward(self._operation, self._shapes, self._dtypes)
+        # A number would be compiled in.
+        number = tf.constant(slot, tf.int32)
         found: Gradients = graph(
-            self._leaves, self._unknown, outputs_grad, state
+            self._leaves, self._unknown, outputs_grad, state, number
         )
         return found
 
@@ -220,11 +224,15 @@ def _shared_backward(
     """
 
     def backward(
-        leaves: Any, unknown: Any, outputs_grad: Tensor, state: Any
+        leaves: Any,
+        unknown: Any,
+        outputs_grad: Tensor,
+        state: Any,
+        slot: Tensor,
     ) -> Gradients:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
         inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
-            residuals, outputs_grad, state
+            residuals, outputs_grad, state, slot=slot
         )
         return [inputs_grad, kernel_grad, *state_grad]
 

@@ -261,7 +261,7 @@ class TorchBackend(Backend):
         if not is_known(x) or x.dim() or x.dtype != torch.float32:
             return None
         # What is exported or compiled is still to come.
-        if is_exporting() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # an export compiles too
             return None
         return x.item()
 
@@ -269,7 +269,7 @@ class TorchBackend(Backend):
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
         # Taken for granted on a GPU, which does not read a subnormal number as
         # 0, and which would have to be waited for.
-        if torch.compiler.is_compiling() or is_exporting():
+        if torch.compiler.is_compiling():  # an export compiles too
             return False
         if not (is_known(a) and is_known(b)):
             return a.device.type != "cpu"
@@ -287,7 +287,8 @@ class TorchBackend(Backend):
     def known_any(self, flags: Tensor) -> bool | None:
         # A choice of scales that is already made saves three of the five
         # computations of scales in a step.
-        return bool(flags.any()) if is_known(flags) else None
+        known = type(flags) is torch.Tensor and flags.device.type == "cpu"
+        return bool(flags.any()) if known else None
 
     @override
     def seen_lately(self, state: Tensor) -> bool:
@@ -431,28 +432,50 @@ class TorchBackend(Backend):
     def run(
         self,
         operation: Operation,
+        bias: Tensor | None,
         inputs: Tensor,
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        if is_exporting():
-            return _run_exported(operation, inputs, kernel, state)
-        if torch.compiler.is_dynamo_compiling():
-            refuse_compiled_transforms()
-            return operators.run(operation, None, inputs, kernel, *state)
-        return _run(operation, None, inputs, kernel, *state)
-
-    @override
-    def run_and_add(
-        self, bias: Tensor, operation: Operation, *tensors: Tensor
-    ) -> Tensor:
-        # A GPU's matmul may add it itself.
-        if not torch.compiler.is_compiling():
-            return _run(operation, bias, *tensors)
-        if is_exporting() or not torch.compiler.is_dynamo_compiling():
-            return super().run_and_add(bias, operation, *tensors)
-        refuse_compiled_transforms()
-        return operators.run(operation, bias, *tensors)
+        if torch.compiler.is_compiling():
+            if is_exporting():
+                outputs = _run_exported(operation, inputs, kernel, state)
+                return outputs if bias is None else outputs + bias
+            if torch.compiler.is_dynamo_compiling():
+                refuse_compiled_transforms()
+                return operators.run(operation, bias, inputs, kernel, *state)
+        if torch.onnx.is_in_onnx_export() or torch.jit.is_tracing():
+            _refuse_onnx()
+            _refuse_torchscript()
+        # `fully_shard` marks the parameter that it replaces (torch 2.13), and
+        # Keras goes on reading that one (keras 3.15).
+        if hasattr(kernel, "_fsdp_orig_uid") or hasattr(kernel, shards.GATHERS):
+            raise NotImplementedError(FULLY_SHARD)
+        operation = operation.resolved()
+        tensors = (inputs, kernel, *state)
+        if are_transforms_active():
+            return transforms.run(operation, bias, *tensors)
+        with no_autocast(inputs):
+            if torch.is_grad_enabled() and (
+                inputs.requires_grad
+                or kernel.requires_grad
+                or (state and state[0].requires_grad)
+            ):
+                if state:
+                    observations.know_replicas(*state)
+                links = links_of(inputs, kernel)
+                return Differentiable.apply(operation, links, bias, *tensors)
+            # A bias that is trained alone gets its gradient from an addition.
+            alone = bias is not None and torch.is_grad_enabled()
+            outputs, _ = operation.bound.forward(
+                inputs,
+                kernel,
+                state,
+                False,
+                None if alone else bias,
+                slot=operation.slot,
+            )
+            return outputs + bias if alone else outputs
 
     @override
     def marked_gradients(
@@ -612,39 +635,6 @@ def _run_exported(
     return operation.bound.forward(inputs, kernel, state, observe=True)[0]
 
 
-def _run(
-    operation: Operation,
-    bias: Tensor | None,
-    inputs: Tensor,
-    kernel: Tensor,
-    *state: Tensor,
-) -> Tensor:
-    if torch.onnx.is_in_onnx_export() or torch.jit.is_tracing():
-        _refuse_onnx()
-        _refuse_torchscript()
-    _refuse_shards(kernel)
-    operation = operation.resolved()
-    tensors = (inputs, kernel, *state)
-    if are_transforms_active():
-        return transforms.run(operation, bias, *tensors)
-    with no_autocast(inputs):
-        if torch.is_grad_enabled() and (
-            inputs.requires_grad
-            or kernel.requires_grad
-            or (state and state[0].requires_grad)
-        ):
-            if state:
-                observations.know_replicas(*state)
-            links = links_of(inputs, kernel)
-            return Differentiable.apply(operation, links, bias, *tensors)
-        # A bias that is trained alone gets its gradient from an addition.
-        alone = bias is not None and torch.is_grad_enabled()
-        outputs, _ = operation.bound.forward(
-            inputs, kernel, state, False, None if alone else bias
-        )
-        return outputs + bias if alone else outputs
-
-
 def _refuse_onnx() -> None:
     """Raise if `torch.onnx.export` is tracing the current call."""
     if torch.onnx.is_in_onnx_export():
@@ -669,13 +659,3 @@ def _refuse_torchscript() -> None:
             "save the model and call `keras_policy_ext.revert(model)` first, "
             "or `keras_policy_ext.thaw(model)` if it is frozen."
         )
-
-
-def _refuse_shards(kernel: Tensor) -> None:
-    """Raise if `fully_shard` has replaced the parameter of this kernel.
-
-    It marks the parameter that it replaces (torch 2.13); Keras goes on reading
-    that one (keras 3.15).
-    """
-    if hasattr(kernel, "_fsdp_orig_uid") or hasattr(kernel, shards.GATHERS):
-        raise NotImplementedError(FULLY_SHARD)

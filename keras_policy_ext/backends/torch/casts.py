@@ -41,7 +41,7 @@ def narrow_cast(
     This is `casting.quantize`; on a CPU it works in parts, which saves memory.
     """
     narrow = getattr(torch, dtype)
-    if scale.numel() > 1 or not _is_on_cpu(x):
+    if x.numel() <= _PART or scale.numel() > 1 or not _is_on_cpu(x):
         return _clipped(x, scale, dtype, is_factor).to(narrow)
     q = torch.empty_like(x, dtype=narrow)
     for numbers, part in _in_parts(x, q):
@@ -57,14 +57,16 @@ def cast(
     Compiled and exported functions stay in float32: their graphs have no cast
     to float8 and back.
     """
-    if backend.is_exporting():
+    if torch.compiler.is_compiling():
+        if not backend.is_exporting():
+            return _rounded_in_graph(x, scale, dtype, is_factor)
         values = _clipped(x, scale, dtype, is_factor)
         return _signed_like(x, _round_to_format(values, dtype), dtype)
-    if torch.compiler.is_compiling():
-        return _rounded_in_graph(x, scale, dtype, is_factor)
-    if _is_castable(dtype, x.device):
-        return narrow_cast(x, scale, dtype, is_factor)
-    return _rounded(x, scale, dtype, is_factor)
+    if not _is_castable(dtype, x.device):
+        return _rounded(x, scale, dtype, is_factor)
+    if x.numel() <= _PART:
+        return _clipped(x, scale, dtype, is_factor).to(getattr(torch, dtype))
+    return narrow_cast(x, scale, dtype, is_factor)
 
 
 def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
@@ -73,10 +75,11 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
     Bfloat16 is written in parts, so that the float32 values of the whole
     tensor never exist at once.
     """
+    few = q.numel() <= _FEW
     narrow = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
     if not (narrow and _is_on_cpu(q) and backend.multiplies_bfloat16()):
-        return _widened(q)
-    if q.numel() <= _FEW:
+        return q.float() if few else _widened(q)
+    if few:
         return q.to(torch.bfloat16)
     wide = torch.empty_like(q, dtype=torch.bfloat16)
     for numbers, part in _in_parts(q, wide):
@@ -143,7 +146,8 @@ def _is_on_cpu(x: Tensor) -> bool:
 
 
 def _is_castable(dtype: str, device: torch.device) -> bool:
-    return dtype in HALVES and backend.casts_to_float8(device)
+    casts = device.type == "cpu" or backend.casts_to_float8(device)
+    return casts and dtype in HALVES
 
 
 def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
@@ -274,6 +278,8 @@ class TritonStates(StateKernels):
     def supports(self, source: Any, state: Tensor) -> str | None:
         if type(source) is not DelayedSource:
             return "Triton's arithmetic is that of delayed scaling"
+        if not self.interpreted and state.device.type != "cuda":
+            return "Triton's kernels are for CUDA"
         if not is_real(state) or state.dtype != torch.float32:
             return "this state has no float32 numbers yet"
         return _refusal(state, self.interpreted)

@@ -182,7 +182,8 @@ class CpuStates(StateKernels):
         there = is_real(state) and state.device.type == "cpu"
         if not there or state.dtype != torch.float32:
             return "this state has no float32 numbers on a CPU"
-        if backend.is_exporting() or torch.compiler.is_compiling():
+        # An export compiles too.
+        if torch.compiler.is_compiling():
             return "a compiler does not see what NumPy does"
         return None
 
@@ -326,7 +327,7 @@ class Float32Matmul(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        if _fits_bfloat16(a, b, dtype):
+        if dtype == "bfloat16" and _fits_bfloat16(a, b):
             if not _in_one_scale(a, b):
                 return self._narrow(a, b)
             scale = float(a.scale * b.scale)
@@ -372,7 +373,7 @@ ENGINE = Engine(
 )
 
 
-def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
+def _fits_bfloat16(a: Quantized, b: Quantized) -> bool:
     """Return True if bfloat16 is as exact as float32 for a matmul, and faster.
 
     Bfloat16 represents every float8 value exactly, also times a power of two.
@@ -380,8 +381,7 @@ def _fits_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
     with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
     """
     return (
-        dtype == "bfloat16"
-        and a.values.dtype in (torch.float32, torch.bfloat16)
+        a.values.dtype in (torch.float32, torch.bfloat16)
         and (_in_one_scale(a, b) or are_powers_of_two(a, b))
         and is_known(a.scale)
         and backend.multiplies_bfloat16()
@@ -393,10 +393,11 @@ def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
 
     False for tensors without data, since nothing is computed.
     """
+    if not _is_cuda(a.values):
+        return False
     narrow = backend.here().multiplies_in
     return (
-        _is_cuda(a.values)
-        and exact_in(narrow, a, b)
+        exact_in(narrow, a, b)
         and is_real(a.values)
         and backend.sums_in_float32(narrow)
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,6 +22,7 @@ from keras_policy_ext.backends.interface import (
     Operation,
     Shape,
 )
+from keras_policy_ext.numerics.observations import Slot
 
 FORWARD_MODE = (
     "A layer in float8 has no derivative in forward mode. Received: "
@@ -128,7 +129,7 @@ def links_of(inputs: Tensor, kernel: Tensor) -> Links:
 def _link_of(x: Tensor) -> Tensor | None:
     if not x.requires_grad:
         return None
-    if _is_parameter(x):
+    if type(x) is torch.nn.Parameter:
         return x
     return _Link.apply(x) if type(x) is torch.Tensor else None
 
@@ -147,6 +148,24 @@ class _Link(ReverseMode):
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
         return outputs_grad
+
+
+class Pass(NamedTuple):
+    """What a backward pass needs to know beside tensors.
+
+    Attributes:
+        operation: The operation.
+        slot: The number of this use of the kernel in the step.
+        shapes: The shapes of the inputs and of the kernel.
+        needed: Whether the gradients of inputs and kernel are needed.
+        uses_state: Whether the first saved tensor is a state.
+    """
+
+    operation: Operation
+    slot: Slot
+    shapes: tuple[Shape, Shape]
+    needed: tuple[bool, bool]
+    uses_state: bool
 
 
 class Differentiable(ReverseMode):
@@ -179,7 +198,9 @@ class Differentiable(ReverseMode):
             )
             ctx.save_for_backward(*state, *saved)
             return outputs
-        outputs, residuals = bound.forward(inputs, kernel, state, observe, bias)
+        outputs, residuals = bound.forward(
+            inputs, kernel, state, observe, bias, slot=operation.slot
+        )
         if not observe and kernel.requires_grad and not _is_parameter(kernel):
             residuals = operation.bound.observed(residuals, inputs, kernel)
         ctx.shapes = residuals.shapes
@@ -202,14 +223,19 @@ class Differentiable(ReverseMode):
                 matrix = state[0] if state else None
                 with no_autocast(outputs_grad):
                     *grads, bias_grad, state_grad = ctx.passes.backward(
-                        saved, outputs_grad, matrix, (*needed, summed)
+                        saved,
+                        outputs_grad,
+                        matrix,
+                        (*needed, summed),
+                        ctx.operation.slot,
                     )
                 if of_bias and not summed:
                     bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
                 state_grads = (state_grad,) if state else ()
                 return None, None, bias_grad, *grads, *state_grads
             saved = *state, *ctx.passes.leaves(saved)
-        how = ctx.operation, ctx.shapes, needed, ctx.uses_state
+        slot = ctx.operation.slot
+        how = Pass(ctx.operation, slot, ctx.shapes, needed, ctx.uses_state)
         if ctx.operation.training is False and ctx.uses_state:
             saved = _with_amax(how, ctx.links[1], saved)
         # Under create_graph=True, or for a batch of gradients.
@@ -229,34 +255,33 @@ class Differentiable(ReverseMode):
 
 
 def _with_amax(
-    how: Any, kernel: Tensor | None, saved: tuple[Tensor, ...]
+    how: Pass, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Add the kernel's amax to the saved tensors, if it is a parameter.
 
     It is computed here, since the forward pass may never be differentiated.
 
     Args:
-        how: See `_gradients`.
+        how: See `Pass`.
         kernel: The link to the kernel.
         saved: See `_gradients`.
     """
     if kernel is None or not _is_parameter(kernel):
         return saved
-    operation, shapes, *_ = how
-    residuals = operation.bound.residuals(saved[1:], shapes)
+    bound = how.operation.bound
+    residuals = bound.residuals(saved[1:], how.shapes)
     with torch.no_grad():
-        residuals = operation.bound.observed(residuals, kernel, kernel)
+        residuals = bound.observed(residuals, kernel, kernel)
     return *saved[:1], *residuals.leaves(narrow=False)
 
 
 def _gradients(
-    how: Any, outputs_grad: Tensor, saved: tuple[Tensor, ...]
+    how: Pass, outputs_grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the inputs, the kernel and the state.
 
     Args:
-        how: The operation, the shapes, which of the first two gradients are
-            needed, and whether there is a state.
+        how: See `Pass`.
         outputs_grad: The gradient of the outputs.
         saved: The state, if there is one, and the leaves of the residuals.
     """
@@ -264,45 +289,42 @@ def _gradients(
 
 
 def _all_gradients(
-    how: Any,
+    how: Pass,
     outputs_grad: Tensor,
     saved: tuple[Tensor, ...],
     bias_shape: Shape | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `_gradients`, and that of a bias of a shape."""
-    operation, shapes, needed, uses_state = how
-    state, leaves = saved[:uses_state], saved[uses_state:]
+    bound, has_state = how.operation.bound, how.uses_state
     with torch.no_grad(), no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad, bias_grad = (
-            operation.bound.backward(
-                operation.bound.residuals(leaves, shapes),
-                outputs_grad,
-                state,
-                needed,
-                bias_shape,
-            )
+        inputs_grad, kernel_grad, state_grad, bias_grad = bound.backward(
+            bound.residuals(saved[has_state:], how.shapes),
+            outputs_grad,
+            saved[:has_state],
+            how.needed,
+            bias_shape,
+            how.slot,
         )
     return inputs_grad, kernel_grad, *state_grad, bias_grad
 
 
 def linked(
-    how: Any, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
+    how: Pass, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
 ) -> Any:
     """Return the gradients of `_gradients`; they can be differentiated once.
 
     Args:
-        how: See `_gradients`.
+        how: See `Pass`.
         outputs_grad: See `_gradients`.
         links: The links to the inputs and the kernel.
         saved: See `_gradients`.
     """
-    pairs = zip(how[2], links, strict=True)
+    pairs = zip(how.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
         # Of operands of a type that has no links.
         found = _gradients(how, outputs_grad, saved)
         return *last(found[:2], outputs_grad), *found[2:]
-    operation, *rest = how
-    how = operation.another_use, *rest
+    how = how._replace(slot=how.operation.another_slot(how.slot))
     return _Gradients.apply(how, outputs_grad, *links, *saved)
 
 
@@ -311,7 +333,7 @@ class _Gradients(ByExample):
 
     @staticmethod
     def forward(
-        how: Any,
+        how: Pass,
         outputs_grad: Tensor,
         inputs_link: Tensor | None,
         kernel_link: Tensor | None,
@@ -335,11 +357,11 @@ class _Gradients(ByExample):
         ctx: Any, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
     ) -> tuple[Any, ...]:
         outputs_grad, *saved = ctx.saved_tensors
-        operation, shapes, _, uses_state = ctx.how
-        leaves = saved[uses_state:]
+        bound = ctx.how.operation.bound
+        leaves = saved[ctx.how.uses_state :]
         with torch.no_grad(), no_autocast(outputs_grad):
-            found = operation.bound.second_derivatives(
-                operation.bound.residuals(leaves, shapes),
+            found = bound.second_derivatives(
+                bound.residuals(leaves, ctx.how.shapes),
                 outputs_grad,
                 inputs_grad_grad,
                 kernel_grad_grad,

@@ -155,14 +155,14 @@ def _forward(
         return [outputs, *saved] if keep else [outputs]
     with no_autocast(inputs):
         outputs, residuals = operation.bound.forward(
-            inputs, kernel, _listed(state), observe, bias
+            inputs, kernel, _listed(state), observe, bias, slot=operation.slot
         )
         if keep and not observe:
             residuals = operation.bound.observed(residuals, inputs, kernel)
     found = [inputs, kernel, *_listed(state)]
     before = len(found)
     for tensor in [outputs, *(residuals.leaves() if keep else ())]:
-        found.append(apart(tensor, found))
+        found.append(unshared(tensor, found))
     return found[before:]
 
 
@@ -212,13 +212,19 @@ def _backward(
     passes = straight and straight.of(*sizes, outputs_grad.device)
     if passes:
         with no_autocast(outputs_grad):
-            found = passes.backward(leaves, outputs_grad, state, needed)
+            found = passes.backward(
+                leaves, outputs_grad, state, needed, operation.slot
+            )
         return [x for x in found if x is not None]
     residuals = bound.residuals(leaves, sizes)
     bias_grad = None
     with no_autocast(outputs_grad):
         inputs_grad, kernel_grad, state_grad, _ = bound.backward(
-            residuals, outputs_grad, _listed(state), (needed[0], needed[1])
+            residuals,
+            outputs_grad,
+            _listed(state),
+            (needed[0], needed[1]),
+            slot=operation.slot,
         )
         if needed[2]:
             bias_grad = outputs_grad.sum_to_size(tuple(bias_shape))
@@ -226,7 +232,7 @@ def _backward(
     before = len(found)
     for tensor in (inputs_grad, kernel_grad, bias_grad, *state_grad):
         if tensor is not None:
-            found.append(apart(tensor.contiguous(), found))
+            found.append(unshared(tensor.contiguous(), found))
     return found[before:]
 
 
@@ -343,7 +349,7 @@ def _frozen(
     """Return the outputs of the frozen operation of this name."""
     operation: Any = _OPERATIONS[name]
     outputs = operation.forward(inputs, tuple(constants))
-    return apart(outputs.contiguous(), [inputs, *constants])
+    return unshared(outputs.contiguous(), [inputs, *constants])
 
 
 @_frozen.register_fake
@@ -365,7 +371,7 @@ def _frozen_grad(
     gradient = operation.inputs_grad(
         outputs_grad, tuple(constants), tuple(shape)
     )
-    return apart(gradient.contiguous(), [outputs_grad, *constants])
+    return unshared(gradient.contiguous(), [outputs_grad, *constants])
 
 
 @_frozen_grad.register_fake
@@ -397,7 +403,7 @@ def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
     return () if state is None else (state,)
 
 
-def apart(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+def unshared(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
     """Return the tensor, cloned if it shares memory with one of `others`."""
     memory = tensor.untyped_storage()
     shared = any(memory is other.untyped_storage() for other in others)

@@ -57,7 +57,7 @@ class ScaledMM(NativeMatmul):
         """
         return torch_devices.here().maker != "cpu"
 
-    def adding(self, bias: Tensor) -> ScaledMM | None:
+    def with_bias(self, bias: Tensor) -> ScaledMM | None:
         """Return a kernel that adds a bias before it rounds; None on a CPU.
 
         On a CPU the results must not change.
@@ -134,7 +134,7 @@ class ScaledMMOfRows(NativeMatmul):
     def __init__(self, bias: Tensor | None = None):
         self._bias = bias
 
-    def adding(self, bias: Tensor) -> ScaledMMOfRows | None:
+    def with_bias(self, bias: Tensor) -> ScaledMMOfRows | None:
         """Return a kernel that adds a bias before it rounds, or None.
 
         On a CPU the results must not change. Elsewhere PyTorch's kernel has

@@ -241,7 +241,6 @@ class Straight:
             for operand in OPERANDS
         }
         self.differentiates = plan.training is not False or not has_state
-        self.slot = 1 + plan.slot % SLOTS
         self.column = 0 if has_state else triton_casts.MARKED_AFTER
         self.contracted = len(plan.contraction.form.contracted)
         self.outputs_dtype = getattr(torch, plan.inputs_dtype)
@@ -384,9 +383,12 @@ class Passes:
             self._read = Launch(triton_states.history_kernel, (3,), constants)
             few = {name: constants[name] for name in ("WIDTH", "BLOCK")}
             few["PARTS"] = 4096
-            self._observe = Launch(
-                triton_states.observation_kernel, (3,), few, num_warps=8
-            )
+            # Triton compiles a kernel of its own for an argument that is 1, as
+            # the column of slot 0 is, and a `Launch` keeps its first kernel.
+            self._observe = [
+                Launch(triton_states.observation_kernel, (3,), few, num_warps=8)
+                for _ in range(SLOTS)
+            ]
         programs = (-(-self._n // triton_casts.SUMMED),)
         constants = triton_casts.sums_constants()
         self._add_up = Launch(triton_casts.sums_kernel, programs, constants)
@@ -426,6 +428,7 @@ class Passes:
         outputs_grad: Tensor,
         state: Tensor | None,
         needed: Sequence[bool],
+        slot: int = 0,
     ) -> list[Tensor | None]:
         """Compute the gradients of inputs, kernel, bias and state.
 
@@ -434,7 +437,7 @@ class Passes:
         straight = self._straight
         g = _matrix(outputs_grad, self._m, self._n)
         of_inputs, of_kernel, sums, state_grad = self._gradient(
-            saved, g, state, needed[2]
+            saved, g, state, needed[2], slot
         )
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
@@ -510,6 +513,7 @@ class Passes:
         g: Tensor,
         state: Tensor | None,
         sums: bool,
+        slot: int,
     ) -> tuple[Any, ...]:
         """Quantize a gradient of the outputs.
 
@@ -534,8 +538,9 @@ class Passes:
             state_grad = _empty((3, self._width), dtype=_FLOAT32, device=device)
             amaxes: Any = kept.inputs_amax, kept.kernel_amax, g_amax
             counts = [amax.numel() for amax in amaxes]
-            slot = self._straight.slot
-            self._observe(stream, *amaxes, *counts, state_grad, slot)
+            observe_slot = self._observe[slot % SLOTS]
+            column = 1 + slot % SLOTS
+            observe_slot(stream, *amaxes, *counts, state_grad, column)
         elif state is not None:
             state_grad = torch.zeros_like(state)
         of_inputs = gv, kept.kernel.t(), g_scale, w_scale
@@ -595,6 +600,7 @@ class PassesOfRows(Passes):
         g: Tensor,
         state: Tensor | None,
         sums: bool,
+        slot: int,
     ) -> tuple[Any, ...]:
         xa, wv, x_scale, w_scale = saved
         cast = self._cast_of_rows("outputs_grad", g, sums)

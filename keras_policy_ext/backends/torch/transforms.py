@@ -50,14 +50,14 @@ class _Run(ByExample):
         observe = operation.training is not False
         with torch_gradients.no_autocast(inputs):
             outputs, residuals = operation.bound.forward(
-                inputs, kernel, state, observe
+                inputs, kernel, state, observe, slot=operation.slot
             )
             if not observe:
                 residuals = operation.bound.observed(residuals, inputs, kernel)
         found = [inputs, kernel, *state]
         before = len(found)
         for tensor in (outputs, *residuals.leaves()):
-            found.append(operators.apart(tensor, found))
+            found.append(operators.unshared(tensor, found))
         return tuple(found[before:])
 
     @staticmethod
@@ -73,7 +73,10 @@ class _Run(ByExample):
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor, *_: Any) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[2:4]
-        how = ctx.operation, ctx.shapes, needed, ctx.uses_state
+        slot = ctx.operation.slot
+        how = torch_gradients.Pass(
+            ctx.operation, slot, ctx.shapes, needed, ctx.uses_state
+        )
         gradients = torch_gradients.linked(
             how, outputs_grad, ctx.links, ctx.saved_tensors
         )
@@ -88,7 +91,7 @@ class _RunFrozen(ByExample):
         operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
         found = operation.forward(inputs, constants)
-        return operators.apart(found, [inputs, *constants])
+        return operators.unshared(found, [inputs, *constants])
 
     @staticmethod
     def setup_context(

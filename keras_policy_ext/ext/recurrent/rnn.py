@@ -227,7 +227,7 @@ class Float8Cell(Float8Mixin):
         contraction = gates_of(
             len(x.shape), per_gate, first, last, self.float8_gates
         )
-        x = self._contract(contraction, x, kernel, training)
+        x = self.float8_controller.contract(contraction, x, kernel, training)
         return ops.concatenate(ops.unstack(x, axis=-2), axis=-1)
 
     def _bias(self) -> tuple[Tensor | None, Tensor | None]:

@@ -150,9 +150,11 @@ def given(scale):
     return Scale(jnp.asarray([scale], "float32"), no, no)
 
 
-@pytest.mark.parametrize("lies_across", [False, True])
+@pytest.mark.parametrize("is_transposed_in_memory", [False, True])
 @pytest.mark.parametrize("unseen", [False, True])
-def test_a_scale_that_is_not_known_is_that_of_the_tensor(unseen, lies_across):
+def test_a_scale_that_is_not_known_is_that_of_the_tensor(
+    unseen, is_transposed_in_memory
+):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(70, 130)), "float32")
     asked = recipes.Quantization(format=FORMATS[0])
     known = ScaleHint(
@@ -160,7 +162,7 @@ def test_a_scale_that_is_not_known_is_that_of_the_tensor(unseen, lies_across):
         jnp.asarray(unseen),
         ScaleRule(inverted=True),
     )
-    wanted = Wanted(True, lies_across)
+    wanted = Wanted(True, is_transposed_in_memory)
     found = INTERPRETED.quantize(x, asked, known, wanted)
     own = casting.format_of(FORMATS[0]).max
     scale = 1 / (np.float32(own) / np.abs(x).max()) if unseen else 0.25

@@ -26,7 +26,7 @@ import torch
 from fake_gpus import fake_cuda
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.torch.scaled_mm import ScaledMM, _padded
-from keras_policy_ext.contractions.bound_plan import settled
+from keras_policy_ext.contractions.bound_plan import simplified
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import DelayedScaling
@@ -193,7 +193,7 @@ def test_scales_are_chosen_only_while_an_operand_was_not_seen():
     state[:, 0] = VALID_MARK
 
     def unseen():
-        known = settled(source.history_scales(state))
+        known = simplified(source.history_scales(state))
         return None if known.unseen is None else known.unseen.tolist()
 
     assert unseen() == [True] * 3
@@ -202,7 +202,7 @@ def test_scales_are_chosen_only_while_an_operand_was_not_seen():
     state[2, 10] = 3.0
     assert unseen() is None
     known = source.history_scales(state)
-    assert settled(known).scales is known.scales
+    assert simplified(known).scales is known.scales
 
 
 def test_scales_that_are_parts_of_a_tensor_are_aligned(monkeypatch):

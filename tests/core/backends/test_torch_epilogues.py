@@ -177,7 +177,7 @@ def test_zeros_are_added_to_the_columns_that_pad_the_result(monkeypatch):
         a, b = whole(empty(1, 17, 16), one), whole(empty(1, 33, 16), one)
         bias = empty(33, dtype="bfloat16")
         with devices.pretend("h200"):
-            y = ScaledMM().adding(bias).multiply(a, b, "bfloat16", True)
+            y = ScaledMM().with_bias(bias).multiply(a, b, "bfloat16", True)
         assert tuple(y.shape) == (1, 17, 33)
     assert sizes == [((48,), 48)]
 

@@ -197,7 +197,7 @@ def test_scales_of_blocks_in_the_values_are_emulated_alike(on_amx, pair):
         emulated.folded(x.with_values(x.values.float()), False)
         for x in operands(pair, (17, 260, 33))[:2]
     )
-    assert torch_kernels._fits_bfloat16(a, b, "bfloat16")
+    assert torch_kernels._fits_bfloat16(a, b)
     found = EMULATED.multiply(a, b, "bfloat16", fast=True).double()
     exact = a.values.double() @ b.values.double().mT
     allowed = exact.abs() * 2.0**-8 + exact.abs().max() * 2.0**-20
@@ -205,7 +205,7 @@ def test_scales_of_blocks_in_the_values_are_emulated_alike(on_amx, pair):
     nearest = asked(Tile(1, 4), scale_rounding="nearest")
     x = quantize(torch.ones(1, 4, 8), nearest)[0]
     x = emulated.folded(x, False)
-    assert not torch_kernels._fits_bfloat16(x, x, "bfloat16")
+    assert not torch_kernels._fits_bfloat16(x, x)
 
 
 # Blocks, read as PyTorch documents them

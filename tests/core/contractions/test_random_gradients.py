@@ -71,7 +71,7 @@ def differentiated(equation, recipe, slot):
 
     def both(x, w, g, *state):
         _, residuals = plan.bound.forward(x, w, state, observe=True)
-        return plan.bound.backward(residuals, g, state)[:2]
+        return plan.bound.backward(residuals, g, state, slot=slot)[:2]
 
     return compiled(both, "jit" if COMPILED else "eager")
 
