@@ -1,12 +1,14 @@
-"""Attention of Keras's layers, with other functions for the two matmuls."""
+"""What the attention layers of Keras keep under private names."""
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 from keras import ops
 
-from keras_policy_ext._keras import versions
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._keras import versions, walking
+
+_ATTEND = "_compute_attention"
 
 
 def has_flash_attention(layer: keras.Layer) -> bool:
@@ -21,96 +23,74 @@ def has_flash_attention(layer: keras.Layer) -> bool:
 
 def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
     """Return True if a subclass of `mixin` overrides the attention of Keras."""
-    cls, name = type(layer), "_compute_attention"
-    stock = getattr(super(mixin, cls), name, None)
-    return getattr(cls, name, None) is not stock
+    stock = getattr(super(mixin, type(layer)), _ATTEND, None)
+    return getattr(type(layer), _ATTEND, None) is not stock
 
 
-def replace_attention(
-    layer: keras.Layer, mixin: type, attend: Callable[..., object] | None
-) -> None:
-    """Make `layer` compute attention by `attend`; None restores Keras's.
-
-    A subclass of `mixin` that overrides attention keeps its own. The function
-    is set on the instance and not on the class: Keras compares the method of
-    the class (`_compute_attention`, keras 3.12 to 3.15) to see whether
-    attention is overridden, and if so, does not use the causal kernels of the
-    frameworks. Expires with a public method to override.
+def products_of(layer: keras.Layer) -> tuple[str, str]:
+    """Return the equations of the scores and the weighted sum of a built layer.
 
     Raises:
-        ImportError: If Keras has no such method any more.
+        ImportError: If Keras has them under other names (keras 3.12 to 3.16).
     """
-    name = "_compute_attention"
-    vars(layer).pop(name, None)
-    replaced = attend is not None and not has_own_attention(layer, mixin)
-    if replaced:
-        _check(layer)
-        vars(layer)[name] = attend
-    # A layer inside, which would cast float32 scores to float16 (`_softmax`,
-    # keras 3.0 to 3.15).
-    softmax = getattr(layer, "_softmax", None)
-    if softmax is not None:
-        softmax.autocast = not replaced
-
-
-def _check(layer: keras.Layer) -> None:
-    """Raise if a layer lacks an attribute that `attend` needs."""
-    needed = ["_compute_attention", "_compute_causal_mask", "_masked_softmax"]
-    if layer.built:
-        needed += ["_dot_product_equation", "_combine_equation"]
-    for name in needed:
+    names = "_dot_product_equation", "_combine_equation"
+    for name in (_ATTEND, *names):
         if not hasattr(layer, name):
             what = f"{type(layer).__name__}.{name}"
             raise versions.missing(what, 'attention="float8"')
+    scores, weighted_sum = (getattr(layer, name) for name in names)
+    return scores, weighted_sum
 
 
-def attend(
+def replace_attention(
+    layer: keras.Layer, attend: Callable[..., Any] | None
+) -> None:
+    """Make a layer compute attention by `attend`; None restores Keras's.
+
+    It is set on the instance. Keras compares the method of the class
+    (`_compute_attention`, keras 3.12 to 3.16): if that is overridden, layers
+    without `attend` lose the causal kernels of the frameworks. Expires with a
+    public method to override.
+    """
+    vars(layer).pop(_ATTEND, None)
+    if attend is not None:
+        vars(layer)[_ATTEND] = attend
+        # Keras returns no scores with it. A layer that was made with it has no
+        # `attend`; here it is from `keras.config.enable_flash_attention`.
+        vars(layer)["_flash_attention"] = False
+    for each in walking.layers_directly_in(layer):
+        if isinstance(each, keras.layers.Softmax):
+            # It would cast float32 scores to float16 (keras 3.0 to 3.16).
+            each.autocast = attend is None
+
+
+def attend_by_scores(
     layer: keras.Layer,
-    scored: Callable[..., Tensor],
-    contracted: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
+    stock: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
     training: bool | None = None,
-    return_attention_scores: bool = False,
-    use_causal_mask: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention as Keras's layer does, with the two matmuls passed in.
+    return_attention_scores: bool = True,
+    **causal: bool,
+) -> tuple[Any, Any]:
+    """Call Keras's attention so that it multiplies by two `ops.einsum`.
 
-    Masks, softmax, dropout and the equations are those of the stock layer,
-    which has them under private names only (keras 3.12 to 3.15). Expires with
-    public names.
-
-    Args:
-        layer: An attention layer.
-        scored: Computes the scores from an equation, query and key.
-        contracted: Computes the weighted sum from an equation, weights and
-            value.
-        query: (batch, <queries>, heads, size), projected.
-        key: (batch, <keys>, heads, size), projected.
-        value: (batch, <keys>, heads, value size), projected.
-        attention_mask: Boolean, (batch, <queries>, <keys>).
-        training: Whether dropout is applied to the probabilities.
-        return_attention_scores: Ignored; the scores are always returned.
-        use_causal_mask: Whether to add the causal mask here.
+    It does so where it returns the scores, and otherwise may call
+    `ops.dot_product_attention`. `MultiHeadAttention` reads from an argument
+    whether to return them, `GroupQueryAttention` from an attribute
+    (`_return_attention_scores`, keras 3.12 to 3.16).
 
     Returns:
-        (batch, <queries>, heads, value size), and the probabilities
-        before dropout, (batch, heads, <queries>, <keys>).
+        The weighted sum and the probabilities.
     """
-    if use_causal_mask:
-        causal = layer._compute_causal_mask(query, value)
-        attention_mask = (
-            causal
-            if attention_mask is None
-            else ops.logical_and(ops.cast(attention_mask, "bool"), causal)
-        )
-    scores = scored(layer._dot_product_equation, query, key)
-    scores = layer._masked_softmax(scores, attention_mask)
-    weights = scores
-    if layer.dropout > 0.0:
-        weights = layer._dropout_layer(scores, training=training)
-    if scores.dtype != query.dtype:
-        scores = ops.cast(scores, query.dtype)
-    return contracted(layer._combine_equation, weights, value), scores
+    if hasattr(layer, "_return_attention_scores"):
+        vars(layer)["_return_attention_scores"] = True
+    else:
+        causal["return_attention_scores"] = True
+    operands = query, key, value, attention_mask, training
+    with keras.name_scope(layer.name, caller=layer):
+        weighted_sum, weights = stock(*operands, **causal)
+    # Its softmax is in float32 where the layer computes in float16.
+    return weighted_sum, ops.cast(weights, query.dtype)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
-import inspect
 import math
-import textwrap
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
@@ -58,15 +53,6 @@ from keras_policy_ext.policies.of_layers import (
 from keras_policy_ext.recipes import FrozenKernels
 
 _FILES = ("save_own_variables", "load_own_variables")
-_ASSIGNS = ("assign", "assign_add", "assign_sub")
-
-# Where a layer may set its weights before it is used.
-_BEFORE_CALLS = (
-    "__init__",
-    "build",
-    "build_from_config",
-    "from_config",
-)
 
 
 def has_own_files(layer: keras.Layer) -> str | None:
@@ -89,152 +75,12 @@ def has_own_files(layer: keras.Layer) -> str | None:
     return None
 
 
-def kernels_assigned_in(
-    layers: Iterable[keras.Layer],
-) -> dict[int, str]:
-    """Return the weights that methods of layers assign, by `id`, with a reason.
-
-    Such weights stay in floats. They are found in the source of the classes:
-    `self.inner.kernel.assign(...)`, or a local variable that holds the weight.
-    Methods that make and build a layer are skipped, and so are classes of
-    Keras.
-    """
-    found: dict[int, str] = {}
-    for layer in layers:
-        for function in _methods(type(layer)):
-            for each in _assigned_by(function, layer):
-                if isinstance(each, keras.Variable):
-                    reason = (
-                        f"layer {path_of(layer)!r} assigns its weight "
-                        f"{each.name!r} in `{function.__name__}`, which a "
-                        "frozen one does not take"
-                    )
-                    found.setdefault(id(each), reason)
-    return found
-
-
 def _stock() -> set[type]:
     return {*drop_ins(), keras.Layer}
 
 
 def _own() -> set[type]:
     return set(drop_ins().values())
-
-
-def _methods(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the methods of a class that the user has written."""
-    for base in cls.__mro__:
-        if base.__module__.split(".")[0] in ("keras", "keras_policy_ext"):
-            continue
-        for name, value in vars(base).items():
-            if isinstance(value, property):
-                value = value.fget
-            wanted = name not in _BEFORE_CALLS
-            if wanted and isinstance(value, types.FunctionType):
-                yield value
-
-
-def _assigned_by(function: types.FunctionType, layer: keras.Layer) -> list[Any]:
-    """Return the objects of a layer to which a method assigns values."""
-    if not {*_ASSIGNS} & _names(function.__code__):
-        return []
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, TypeError):
-        return []
-    meant = _Meanings(function.__code__.co_varnames[0], layer)
-    meant.read(tree)
-    return [
-        each
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in _ASSIGNS
-        for each in meant.of(node.value)
-    ]
-
-
-def _names(code: types.CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names(constant)
-    return found
-
-
-class _Meanings:
-    """Find the objects to which expressions in a method's source refer.
-
-    It follows attributes, entries of lists and dicts, and local names of
-    these.
-
-    Args:
-        owner: What the method calls its layer.
-        layer: The layer.
-    """
-
-    def __init__(self, owner: str, layer: keras.Layer):
-        self._names: dict[str, list[Any]] = {owner: [layer]}
-
-    def read(self, tree: ast.AST) -> None:
-        """Record to which objects the local variables of a method refer."""
-        for _ in range(2):  # A name may be used above the line that sets it.
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Assign):
-                    for target in node.targets:
-                        self._name(target, self.of(node.value))
-                elif isinstance(node, (ast.For, ast.comprehension)):
-                    self._name(node.target, _within(self.of(node.iter)))
-                elif isinstance(node, ast.NamedExpr):
-                    self._name(node.target, self.of(node.value))
-
-    def of(self, node: ast.AST) -> list[Any]:
-        """Return all known objects to which an expression may refer."""
-        if isinstance(node, ast.Name):
-            return self._names.get(node.id, [])
-        if isinstance(node, ast.Attribute):
-            return _attributes(self.of(node.value), node.attr)
-        if isinstance(node, ast.Subscript):
-            return _within(self.of(node.value))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            name, given = node.func.id, node.args
-            if name == "getattr" and isinstance(given[1], ast.Constant):
-                return _attributes(self.of(given[0]), str(given[1].value))
-            if name in ("list", "tuple", "reversed", "zip", "enumerate"):
-                return [each for x in given for each in self.of(x)]
-        if isinstance(node, (ast.List, ast.Tuple)):
-            return [[each for x in node.elts for each in self.of(x)]]
-        if isinstance(node, ast.IfExp):
-            return [*self.of(node.body), *self.of(node.orelse)]
-        return []
-
-    def _name(self, target: ast.AST, values: list[Any]) -> None:
-        names = [target]
-        if isinstance(target, (ast.Tuple, ast.List)):
-            names, values = list(target.elts), [*values, *_within(values)]
-        for name in names:
-            if isinstance(name, ast.Name):
-                known = self._names.setdefault(name.id, [])
-                ids = {id(each) for each in known}
-                known += [each for each in values if id(each) not in ids]
-
-
-def _attributes(values: list[Any], name: str) -> list[Any]:
-    """Return attribute `name` of each value that has this attribute."""
-    found = []
-    for value in values:
-        with contextlib.suppress(Exception):  # A property may need more.
-            found.append(getattr(value, name))
-    return found
-
-
-def _within(values: list[Any]) -> list[Any]:
-    """Return the entries of all lists and dicts among some values."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, dict):
-            found += value.values()
-        elif isinstance(value, (list, tuple)):
-            found += value
-    return found
 
 
 @_user_code.once
@@ -404,15 +250,13 @@ def freezable(
         found[id(each.layer)] = Candidate(each.layer, form, kernels)
     order = walking.layers_within(model)
     holders = _holders(order)
-    assigned = kernels_assigned_in(order)
     chosen = []
     for layer in order:
         if id(layer) not in found:
             continue
         candidate = found[id(layer)]
         reason = has_own_files(layer) or _shared(candidate, holders)
-        reason = reason or _moves_kernels(candidate)
-        if reason := reason or _assigned(candidate, assigned):
+        if reason := reason or _moves_kernels(candidate):
             skipped.append(Unconverted(layer, reason))
         else:
             chosen.append(candidate)
@@ -550,12 +394,6 @@ def _kernels_in_floats(layer: Any) -> Iterator[Unconverted]:
         elif layer.is_float8_kernel(layer, each):
             reason = f"{each.name!r} is moved, or read in several ways"
             yield Unconverted(layer, reason, each)
-
-
-def _assigned(candidate: Candidate, reasons: dict[int, str]) -> str | None:
-    """Return why a kernel that user code assigns is not frozen, or None."""
-    found = (reasons.get(id(kernel)) for kernel in candidate.kernels)
-    return next(filter(None, found), None)
 
 
 def form_to_freeze(layer: keras.Layer) -> Any:

@@ -16,7 +16,7 @@ from keras_policy_ext.layers.activation_products import (
     Fused,
     Multiplied,
     Softmax,
-    role_of,
+    role_in_attention,
 )
 from keras_policy_ext.layers.by_operation import (
     LikeCall,
@@ -165,13 +165,16 @@ class _Notes:
         key = self._like.get(id(layer), id(layer))
         noted = self._activations.get(key, ())
         fused = [x for x in noted if isinstance(x, Fused)]
-        roles = tuple(
-            (each.equation, role_of(each, (_PRODUCT, key, n) in self._scores))
-            for n, each in enumerate(noted)
-            if isinstance(each, Multiplied)
-        )
+        roles = []
+        for number, each in enumerate(noted):
+            if isinstance(each, Multiplied):
+                reaches_softmax = (_PRODUCT, key, number) in self._scores
+                role = role_in_attention(each, reaches_softmax)
+                roles.append((each.equation, role))
         return Attention(
-            roles, bool(fused), any(each.needs_flash for each in fused)
+            tuple(roles),
+            bool(fused),
+            any(each.needs_flash for each in fused),
         )
 
     def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:

@@ -37,6 +37,7 @@ OTHER = "other"
 """What a product of two activations can be."""
 
 _OF_OPERAND = (SUM, SWAPPED)
+"""What a product is whose first, or second, operand a softmax made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,14 @@ class Attention:
         roles: The equation of each product and what it is, in order.
         is_fused: Whether it calls `keras.ops.dot_product_attention`.
         needs_flash: Whether it does so with `flash_attention=True`.
+        widens_float16: Whether scores of float16 are computed in float32:
+            beyond 65504 they would be infinite, and their softmax NaN.
     """
 
     roles: tuple[tuple[str, str], ...] = ()
     is_fused: bool = False
     needs_flash: bool = False
+    widens_float16: bool = False
 
     @property
     def is_recognised(self) -> bool:
@@ -190,12 +194,17 @@ def multiply(
     note = products.recorder()
     if note is not None:
         return note(layer, Multiplied(equation, weights))(operands, stock())
-    role = _role(layer, equation, weights)
+    role = _role_in_call(layer, equation, weights)
     dtype = keras.backend.result_type(*(x.dtype for x in operands))
     if role is None or layer.float8_policy is None:
         return stock()
     if dtype not in COMPUTE_DTYPES:
         return stock()
+    narrow = any(
+        keras.backend.standardize_dtype(x.dtype) == "float16" for x in operands
+    )
+    if narrow and layer.float8_controller.attention.widens_float16:
+        dtype = "float32" if role == SCORES else "float16"
     if role == SCORES:
         compute = layer.float8_activations_einsum
         return compute(equation, *operands, dtype)
@@ -205,7 +214,7 @@ def multiply(
     return layer.float8_weighted_sum(equation, *operands, dtype)
 
 
-def _role(layer: Any, equation: str, weights: int | None) -> str | None:
+def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
     """Return what a product in the call of a layer is; None if not known."""
     if getattr(_thread, "none", False):
         return None
@@ -215,26 +224,37 @@ def _role(layer: Any, equation: str, weights: int | None) -> str | None:
     if call is not None and call.layer is layer:
         number = call.products
         call.products += 1
-    found = attention.of(equation)
-    if len(found) < 2:
-        return found[0] if found else None
+    possible = attention.of(equation)
+    if len(possible) < 2:
+        return possible[0] if possible else None
+    # Scores and sums have this equation: it has to be the same product as in
+    # the traced call, and a sum has to read the result of a softmax again.
     roles = attention.roles
     expected = roles[number] if number in range(len(roles)) else None
-    seen = SCORES if weights is None else _OF_OPERAND[weights]
-    return seen if expected == (equation, seen) else None
+    role = SCORES if weights is None else _OF_OPERAND[weights]
+    return role if expected == (equation, role) else None
 
 
-def role_of(found: Multiplied, reaches_softmax: bool) -> str:
-    """Return what a product of a traced call is."""
-    if found.weights is None:
+def role_in_attention(product: Multiplied, reaches_softmax: bool) -> str:
+    """Return what a product of a traced call is for the layer's attention.
+
+    Args:
+        product: The product.
+        reaches_softmax: Whether its result is read by a softmax.
+
+    Returns:
+        `SCORES`, `SUM`, `SWAPPED` or `OTHER`.
+    """
+    if product.weights is None:
         return SCORES if reaches_softmax else OTHER
-    first, second, out = equations.split(found.equation)
-    values = first if found.weights else second
-    others = second if found.weights else first
-    # A key has no single scale if its values have an axis that is summed.
-    return (
-        OTHER if set(values) - set(others + out) else _OF_OPERAND[found.weights]
-    )
+    *operands, outputs = equations.split(product.equation)
+    of_weights = operands[product.weights]
+    of_values = operands[1 - product.weights]
+    # `float8_weighted_sum` refuses values with an axis that is in no other
+    # term: they would be summed along it, and a key would have several scales.
+    if set(of_values) - set(of_weights + outputs):
+        return OTHER
+    return _OF_OPERAND[product.weights]
 
 
 def pass_on(operands: Sequence[Any], result: Any) -> None:

@@ -1,4 +1,8 @@
-"""Attention layers: float8 projections, and optionally float8 attention."""
+"""Attention layers: float8 projections, and optionally float8 attention.
+
+The two products of attention are recognised by operation, as in layers of a
+class without a float8 form; see `activation_products`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
-from keras import ops
 
 from keras_policy_ext._keras import attention as stock_attention
 from keras_policy_ext._keras import calls, walking
-from keras_policy_ext._types import Tensor
+from keras_policy_ext.layers import by_operation
+from keras_policy_ext.layers.activation_products import SCORES, SUM, Attention
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.entries import ATTENTION
@@ -66,7 +70,7 @@ class _Float8Attention(Float8Mixin):
     ) -> None:
         """Build the projections; swap them to float8 under a float8 policy."""
         super().build(query_shape, value_shape, key_shape)
-        self._resolve_float8_policy()  # The path is known now.
+        self._resolve_float8_policy()  # Path and equations are known now.
         made = walking.layers_within(self)[1:]
         if not any(isinstance(held_policy(x), Float8DTypePolicy) for x in made):
             return
@@ -129,28 +133,25 @@ class _Float8Attention(Float8Mixin):
 
     def _resolve_float8_policy(self) -> None:
         super()._resolve_float8_policy()
-        wanted = self._float8_attention and self.float8_controller.policy
-        attend = self._attend_in_float8 if wanted else None
-        stock_attention.replace_attention(self, _Float8Attention, attend)
+        controller = self.float8_controller
+        controller.attention = None
+        own = stock_attention.has_own_attention(self, _Float8Attention)
+        wanted = self._float8_attention and controller.policy and not own
+        if wanted and self.weights:
+            scores, weighted_sum = stock_attention.products_of(self)
+            roles = (scores, SCORES), (weighted_sum, SUM)
+            controller.attention = Attention(roles, widens_float16=True)
+            by_operation.follow(type(self))
+        stock_attention.replace_attention(
+            self, self._attend if wanted else None
+        )
 
-    def _attend_in_float8(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute scores, softmax and weighted sum, matmuls in float8."""
-        scored, summed = self._float8_scores, self.float8_weighted_sum
-        return stock_attention.attend(self, scored, summed, *args, **kwargs)
-
-    @property
-    def _dtype_of_scores(self) -> str:
-        """The dtype of attention scores: float32 for float16, else as set.
-
-        In float16 scores above 65504 would be infinite, and the softmax NaN.
-        """
-        dtype: str = self.compute_dtype
-        return "float32" if dtype == "float16" else dtype
-
-    def _float8_scores(
-        self, equation: str, query: Tensor, key: Tensor
-    ) -> Tensor:
-        raise NotImplementedError
+    def _attend(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute attention as Keras does, by two products."""
+        stock: Any = super()
+        return stock_attention.attend_by_scores(
+            self, stock._compute_attention, *args, **kwargs
+        )
 
 
 def _attention_drop_in(cls: LayerClass) -> LayerClass:
@@ -194,13 +195,6 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
         'float8'
     """
 
-    def _float8_scores(
-        self, equation: str, query: Tensor, key: Tensor
-    ) -> Tensor:
-        query = _over_root(query, self.key_dim)
-        dtype = self._dtype_of_scores
-        return self.float8_activations_einsum(equation, key, query, dtype)
-
 
 @_attention_drop_in
 class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
@@ -217,16 +211,3 @@ class GroupedQueryAttention(_Float8Attention, keras.layers.GroupQueryAttention):
     Raises:
         ValueError: As for `MultiHeadAttention`.
     """
-
-    def _float8_scores(
-        self, equation: str, query: Tensor, key: Tensor
-    ) -> Tensor:
-        query = _over_root(query, self.head_dim)
-        dtype = self._dtype_of_scores
-        return self.float8_activations_einsum(equation, query, key, dtype)
-
-
-def _over_root(query: Tensor, size: int) -> Tensor:
-    """Compute `query / sqrt(size)`; round the factor to the query's dtype."""
-    factor = ops.cast(float(size) ** -0.5, query.dtype)
-    return ops.multiply(query, factor)

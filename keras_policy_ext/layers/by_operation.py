@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_policy_ext import backends
 from keras_policy_ext._keras import products, walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import (
@@ -185,9 +186,14 @@ def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
     with _MAKING_A_FORM:
         if cls not in _FORMS:
             form = _new_form(cls)
-            products.follow(form)
+            follow(form)
             _FORMS[cls] = form
         return _FORMS[cls]
+
+
+def follow(cls: type) -> None:
+    """Recognise the products in the calls of layers of this class."""
+    products.follow(cls)
 
 
 def _new_form(cls: Any) -> type:
@@ -441,12 +447,12 @@ def _of_activations(
     if operation is None or not is_known:
         return stock(*args, **kwargs)
     equation, operands = operation
-    ranks = [len(getattr(x, "shape", ())) for x in operands]
-    explicit = _with_kernel_last(name, equation, *ranks, swapped=False)
+    first, second = (len(getattr(x, "shape", ())) for x in operands)
+    explicit = _explicit(name, equation, first, second, swapped=False)
     floats = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
     if explicit is None or any(_origin(layer, x) for x in operands):
         return stock(*args, **kwargs)
-    if not all(ranks) or not all(floats):
+    if not (first and second and all(floats)):
         return stock(*args, **kwargs)
     try:
         contraction_of(explicit, *(tuple(x.shape) for x in operands))
@@ -532,7 +538,7 @@ def _recognised(
     if any(len(getattr(x, "shape", ())) == 0 for x in operands):
         return None
     ranks = len(first.shape), len(second.shape)
-    explicit = _with_kernel_last(name, equation, *ranks, origins[1] is None)
+    explicit = _explicit(name, equation, *ranks, origins[1] is None)
     if explicit is None:
         return None
     if origins[0] is not None:
@@ -603,7 +609,6 @@ def _per_axis(size: Any, rank: int) -> tuple[int, ...]:
     return (size,) * rank if isinstance(size, int) else tuple(size)
 
 
-@functools.lru_cache(maxsize=1024)
 def _with_kernel_last(
     name: str, equation: str | None, first: int, second: int, swapped: bool
 ) -> str | None:
@@ -627,6 +632,19 @@ def _with_kernel_last(
         a, b = b, a
     # The amax of a kernel is found before an axis of it is summed alone.
     return None if set(b) - set(a + out) else f"{a},{b}->{out}"
+
+
+_known_with_kernel_last = functools.lru_cache(maxsize=1024)(_with_kernel_last)
+
+
+def _explicit(
+    name: str, equation: str | None, first: int, second: int, swapped: bool
+) -> str | None:
+    """Return what `_with_kernel_last` does, from a cache if there is one."""
+    # torch.compile leaves caches out, and warns of them.
+    if backends.current.is_compiling():
+        return _with_kernel_last(name, equation, first, second, swapped)
+    return _known_with_kernel_last(name, equation, first, second, swapped)
 
 
 def _dtype_of(x: Any) -> str:

@@ -217,13 +217,14 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
             if np.all(np.isfinite(numbers.astype("float32"))):
                 return
         kind = "codes of NaN" if name == "uint8" else f"other numbers ({name})"
+        layer = self.path.rpartition("/")[0]
         raise ValueError(
             f"The kernel {self.path!r} is frozen; nothing was set. Received: "
-            f"{kind}. Allowed: values that the frozen kernel can represent "
-            f"exactly, or codes (uint8) of finite values in {self.weights}. "
-            "Call `keras_policy_ext.thaw(model)` to set float weights, or "
-            "leave the layer out with `keras_policy_ext.freeze(model, "
-            "exclude=...)`."
+            f"{kind}. Allowed: the values that the kernel has, or codes "
+            f"(uint8) of finite values in {self.weights}. To set other "
+            "values, call `keras_policy_ext.thaw(model)` first. If a method "
+            "of your model assigns this kernel in each step, leave its layer "
+            f"out: `keras_policy_ext.freeze(model, exclude={layer!r})`."
         )
 
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:

@@ -1,5 +1,7 @@
 """Layers that are left in floats, and named: code of theirs wants numbers."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -154,23 +156,54 @@ def in_a_function(self, x):
     return self.inner(x)
 
 
-@pytest.mark.parametrize(
-    ("call", "count"),
-    [
-        (direct, 1),
-        (by_a_name, 1),
-        (by_getattr, 1),
-        (in_a_loop, 2),
-        (in_a_function, 1),
-    ],
+def in_another_method(self, x):
+    halve(self.inner)
+    return self.inner(x)
+
+
+def halve(layer):
+    layer.kernel.assign(layer.kernel * 0.5)
+
+
+ASSIGNING = (
+    direct,
+    by_a_name,
+    by_getattr,
+    in_a_loop,
+    in_a_function,
+    in_another_method,
 )
-def test_a_kernel_that_a_call_assigns_stays_in_floats(call, count):
+
+
+@pytest.mark.parametrize("call", ASSIGNING)
+def test_a_call_that_assigns_a_frozen_kernel_names_exclude(call):
     model = model_of(assigned(call))
-    report = kpe.freeze(model)
-    named = [s for s in report.skipped if "assigns its weight" in s.reason]
-    assert len(named) == count and all("`" in s.reason for s in named)
-    assert len(report.stored) == 4 - count
+    assert len(kpe.freeze(model).stored) == 4
+    with pytest.raises(ValueError, match=r"is frozen; .*exclude='") as error:
+        model(normal(4, 6))
+    assert "thaw(model)" in str(error.value)
+
+
+def test_without_the_layer_that_the_error_names_the_call_runs():
+    model = model_of(assigned(direct))
+    kpe.freeze(model)
+    with pytest.raises(ValueError, match="is frozen") as error:
+        model(normal(4, 6))
+    (named,) = re.findall("exclude='(.*)'", str(error.value))
+    kpe.thaw(model)
+    report = kpe.freeze(model, exclude=named)
+    assert len(report.stored) == 3
+    assert [s.path for s in report.skipped] == [named]
     outputs_of(model, normal(4, 6))
+
+
+@pytest.mark.full
+def test_a_compiled_call_that_assigns_a_frozen_kernel_names_exclude():
+    model = model_of(assigned(direct))
+    kpe.freeze(model)
+    model.compile(jit_compile=keras.backend.backend() == "jax")
+    with pytest.raises(ValueError, match=r"is frozen; .*exclude='"):
+        model.predict(normal(4, 6), verbose=0)
 
 
 def reads(self, x):
@@ -181,26 +214,8 @@ def reads(self, x):
 def test_a_kernel_that_a_call_reads_is_frozen():
     seen = keras.Variable(0.0, trainable=False)
     model = model_of(assigned(reads, seen=seen))
-    report = kpe.freeze(model)
-    assert len(report.stored) == 4
-    assert not any("assigns" in each.reason for each in report.skipped)
+    assert len(kpe.freeze(model).stored) == 4
     outputs_of(model, normal(4, 6))
-
-
-def unseen(self, x):
-    assign_into(self.inner, 0.5)
-    return self.inner(x)
-
-
-def assign_into(layer, factor):
-    layer.kernel.assign(layer.kernel * factor)
-
-
-def test_an_assignment_that_freeze_did_not_see_says_thaw():
-    model = model_of(assigned(unseen))
-    kpe.freeze(model)
-    with pytest.raises(ValueError, match=r"is frozen.*thaw\(model\)"):
-        model(normal(4, 6))
 
 
 def language_model():

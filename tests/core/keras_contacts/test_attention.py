@@ -38,37 +38,59 @@ def test_keras_offers_no_attention_to_override(cls):
     assert set(members_about(cls, *words)) <= {"attention_axes"}
 
 
-@pytest.mark.full_except("GroupedQueryAttention")
-@pytest.mark.parametrize("cls", LAYERS)
-def test_attention_of_two_other_products_is_that_of_keras(cls):
-    stock, layer = made(cls), made(cls)
-    layer.__class__ = type("Mixed", (Mixin, cls), {})
-    outputs = stock(X, X, use_causal_mask=True)
-    layer.build(X.shape, X.shape)
-    layer.set_weights(stock.get_weights())
-    products = []
+def einsums_of(monkeypatch):
+    """The equations that `ops.einsum` gets from now on."""
+    equations, stock = [], keras.ops.einsum
 
-    def product(equation, a, b):
-        products.append(equation)
-        return keras.ops.einsum(equation, a, b)
+    def einsum(equation, *operands, **kwargs):
+        equations.append(equation)
+        return stock(equation, *operands, **kwargs)
 
-    def scored(equation, query, key):
-        query = query * float(query.shape[-1]) ** -0.5
-        is_grouped = cls is keras.layers.GroupQueryAttention
-        pair = (query, key) if is_grouped else (key, query)
-        return product(equation, *pair)
+    monkeypatch.setattr("keras.src.ops.einsum", einsum)
+    return equations
+
+
+def by_scores(layer):
+    stock = type(layer)._compute_attention
 
     def attend(*args, **kwargs):
-        return attention.attend(layer, scored, product, *args, **kwargs)
+        def bound(*args, **kwargs):
+            return stock(layer, *args, **kwargs)
 
-    attention.replace_attention(layer, Mixin, attend)
+        return attention.attend_by_scores(layer, bound, *args, **kwargs)
+
+    return attend
+
+
+@pytest.mark.full_except("GroupedQueryAttention")
+@pytest.mark.parametrize("cls", LAYERS)
+def test_keras_multiplies_by_two_einsums_only_where_scores_are_returned(
+    cls, monkeypatch
+):
+    layer = made(cls)
+    outputs = layer(X, X, use_causal_mask=True)
+    equations = einsums_of(monkeypatch)
+    layer(X, X, use_causal_mask=True)
+    products = attention.products_of(layer)
+    assert not set(products) & set(equations)
+    attention.replace_attention(layer, by_scores(layer))
     got = layer(X, X, use_causal_mask=True)
-    assert len(products) == 2
+    assert [e for e in equations if e in products] == list(products)
     np.testing.assert_allclose(
         keras.ops.convert_to_numpy(got),
         keras.ops.convert_to_numpy(outputs),
         rtol=1e-5,
     )
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_keras_returns_no_scores_with_flash_attention(cls):
+    layer = made(cls, flash_attention=True)
+    layer.build(X.shape, X.shape)
+    with pytest.raises((ValueError, RuntimeError), match="flash"):
+        layer(X, X, return_attention_scores=True)
+    attention.replace_attention(layer, by_scores(layer))
+    assert layer(X, X).shape == X.shape
 
 
 @pytest.mark.parametrize("cls", LAYERS)
@@ -79,24 +101,18 @@ def test_the_softmax_of_keras_casts_float32_scores_to_float16(cls):
     scores = keras.ops.convert_to_tensor([[[[1e5, 1e5]]]], "float32")
     stock = keras.ops.convert_to_numpy(layer._masked_softmax(scores))
     assert stock.dtype == "float16" and np.isnan(stock).all()
-    layer.__class__ = type("Mixed", (Mixin, cls), {})
-    attention.replace_attention(layer, Mixin, lambda *args: None)
+    attention.replace_attention(layer, lambda *args: None)
     got = keras.ops.convert_to_numpy(layer._masked_softmax(scores))
     np.testing.assert_array_equal(got, np.float32([[[[0.5, 0.5]]]]))
 
 
 @pytest.mark.parametrize("cls", LAYERS)
-def test_attention_is_replaced_where_keras_keeps_its_softmax_elsewhere(cls):
+@pytest.mark.parametrize("name", ["_dot_product_equation", "_combine_equation"])
+def test_without_its_equations_attention_in_float8_is_refused(cls, name):
     layer = made(cls)
-    layer.__class__ = type("Mixed", (Mixin, cls), {})
     layer.build(X.shape, X.shape)
-    with hidden(cls, "_softmax"):
-        attention.replace_attention(layer, Mixin, lambda *args: None)
-    assert "_compute_attention" in vars(layer)
-
-
-class Stock(Mixin, keras.layers.MultiHeadAttention):
-    """Overrides nothing."""
+    with hidden(cls, name), pytest.raises(ImportError, match=name):
+        attention.products_of(layer)
 
 
 class Overrides(keras.layers.MultiHeadAttention):
@@ -115,13 +131,13 @@ def test_keras_makes_a_causal_mask_where_a_class_overrides_attention():
     overriding = made(Overrides)
     overriding(X, X, use_causal_mask=True)
     assert overriding.mask is not None
-    stock, seen = made(Stock), []
+    stock, seen = made(keras.layers.MultiHeadAttention), []
     attend = stock._compute_attention
 
     def remember(query, key, value, mask=None, *args, **kwargs):
         seen.append(mask)
         return attend(query, key, value, mask, *args, **kwargs)
 
-    attention.replace_attention(stock, Mixin, remember)
+    attention.replace_attention(stock, remember)
     stock(X, X, use_causal_mask=True)
     assert seen and seen[-1] is None

@@ -76,8 +76,6 @@ OF_USED_OPTIMIZERS = [
 # What is asked for attention in float8.
 OF_ATTENTION = [
     "_compute_attention",
-    "_compute_causal_mask",
-    "_masked_softmax",
     "_dot_product_equation",
     "_combine_equation",
 ]
@@ -92,12 +90,11 @@ OTHERS = {
     "_is_default": "a mark: a layer without it gets its config by itself",
     "_load_state": "assets of frozen models",
     "_dtype_policy": "policies of layers",
-    "_dropout_layer": "only where attention drops",
     "_dtype": "the dtype that a variable says it has will do",
     "_modules": "of PyTorch",
     "_lora_enabled_layers": "of KerasHub",
     "_AutocastScope": "a module of Keras",
-    "_softmax": "attention without it has softmax under no autocast",
+    "_return_attention_scores": "a call of attention without it fails",
     "_distribution_strategy": "of Keras on TensorFlow, for replicas",
     "_serialize_to_tensors": "of TensorFlow, for its checkpoints",
     "_get_variable_index": "one-byte steps in parts; without it, of wholes",
@@ -187,7 +184,7 @@ def test_a_used_optimizer_is_refused_and_a_new_one_goes_without(name):
     assert "new optimizer" in str(error.value)
 
 
-@pytest.mark.full_except("_compute_causal_mask", "_masked_softmax")
+@pytest.mark.full_except("_compute_attention", "_combine_equation")
 @pytest.mark.parametrize("name", OF_ATTENTION)
 def test_attention_in_float8_is_refused_and_projections_are_not(name):
     with hidden(keras.layers.MultiHeadAttention, name):
