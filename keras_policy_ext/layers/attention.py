@@ -14,13 +14,14 @@ import keras
 from keras_policy_ext._keras import attention as stock_attention
 from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.layers import by_operation
-from keras_policy_ext.layers.activation_products import SCORES, SUM, Attention
+from keras_policy_ext.layers.activation_products import Attention
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import held_policy
+from keras_policy_ext.seams import SCORES, WEIGHTED_SUM
 
 LayerClass = TypeVar("LayerClass", bound=type)
 
@@ -139,7 +140,7 @@ class _Float8Attention(Float8Mixin):
         wanted = self._float8_attention and controller.policy and not own
         if wanted and self.weights:
             scores, weighted_sum = stock_attention.products_of(self)
-            roles = (scores, SCORES), (weighted_sum, SUM)
+            roles = (scores, SCORES), (weighted_sum, WEIGHTED_SUM)
             controller.attention = Attention(roles, widens_float16=True)
             by_operation.follow(type(self))
         stock_attention.replace_attention(
