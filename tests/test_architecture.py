@@ -34,13 +34,7 @@ MODULES = {
 
 
 # Whose classes are Keras's own affair, or a framework's.
-OTHER_CLASSES = (
-    "_keras/",
-    "backends/",
-    "ext/moments/torch/",
-    *(f"ext/memory/{framework}/" for framework in MODULES),
-    "__main",
-)
+OTHER_CLASSES = ("_keras/", "backends/", "__main")
 
 # Private names of others than Keras.
 NOT_OF_KERAS = {
@@ -220,7 +214,7 @@ def test_classes_use_no_private_name_of_the_keras_class_below():
     classes = {
         f"{name}: {cls.__qualname__}": cls
         for name in SOURCES
-        if not name.startswith(OTHER_CLASSES)
+        if not name.startswith(OTHER_CLASSES) and not folder_of(name)
         for cls in classes_of(name)
     }
     found = offenders(lambda x: names_shared_with_keras(classes[x]), classes)
@@ -228,14 +222,21 @@ def test_classes_use_no_private_name_of_the_keras_class_below():
     assert found == {}
 
 
+def folder_of(name):
+    """The framework in whose folder a file is; None if it is in none."""
+    path = pathlib.PurePosixPath(name)
+    is_one = (
+        path.parts[0] in ("backends", "ext") and path.parent.name in MODULES
+    )
+    return path.parent.name if is_one else None
+
+
 def foreign_frameworks(name):
     """Frameworks that a file imports although it is not in their folder.
 
     Their folders are `backends/<framework>` and `ext/<name>/<framework>`.
     """
-    path = pathlib.PurePosixPath(name)
-    has_folders = path.parts[0] in ("backends", "ext")
-    allowed = MODULES.get(path.parent.name, set()) if has_folders else set()
+    allowed = MODULES.get(folder_of(name), set())
     imported = imported_frameworks(parse(name))
     return [n for n in imported if n.split(".")[0] not in allowed]
 

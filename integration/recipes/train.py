@@ -126,11 +126,11 @@ def rounding_all_but(operand):
     """Scale an operand of emulated matmuls, and leave it at that."""
     quantize = OperandUse.quantize
 
-    def altered(use, home, amax, known, cast):
+    def altered(use, home, amax, known, cast, slot=0):
         if use.operand == operand and use.is_stochastic:
             raise ValueError(f"The {operand} are rounded at random.")
         cast = _unrounded if use.operand == operand else cast
-        return quantize(use, home, amax, known, cast)
+        return quantize(use, home, amax, known, cast, slot)
 
     OperandUse.quantize = altered
     _forget_what_was_traced()

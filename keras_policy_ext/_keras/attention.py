@@ -66,7 +66,7 @@ def replace_attention(
 
 def attend_by_scores(
     layer: keras.Layer,
-    stock: Callable[..., Any],
+    stock: Any,
     query: Any,
     key: Any,
     value: Any,
@@ -82,6 +82,17 @@ def attend_by_scores(
     whether to return them, `GroupQueryAttention` from an attribute
     (`_return_attention_scores`, keras 3.12 to 3.16).
 
+    Args:
+        layer: The layer.
+        stock: `super()` in it, which has Keras's method.
+        query: As for that method, like all that follow.
+        key: See `query`.
+        value: See `query`.
+        attention_mask: See `query`.
+        training: See `query`.
+        return_attention_scores: Without effect.
+        **causal: See `query`.
+
     Returns:
         The weighted sum and the probabilities.
     """
@@ -91,6 +102,6 @@ def attend_by_scores(
         causal["return_attention_scores"] = True
     operands = query, key, value, attention_mask, training
     with keras.name_scope(layer.name, caller=layer):
-        weighted_sum, weights = stock(*operands, **causal)
+        weighted_sum, weights = getattr(stock, _ATTEND)(*operands, **causal)
     # Its softmax is in float32 where the layer computes in float16.
     return weighted_sum, ops.cast(weights, query.dtype)

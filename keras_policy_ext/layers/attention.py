@@ -149,10 +149,7 @@ class _Float8Attention(Float8Mixin):
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         """Compute attention as Keras does, by two products."""
-        stock: Any = super()
-        return stock_attention.attend_by_scores(
-            self, stock._compute_attention, *args, **kwargs
-        )
+        return stock_attention.attend_by_scores(self, super(), *args, **kwargs)
 
 
 def _attention_drop_in(cls: LayerClass) -> LayerClass:

@@ -139,7 +139,7 @@ class Float8Mixin(
     @property
     def quantization_mode(self) -> str | None:
         """`"float8"` for a layer in float8, else the mode set by Keras."""
-        if self.float8_controller.current_policy is not None:
+        if self.float8_policy is not None:
             return "float8"
         return stock_float8.other_mode(self)
 

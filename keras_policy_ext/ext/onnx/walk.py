@@ -17,6 +17,12 @@ from keras_policy_ext._keras import walking
 from keras_policy_ext._version import __version__
 from keras_policy_ext.conversion.candidates import path_of, replaced_code
 from keras_policy_ext.ext.export import language_models
+from keras_policy_ext.ext.onnx import (  # noqa: F401  they register
+    activations,
+    convolutions,
+    layers,
+    operations,
+)
 from keras_policy_ext.ext.onnx.graph import (
     Initializers,
     OnnxGraph,

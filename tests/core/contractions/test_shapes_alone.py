@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics import quantized
+from keras_policy_ext.contractions.operands import OperandUse
 
 LAYERS = {
     "dense": (lambda: kpe.layers.Dense(7), (3, 11)),
@@ -41,13 +41,16 @@ class Inside(keras.layers.Layer):
 def seen(monkeypatch):
     """The shapes of what is quantized."""
     found = []
-    quantize = quantized.quantize
+    quantize = OperandUse.quantize
 
-    def spy(x, *arguments):
-        found.append(tuple(x.shape))
-        return quantize(x, *arguments)
+    def spy(use, home, amax, known, cast, *slot):
+        def seen_cast(x, *arguments):
+            found.append(tuple(x.shape))
+            return cast(x, *arguments)
 
-    monkeypatch.setattr(quantized, "quantize", spy)
+        return quantize(use, home, amax, known, seen_cast, *slot)
+
+    monkeypatch.setattr(OperandUse, "quantize", spy)
     return found
 
 
