@@ -1,5 +1,6 @@
 """Why `_keras/attention.py` is needed. See `_keras/__init__.py`."""
 
+import functools
 import types
 
 import keras
@@ -54,13 +55,11 @@ def einsums_of(monkeypatch):
 
 def by_scores(layer):
     stock = type(layer)._compute_attention
+    bound = functools.partial(stock, layer)
+    home = types.SimpleNamespace(_compute_attention=bound)
 
     def attend(*args, **kwargs):
-        def bound(*args, **kwargs):
-            return stock(layer, *args, **kwargs)
-
-        stock = types.SimpleNamespace(_compute_attention=bound)
-        return attention.attend_by_scores(layer, stock, *args, **kwargs)
+        return attention.attend_by_scores(layer, home, *args, **kwargs)
 
     return attend
 
