@@ -10,7 +10,7 @@ import shutil
 MODULES = (
     "ext",
     "callbacks.py",
-    "export.py",
+    "export",
     "migration.py",
     "mixed_precision",
     "optimizers.py",

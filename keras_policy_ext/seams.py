@@ -247,7 +247,9 @@ def handled(
         handlers(),
     )
     *outer, handler = handlers()
-    return handler(dataclasses.replace(call, _outer=tuple(outer)))
+    # Or a product of its own would be recognised as the layer's, and handled.
+    with products.outside_of_layers():
+        return handler(dataclasses.replace(call, _outer=tuple(outer)))
 
 
 # Operations of Keras

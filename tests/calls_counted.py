@@ -97,7 +97,8 @@ NO_CORE = (
     "ext",
     "reference",
     "mixed_precision",
-    *("callbacks.py", "export.py", "migration.py", "optimizers.py"),
+    "export",
+    *("callbacks.py", "migration.py", "optimizers.py"),
 )
 """Extensions, the modules of their names, and the judge."""
 

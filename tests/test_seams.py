@@ -198,3 +198,30 @@ def test_operations_go_through_the_handlers_of_all_blocks():
     np.testing.assert_allclose(found, 6 * plain, rtol=1e-6)
     np.testing.assert_allclose(outside, plain, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(numpy(layer(X)), plain)
+
+
+class Products(keras.layers.Layer):
+    """Multiplies a weight of its own by an operation of Keras."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+
+    def call(self, x):
+        return ops.matmul(x, self.kernel)
+
+
+def test_what_a_handler_multiplies_itself_is_not_handled():
+    """It would be recognised as the product of the layer, without end."""
+    model = keras.Sequential([keras.Input(X.shape[1:]), Products()])
+    kpe.convert(model, "float8/current_from_float32")
+    seen = []
+
+    def handler(call):
+        seen.append(call.name)
+        return ops.matmul(*call.operands)
+
+    with seams.on_contraction(handler):
+        found = numpy(model(X))
+    assert seen == ["kernel"]
+    expected = X @ numpy(model.layers[0].kernel)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -241,7 +241,7 @@ def _through(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
         layer = scopes[-1].caller if scopes else None
         if scopes and layer is None:  # A name scope of the user.
             layer = innermost_layer()
-        if layer is None:
+        if layer is None or layer is _NO_LAYER:
             return stock(*args, **kwargs)
         if _open_blocks:  # torch.compile breaks its graph in there.
             return _through_blocks(layer, stock, name, args, kwargs)
@@ -272,6 +272,16 @@ def _through_blocks(
 
 def _handled(handler: Handler, layer: Any, run: Handler, name: str) -> Handler:
     return lambda *args, **kwargs: handler(layer, run, name, args, kwargs)
+
+
+_NO_LAYER = object()
+
+
+def outside_of_layers() -> contextlib.AbstractContextManager[Any]:
+    """Return a block whose operations are of no layer: no handler sees them."""
+    scope: contextlib.AbstractContextManager[Any]
+    scope = keras.name_scope("outside", caller=_NO_LAYER)
+    return scope
 
 
 @contextlib.contextmanager
