@@ -96,6 +96,7 @@ def test_a_state_that_was_moved_is_said_of_the_line_of_the_user(use):
     assert lines == {__file__}
 
 
+@pytest.mark.extension("inspect")
 def test_a_state_that_was_moved_is_said_by_inspect():
     model = moved(trained_by_keras(batches(1)))
     with SAID:

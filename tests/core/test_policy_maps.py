@@ -141,6 +141,7 @@ def test_projections_follow_a_map_as_they_follow_rules(name, policy):
 )
 @pytest.mark.parametrize("pattern", [".*", ".*_cell"])
 @pytest.mark.parametrize("name", ["SimpleRNN", "GRU", "LSTM"])
+@pytest.mark.extension("recurrent")
 def test_cells_follow_a_map(name, pattern, policy):
     layer = getattr(kpe.layers, name)(4, dtype=map_of({pattern: policy}))
     y = layer(normal(2, 3, 4))
@@ -149,6 +150,7 @@ def test_cells_follow_a_map(name, pattern, policy):
     assert keras.backend.standardize_dtype(y.dtype) == "bfloat16"
 
 
+@pytest.mark.extension("memory")
 def test_the_policy_of_a_built_layer_does_not_write_into_its_map():
     policy_map = map_of({".*/first": OURS})
     model = two_layers(policy_map, policy_map, kpe.layers)

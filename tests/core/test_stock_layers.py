@@ -88,6 +88,7 @@ def test_setting_the_policy_of_a_layer_that_has_its_own_rule_works_too():
 
 @pytest.mark.parametrize("made", ["stock", "own"])
 @pytest.mark.parametrize("shared", ["mixed_float8", "loss scale"])
+@pytest.mark.extension("mixed")
 def test_a_built_stock_layer_cannot_write_into_a_shared_policy(made, shared):
     if shared == "loss scale":
         shared = kpe.LossScaleDTypePolicy()

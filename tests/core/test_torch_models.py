@@ -157,6 +157,7 @@ def test_a_file_has_the_amaxes_of_micro_batches_themselves(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "half", "double"])
+@pytest.mark.extension("inspect")
 def test_a_state_that_a_module_has_cast_is_refused_until_it_is_cast_back(name):
     import torch
 

@@ -66,6 +66,7 @@ def test_the_projection_of_an_embedding_is_its_one_product():
 @pytest.mark.parametrize(
     "rule, kept", [("other", True), (".*lstm_cell", False)]
 )
+@pytest.mark.extension("recurrent")
 def test_a_composite_keeps_a_policy_that_says_what_its_layers_follow(
     rule, kept
 ):

@@ -55,6 +55,7 @@ def model_and_count(request):
 
 
 @pytest.mark.full_except("functional", "subclassed")
+@pytest.mark.extension("inspect")
 def test_every_contraction_is_converted_and_its_weights_stay_in_place(
     model_and_count,
 ):

@@ -66,6 +66,7 @@ def counts(report):
     ("gather", "product"),
     [*((gather, "einsum") for gather in GATHERED), ("take", "broadcast")],
 )
+@pytest.mark.extension("plan")
 def test_products_of_gathered_kernels_are_counted(gather, product):
     model = model_of(Gathers(GATHERED[gather], MULTIPLIED[product]))
     plan = kpe.plan(model, 8, "h200", compiled=True)
@@ -125,6 +126,7 @@ UNTRACED = {
 
 
 @pytest.mark.parametrize("kind", UNTRACED)
+@pytest.mark.extension("plan")
 def test_a_converted_model_is_traced_as_before(kind):
     layer = UNTRACED[kind].__class__(
         UNTRACED[kind].product, UNTRACED[kind].shape
@@ -157,6 +159,7 @@ class EachSample(keras.layers.Layer):
         return ops.map(lambda sample: ops.matmul(sample, self.w), x)
 
 
+@pytest.mark.extension("plan")
 def test_a_loop_over_the_samples_hides_no_router():
     moe = Gathers(GATHERED["take"], MULTIPLIED["einsum"])
     model = model_of(EachSample(name="each"), moe)

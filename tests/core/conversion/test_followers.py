@@ -75,6 +75,7 @@ def test_a_follower_sees_a_model_before_and_after_each_change(registered):
 
 
 @pytest.mark.parametrize("moments", [None, "float8"])
+@pytest.mark.extension("moments")
 def test_a_follower_that_fails_undoes_the_whole_change(registered, moments):
     registered(Noting("after"))
     model = compiled_model()
@@ -94,6 +95,7 @@ def test_a_follower_that_cannot_follow_is_asked_before_the_change(registered):
     assert [each[0] for each in first.changes] == ["before"]
 
 
+@pytest.mark.extension("moments")
 def test_revert_is_undone_too(registered):
     model = compiled_model()
     kpe.convert(model, optimizer="float8")
@@ -115,6 +117,7 @@ def test_what_is_missing_for_moments_is_named(monkeypatch):
     assert kind(model) is kpe.layers.Dense
 
 
+@pytest.mark.extension("mixed")
 def test_what_is_missing_for_a_loss_scale_is_named(monkeypatch):
     registry = keras.saving.get_custom_objects()
     monkeypatch.delitem(registry, "keras_policy_ext>LossScaleDTypePolicy")

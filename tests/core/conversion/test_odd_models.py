@@ -211,6 +211,7 @@ def test_reverted_layers_keep_no_attribute_of_their_forms():
         assert not left, (layer.path, left)
 
 
+@pytest.mark.extension("inspect")
 def test_layers_of_a_policy_map_are_shown_with_their_own_policy():
     policies = keras.dtype_policies.DTypePolicyMap(
         default_policy="mixed_bfloat16"

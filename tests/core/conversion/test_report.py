@@ -24,6 +24,7 @@ pytestmark = pytest.mark.any_backend
 # Shares
 
 
+@pytest.mark.extension("recurrent")
 def test_the_first_line_has_the_shares_of_all_work_and_weights(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     model = model_of_many_kinds()
@@ -96,6 +97,7 @@ def test_a_device_that_keeps_more_is_told_of(monkeypatch):
     assert ": 4 bytes per element (was 2)." in str(kpe.convert(model))
 
 
+@pytest.mark.extension("recurrent")
 def test_only_layers_with_something_to_multiply_have_a_row():
     report = kpe.convert(model_of_many_kinds(), POLICY)
     assert "BatchNormalization" not in str(report)
@@ -154,6 +156,7 @@ def test_attention_with_scales_of_all_positions_is_named(
     assert ("Scaled per tensor, in eight bits" in str(report)) == per_tensor
 
 
+@pytest.mark.extension("recurrent")
 def test_what_is_reverted_is_no_longer_in_float8():
     model = model_of_many_kinds()
     kpe.convert(model, POLICY)

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.any_backend
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.extension("inspect")
 def test_a_hundred_layers_fit_on_one_screen(large, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     model, report = large
@@ -90,6 +91,7 @@ def test_reasons_that_differ_in_numbers_only_are_one_row(monkeypatch):
     assert "– e.g. its kernel has 101 entries, fewer than 10000" in row
 
 
+@pytest.mark.extension("recurrent")
 def test_other_reasons_are_rows_of_their_own():
     model = model_of_many_kinds()
     report = kpe.convert(model, POLICY, exclude=["head"], min_size=90)
@@ -202,6 +204,7 @@ def all_reports(folder):
     return reports
 
 
+@pytest.mark.extension("inspect")
 def test_in_a_shell_a_report_is_its_table(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for report in all_reports(tmp_path):
@@ -209,6 +212,7 @@ def test_in_a_shell_a_report_is_its_table(tmp_path, monkeypatch):
         assert max(map(len, repr(report).splitlines())) <= 90
 
 
+@pytest.mark.extension("inspect")
 def test_in_a_notebook_every_report_is_html_that_is_escaped(tmp_path):
     for report in all_reports(tmp_path):
         page = report._repr_html_()

@@ -152,6 +152,7 @@ def test_freeze_leaves_out_what_a_choice_is_made_from(name):
     }
 
 
+@pytest.mark.extension("export")
 def test_export_writes_what_a_choice_is_made_from_in_floats(tmp_path):
     model = mixture()
     path = tmp_path / "model.safetensors"

@@ -347,6 +347,7 @@ def test_torch_compile_takes_the_whole_call():
         np.testing.assert_array_equal(numpy(compiled(ids)), numpy(expected))
 
 
+@pytest.mark.extension("inspect")
 def test_inspect_tells_kernels_of_one_name_apart():
     model = decoder()
     kpe.convert(model, include="first")

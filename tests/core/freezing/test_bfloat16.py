@@ -164,6 +164,7 @@ def test_a_file_of_safetensors_has_codes_and_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize("activations", [None, "dynamic"])
+@pytest.mark.extension("onnx")
 def test_an_onnx_file_computes_in_float32(activations, tmp_path):
     pytest.importorskip("onnxruntime")
     from onnx_files import run_at_all_levels

@@ -23,6 +23,7 @@ RECIPES = {
 @pytest.mark.parametrize(
     "load", [kpe.load_model, keras.saving.load_model], ids=["kpe", "keras"]
 )
+@pytest.mark.extension("recurrent")
 def test_the_file_of_version_1_loads(load):
     model = load(FILES / "frozen.keras")
     found = {x.name: x.float8_policy.recipe for x in frozen_layers(model)}

@@ -148,6 +148,7 @@ PARTLY = {
 @pytest.mark.parametrize("activations", [None, "dynamic"])
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("kind", PARTLY)
+@pytest.mark.extension("inspect")
 def test_the_report_of_freeze_counts_kernels(kind, converted, activations):
     make, shape, (entries, left, multiplications) = PARTLY[kind]
     model = model_of(make(), *shape)

@@ -209,6 +209,7 @@ def test_the_report_says_bytes_and_decibels_of_each_kernel():
         ({"include": "/a"}, "The kernels of 1 of 2 layers are stored in "),
     ],
 )
+@pytest.mark.extension("inspect")
 def test_matmuls_with_stored_kernels_run_in_floats(options, told, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     model = sequential((64,), LAYERS.Dense(96, name="a"), LAYERS.Dense(8))
@@ -225,6 +226,7 @@ def test_matmuls_with_stored_kernels_run_in_floats(options, told, monkeypatch):
         assert entry.plain_multiplications == entry.multiplications > 0
 
 
+@pytest.mark.extension("inspect")
 def test_rounded_inputs_are_multiplied_in_float8(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     model = sequential((64,), LAYERS.Dense(96, name="a"), LAYERS.Dense(8))
@@ -255,6 +257,7 @@ def test_bytes_before_are_those_of_the_dtype(source, width):
     assert kpe.freeze(model).bytes_before == width * 24
 
 
+@pytest.mark.extension("inspect")
 def test_inspect_says_how_kernels_are_stored():
     model = sequential((64,), LAYERS.Dense(96, name="a"), LAYERS.Dense(8))
     kpe.freeze(model, include="/a", activations="dynamic")
@@ -292,6 +295,7 @@ def test_inspect_says_the_scale_of_static_inputs():
     assert entry.stored[0].inputs_scale == scale
 
 
+@pytest.mark.extension("inspect")
 def test_parameters_are_counted_without_scales():
     model = sequential((64,), LAYERS.Dense(96))
     kpe.freeze(model)
@@ -343,6 +347,7 @@ def test_a_frozen_layer_runs_in_a_recomputed_block():
     assert np.any(numpy(layers[0].bias) != before)
 
 
+@pytest.mark.extension("inspect")
 def test_what_is_looked_up_multiplies_nothing():
     model = sequential((4,), LAYERS.Embedding(11, 6), LAYERS.Dense(2))
     kpe.freeze(model)

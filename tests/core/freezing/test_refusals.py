@@ -95,6 +95,7 @@ def test_an_include_without_a_match():
         kpe.freeze(model, include="nothing")
 
 
+@pytest.mark.extension("inspect")
 def test_a_kernel_that_is_not_finite():
     model = two_layers()
     kernel = normal(5, 3)

@@ -65,6 +65,7 @@ def test_what_changes_no_number_changes_nothing(activations):
 
 
 @pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.extension("export")
 def test_scales_that_were_cast_are_refused(cast, tmp_path):
     model = frozen()
     CASTS[cast](model)

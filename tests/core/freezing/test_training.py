@@ -182,6 +182,7 @@ def test_the_optimizer_of_a_trained_model_lets_its_slots_go():
     assert paths == [v.path.rpartition("/")[2] for v in fresh.variables]
 
 
+@pytest.mark.extension("recurrent")
 def test_a_thawed_model_trains_again():
     model = compiled(tower())
     kpe.freeze(model, granularity="tensor")

@@ -186,6 +186,7 @@ def test_keras_cannot_rematerialize_a_softmax_with_its_mask_on_tensorflow():
 
 
 @pytest.mark.parametrize("name", calls.PARTS_OF_LSTM_STEPS)
+@pytest.mark.extension("recurrent")
 def test_an_lstm_cell_computes_in_private_methods(name):
     assert callable(getattr(keras.layers.LSTMCell, name))
     assert members_about(keras.layers.LSTMCell, "carry", "output") == [

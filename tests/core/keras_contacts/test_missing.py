@@ -269,6 +269,7 @@ def test_models_convert_and_train_without_the_module(
     np.testing.assert_array_equal(converted_losses()[0], expected)
 
 
+@pytest.mark.extension("mixed")
 def test_without_autocast_scopes_mixed_layers_are_refused(monkeypatch):
     made = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_bfloat16")]

@@ -262,12 +262,14 @@ def kept_for(activation, policy):
 
 @pytest.mark.full_except("float32")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.extension("memory")
 def test_a_bit_is_kept_of_each_output(policy):
     found = kept_for("relu", policy) - kept_for(None, policy)
     assert found == 64 * 256 // 8
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.extension("memory")
 def test_of_a_gelu_in_16_bits_its_inputs_are_kept(policy):
     found = kept_for("gelu", policy) - kept_for(None, policy)
     assert found == 64 * 256 * 2

@@ -117,6 +117,7 @@ def test_the_parameter_count_is_that_of_the_float_layer():
     assert layer.count_params() == 72
 
 
+@pytest.mark.extension("inspect")
 def test_totals_of_a_model_include_the_state_as_those_of_keras_do():
     layers = [
         kpe.layers.Dense(n, dtype="float8/16_from_float32") for n in (26, 3)

@@ -365,6 +365,7 @@ def test_a_copy_of_a_model_observes_its_own_kernel():
 # What is said of them
 
 
+@pytest.mark.extension("inspect")
 def test_inspect_shows_the_amax_of_a_kernel_that_was_not_observed():
     layer = dense()
     (found,) = (

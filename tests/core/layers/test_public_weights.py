@@ -87,6 +87,7 @@ def test_adapters_are_merged_in(name):
 @pytest.mark.full_except("GRU-tensor", "LSTM-tensor", "SimpleRNN-block")
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+@pytest.mark.extension("recurrent")
 def test_a_frozen_cell_shows_numbers_of_both_kernels(name, granularity):
     made = getattr(keras.layers, name)(3)
     made.build((None, 4, 6))

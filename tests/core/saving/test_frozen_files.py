@@ -382,6 +382,7 @@ def test_lora_comes_back_beside_the_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.extension("moments")
 def test_lora_inside_of_attention_trains_on_after_loading(quantized, tmp_path):
     """The optimizer has the slots of adapters that only the weights name."""
     keras.utils.set_random_seed(0)

@@ -117,6 +117,7 @@ def test_kpe_brings_every_layer_back_as_it_was(kind, saved, tmp_path):
     assert_same_arrays(folder, tmp_path / "again")
 
 
+@pytest.mark.extension("recurrent")
 def test_the_models_of_this_file_lose_float8_under_plain_keras(saved):
     lost = {}
     for kind in BUILDERS:
