@@ -43,8 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # OpenMP's threads wait by spinning: where they outnumber the free
         # cores, a step of a model this small takes ten times as long.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from keras_policy_ext.ext.cli import commands as cli
-
+    try:
+        from keras_policy_ext.ext.cli import commands as cli
+    except ModuleNotFoundError as error:
+        if error.name != "keras_policy_ext.ext":
+            raise
+        text = (
+            "keras-policy-ext: error: the command is an extension. Received: "
+            "an installation of the core alone. Allowed: the whole package. "
+            "Install it."
+        )
+        print(wrapped(text), file=sys.stderr)
+        return 2
     return cli.main(argv)
 
 

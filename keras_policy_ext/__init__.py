@@ -210,7 +210,7 @@ else:
         if name in _LAZY_NAMES:
             home = importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}")
             return getattr(home, name)
-        if name in __all__:
+        if name in __all__ or _extensions.has(name):
             return _extensions.get(name)
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}. It has: "

@@ -5,10 +5,12 @@ each operation of `keras.ops` in a layer. What a handler returns is the result,
 so it can watch, change the operands, or compute something else. Blocks nest:
 the innermost handler is called first, and what it runs goes through the others.
 They apply to their own thread and asyncio task. Without a block a step runs as
-if this module did not exist. `register_follower` registers who keeps what
-belongs to a model in step when `convert` or `revert` changes the model.
+if this module did not exist. `register_follower` adds an object that is
+called before and after `convert` and `revert`, to change what belongs to the
+model, such as its optimizer.
 
-These names are stable: extensions of this package use no others to follow it.
+These names are stable. `calibrate`, `watch` and `audit` follow contractions by
+them.
 """
 
 from __future__ import annotations
@@ -364,11 +366,11 @@ def register_follower(follower: _F) -> _F:
     Followers are asked in the order in which they are registered.
 
     ```python
-    class Printing(seams.Follower):
+    class Printing(kpe.seams.Follower):
         def after(self, change, known):
             print(change.model.name, change.to_float8)
 
-    seams.register_follower(Printing())
+    kpe.seams.register_follower(Printing())
     ```
 
     Returns:

@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 287, 62_400
+FILES, LINES = 295, 62_400
 """Of the package. Lower them when it gets smaller."""
 
 CORE_FILES, CORE_LINES = 158, 41_800

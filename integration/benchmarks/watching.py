@@ -25,8 +25,8 @@ import measuring
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext.ext.replay import recorder as diagnostics_recorder
-from keras_policy_ext.ext.watch import monitor as diagnostics_monitor
+from keras_policy_ext.ext.replay import recorder
+from keras_policy_ext.ext.watch import monitor
 
 
 def network(recipe, layers, size):
@@ -74,7 +74,7 @@ class Monitor(Timed, kpe.callbacks.Float8Monitor):
     """`Float8Monitor`."""
 
     def __init__(self, x, asked, clock):
-        diagnostics_monitor.time = clock
+        monitor.time = clock
         super().__init__(clock, (x[: asked.batch],) * 2)
         self.size = asked.batch
 
@@ -105,7 +105,7 @@ class Recorder(Timed, kpe.callbacks.FlightRecorder):
     """`FlightRecorder`."""
 
     def __init__(self, x, asked, clock):
-        diagnostics_recorder.time = clock
+        recorder.time = clock
         self.folder = tempfile.TemporaryDirectory()
         path = pathlib.Path(self.folder.name, "crash.zip")
         super().__init__(clock, path)

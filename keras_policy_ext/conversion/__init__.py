@@ -47,6 +47,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if _extensions.has(f"conversion.{name}"):
+    if name in __all__:
         return _extensions.get(f"conversion.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -96,6 +96,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if _extensions.has(f"layers.{name}"):
         return _extensions.get(f"layers.{name}")
+    if name in __all__ and not hasattr(keras.layers, name):
+        return _extensions.get(f"layers.{name}")
     return getattr(keras.layers, name)
 
 

@@ -201,6 +201,10 @@ def carry_policy(function: _F) -> _F:
 
 
 def __getattr__(name: str) -> Any:
-    if _extensions.has(f"policies.{name}"):
+    if name in __all__:
         return _extensions.get(f"policies.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

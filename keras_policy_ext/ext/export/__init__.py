@@ -5,8 +5,8 @@ kpe.freeze(model)
 kpe.export(model, "folder", format="compressed-tensors")
 ```
 
-`kpe.export` is the function, not this package, which is imported on the first
-call.
+`kpe.export` is the function, not the module `keras_policy_ext.export`. What
+writes and reads is imported at the first call.
 """
 
 from __future__ import annotations

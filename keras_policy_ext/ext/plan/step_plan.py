@@ -421,8 +421,8 @@ def _notes(compiled: bool, unfit: str, backend: str) -> Iterator[str]:
         yield unfit
     yield (
         "Estimated from bytes and multiplications, for one device, without "
-        "communication: docs/internals/plan.md has the errors on published "
-        "measurements."
+        "communication: the page internals/plan of the documentation has the "
+        "errors on published measurements."
     )
     if not compiled:
         yield (
