@@ -49,9 +49,9 @@ def test_a_module_of_public_names_is_there(name):
 def is_public(module, name):
     """Whether users may import this name."""
     parts = module.split(".")[1:]
-    is_seen = len(parts) < 2 and not any(part[0] == "_" for part in parts)
-    found = importlib.import_module(module)
-    return is_seen and name in getattr(found, "__all__", ())
+    if len(parts) > 1 or any(part[0] == "_" for part in parts):
+        return False
+    return name in getattr(importlib.import_module(module), "__all__", ())
 
 
 def test_extensions_use_few_names_of_the_core_that_are_not_public():
