@@ -169,8 +169,22 @@ graph where a context variable is read.
 
 _OPEN_BLOCKS = threading.Lock()
 
-_handlers: contextvars.ContextVar[tuple[ContractionHandler, ...]] = (
-    contextvars.ContextVar("handlers of contractions", default=())
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """A block, which a task that was started in it still knows once it ended.
+
+    Attributes:
+        handler: Its handler.
+        is_open: Whether it has not ended.
+    """
+
+    handler: ContractionHandler
+    is_open: bool = True
+
+
+_handlers: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
+    "handlers of contractions", default=()
 )
 
 
@@ -198,7 +212,8 @@ def on_contraction(handler: ContractionHandler) -> Iterator[None]:
         True
     """
     global open_blocks
-    token = _handlers.set((*_handlers.get(), handler))
+    block = _Block(handler)
+    token = _handlers.set((*_handlers.get(), block))
     with _OPEN_BLOCKS:
         open_blocks += 1
     try:
@@ -206,12 +221,15 @@ def on_contraction(handler: ContractionHandler) -> Iterator[None]:
     finally:
         with _OPEN_BLOCKS:
             open_blocks -= 1
+        block.is_open = False
         _handlers.reset(token)
 
 
 def handlers() -> tuple[ContractionHandler, ...]:
     """Return the handlers of this thread and task; the innermost is last."""
-    return _handlers.get() if open_blocks else ()
+    if not open_blocks:
+        return ()
+    return tuple(x.handler for x in _handlers.get() if x.is_open)
 
 
 def handled(
@@ -274,7 +292,8 @@ def on_operation(
             instance those of `PRODUCTS` (two operands are multiplied), `MOVES`
             (elements are moved, none is changed) and `CASTS`. A handler is
             called as `handler(layer, run, name, args, kwargs)`, and what it
-            returns is the result: `run(*args, **kwargs)`, or something else.
+            returns is the result: `run(*args, **kwargs)`, or something else,
+            whose own operations are not seen.
 
     Returns:
         A context manager.

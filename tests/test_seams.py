@@ -1,5 +1,8 @@
 """Handlers hear of contractions and operations, and may replace them."""
 
+import contextvars
+import unittest.mock
+
 import keras
 import numpy as np
 import pytest
@@ -7,8 +10,10 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions, seams
+from keras_policy_ext._keras import products
 from steps import numpy
 
+BACKEND = keras.backend.backend()
 POLICY = "float8/4_from_float32"
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 
@@ -225,3 +230,79 @@ def test_what_a_handler_multiplies_itself_is_not_handled():
     assert seen == ["kernel"]
     expected = X @ numpy(model.layers[0].kernel)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_handler_of_operations_computes_is_not_handled():
+    layer, seen = keras.layers.Dense(3, use_bias=False), []
+    layer.build(X.shape)
+
+    def twice(layer, run, name, args, kwargs):
+        seen.append(name)
+        return ops.matmul(args[0] * 2.0, args[1])
+
+    with seams.on_operation({seams.PRODUCTS: twice}):
+        found = numpy(layer(X))
+    assert seen == ["matmul"]
+    np.testing.assert_allclose(found, 2 * numpy(layer(X)), rtol=1e-6)
+
+
+def test_a_block_that_has_ended_is_not_opened_by_another():
+    layer = kpe.layers.Dense(3, dtype="float8/current_from_float32")
+    plain, seen = keras.layers.Dense(3, use_bias=False), []
+    layer.build(X.shape)
+    plain.build(X.shape)
+
+    def note(layer, run, name, args, kwargs):
+        seen.append(name)
+        return run(*args, **kwargs)
+
+    def hear(call):
+        seen.append(call.name)
+        return call.run()
+
+    with (
+        seams.on_contraction(hear),
+        seams.on_operation({seams.PRODUCTS: note}),
+    ):
+        there = contextvars.copy_context()
+    with (
+        seams.on_contraction(lambda call: call.run()),
+        seams.on_operation({seams.MOVES: note}),
+    ):
+        there.run(layer, X)
+        there.run(plain, X)
+    assert seen == []
+
+
+def test_an_operation_is_handled_once_after_the_patch_of_another():
+    layer, seen = keras.layers.Dense(3, use_bias=False), []
+    layer.build(X.shape)
+
+    def note(layer, run, name, args, kwargs):
+        seen.append(name)
+        return run(*args, **kwargs)
+
+    home = next(x for x in products.modules() if hasattr(x, "matmul"))
+    with seams.on_operation({seams.PRODUCTS: note}):
+        patch = unittest.mock.patch.object(home, "matmul", home.matmul)
+        patch.start()
+    patch.stop()
+    with seams.on_operation({seams.PRODUCTS: note}):
+        layer(X)
+    assert seen == ["matmul"]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch has torch.compile")
+@pytest.mark.full
+def test_a_block_of_another_thread_breaks_no_graph():
+    import torch
+
+    layer = kpe.layers.Dense(16, dtype="float8/current_from_float32")
+    x = torch.ones(16, 16)
+    layer(x)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    expected = numpy(compiled(x))
+    with seams.on_contraction(lambda call: call.run() * 0):
+        outside = contextvars.Context()
+        found = outside.run(lambda: numpy(compiled(x)))
+    np.testing.assert_array_equal(found, expected)

@@ -6,9 +6,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext._keras import versions, walking
+from keras_policy_ext._keras import versions
 
 _ATTEND = "_compute_attention"
+_FLASH, _FLASH_BEFORE = "_flash_attention", "float8_flash_attention_before"
 
 
 def has_flash_attention(layer: keras.Layer) -> bool:
@@ -52,16 +53,21 @@ def replace_attention(
     without `attend` lose the causal kernels of the frameworks. Expires with a
     public method to override.
     """
-    vars(layer).pop(_ATTEND, None)
+    own = vars(layer)
+    own.pop(_ATTEND, None)
     if attend is not None:
-        vars(layer)[_ATTEND] = attend
+        own[_ATTEND] = attend
         # Keras returns no scores with it. A layer that was made with it has no
         # `attend`; here it is from `keras.config.enable_flash_attention`.
-        vars(layer)["_flash_attention"] = False
-    for each in walking.layers_directly_in(layer):
-        if isinstance(each, keras.layers.Softmax):
-            # It would cast float32 scores to float16 (keras 3.0 to 3.16).
-            each.autocast = attend is None
+        own.setdefault(_FLASH_BEFORE, own.get(_FLASH))
+        own[_FLASH] = False
+    elif _FLASH_BEFORE in own:
+        own[_FLASH] = own.pop(_FLASH_BEFORE)
+    # A layer inside, which would cast float32 scores to float16 (`_softmax`,
+    # keras 3.0 to 3.16).
+    softmax = getattr(layer, "_softmax", None)
+    if softmax is not None:
+        softmax.autocast = attend is None
 
 
 def attend_by_scores(

@@ -80,9 +80,34 @@ Handler = Callable[..., Any]
 _watching: dict[str, Handler] = {}
 """The handlers of `watch`, by the name of the operation."""
 
-_blocks: contextvars.ContextVar[tuple[dict[str, Handler], ...]] = (
-    contextvars.ContextVar("handlers of operations", default=())
+
+class _Block:
+    """An `on_operation` block: its handlers, and whether it is open.
+
+    A task that was started in the block keeps a copy of the context variable.
+    """
+
+    def __init__(self, handlers: dict[str, Handler]) -> None:
+        self.handlers, self.is_open = handlers, True
+
+    def offers(self, name: str) -> bool:
+        """Return True if it is open and has a handler for an operation."""
+        return self.is_open and name in self.handlers
+
+
+_blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
+    "handlers of operations", default=()
 )
+
+_is_compiling: Callable[[], bool] = bool
+"""Whether torch.compile traces now; `bool` says no for other frameworks."""
+
+
+def ask_for_compiling(function: Callable[[], bool]) -> None:
+    """Set the function that says whether torch.compile traces now."""
+    global _is_compiling
+    _is_compiling = function
+
 
 _open_blocks = 0
 """The number of open `on_operation` blocks of all threads."""
@@ -132,8 +157,9 @@ def on_operation(
     """
     global _open_blocks
     own = {name: x for names, x in handlers.items() for name in names}
+    block = _Block(own)
     with wrapped(own):
-        token = _blocks.set((*_blocks.get(), own))
+        token = _blocks.set((*_blocks.get(), block))
         with _LOCK:
             _open_blocks += 1
         try:
@@ -141,6 +167,7 @@ def on_operation(
         finally:
             with _LOCK:
                 _open_blocks -= 1
+            block.is_open = False
             _blocks.reset(token)
 
 
@@ -202,6 +229,8 @@ def _wrap(names: tuple[str, ...]) -> None:
                 stock = getattr(home, name, None)
                 if stock is None:
                     continue
+                # Ours, which others put back after a patch of theirs.
+                stock = getattr(stock, _ORIGINAL, stock)
                 made = _made.get((home, name))
                 if made is None or made[0] is not stock:
                     made = _made[home, name] = stock, _through(stock, name)
@@ -243,7 +272,8 @@ def _through(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
             layer = innermost_layer()
         if layer is None or layer is _NO_LAYER:
             return stock(*args, **kwargs)
-        if _open_blocks:  # torch.compile breaks its graph in there.
+        # Asked first: a graph of torch.compile would guard `_open_blocks`.
+        if not _is_compiling() and _open_blocks:
             return _through_blocks(layer, stock, name, args, kwargs)
         if name in _watching and (
             type(layer) in _FOLLOWED
@@ -253,7 +283,12 @@ def _through(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
             return _watching[name](layer, stock, name, args, kwargs)
         return stock(*args, **kwargs)
 
+    setattr(wrapped, _ORIGINAL, stock)
     return wrapped
+
+
+_ORIGINAL = "float8_original"
+"""The attribute of our functions that has Keras's."""
 
 
 def _through_blocks(
@@ -264,10 +299,20 @@ def _through_blocks(
     is_watched = type(layer) in _FOLLOWED or recorder()
     if watching and (is_watched or getattr(_thread, "follows", False)):
         run = _handled(watching, layer, stock, name)
-    for own in _blocks.get():
-        if name in own:
-            run = _handled(own[name], layer, run, name)
-    return run(*args, **kwargs)
+    mine = [x.handlers[name] for x in _blocks.get() if x.offers(name)]
+    if not mine:
+        return run(*args, **kwargs)
+
+    def in_the_layer(*args: Any, **kwargs: Any) -> Any:
+        with keras.name_scope(getattr(layer, "name", "layer"), caller=layer):
+            return run(*args, **kwargs)
+
+    found: Handler = in_the_layer
+    for handler in mine:
+        found = _handled(handler, layer, found, name)
+    # What a handler computes itself is of no layer, or it would be handled too.
+    with outside_of_layers():
+        return found(*args, **kwargs)
 
 
 def _handled(handler: Handler, layer: Any, run: Handler, name: str) -> Handler:

@@ -307,11 +307,16 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     These are attributes, or entries of lists and dicts.
     """
     found: dict[int, Any] = {}
+    seen: set[int] = set()  # A list may be in itself.
     # The next one is at the end.
     waiting = [*vars(model).values()][::-1]
     waiting.append(getattr(model, "optimizer", None))
     while waiting:
         each = waiting.pop()
+        if isinstance(each, (dict, list, tuple)):
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
         if isinstance(each, dict):
             each = list(each.values())
         if isinstance(each, (list, tuple)):

@@ -791,6 +791,9 @@ def _branch(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     return result
 
 
+if keras.backend.backend() == "torch":
+    products.ask_for_compiling(lambda: backends.current.is_compiling())
+
 products.watch(
     {
         products.PRODUCTS: _product,

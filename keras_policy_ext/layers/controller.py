@@ -265,7 +265,15 @@ class Float8Controller:
         layer = self.layer
         policy: Any = self.policy
         dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
-        if run is None and seams.open_blocks and seams.handlers():
+        framework = backends.current
+        compiling = framework.is_compiling()
+        # First: a graph of torch.compile would guard the number of blocks.
+        if (
+            run is None
+            and not compiling
+            and seams.open_blocks
+            and seams.handlers()
+        ):
             given = contraction, inputs, kernel, training, dtype, bias, moved
             read = kernel if moved is None else moved
             return seams.handled(
@@ -289,8 +297,6 @@ class Float8Controller:
         # A tensor that is traced is as good as none.
         is_known = isinstance(training, (bool, int, np.bool_))
         training = bool(training) if is_known else None
-        framework = backends.current
-        compiling = framework.is_compiling()
         value = variable_values.value_without_autocast(kernel)
         variable = layer.float8_state.of(kernel)
         if self._scales_matrices_of(variable):
@@ -421,7 +427,13 @@ class Float8Controller:
         limit: float | None = None,
         run: Any = None,
     ) -> Any:
-        if run is None and seams.open_blocks and seams.handlers():
+        compiling = backends.current.is_compiling()
+        if (
+            run is None
+            and not compiling
+            and seams.open_blocks
+            and seams.handlers()
+        ):
             given = name, recipe, contraction, first, second, dtype, limit
             return seams.handled(
                 self.layer,

@@ -134,8 +134,13 @@ class _Memory:
     def restore(self) -> None:
         """Restore the object's class, attributes, and lists, dicts and sets."""
         for each, attributes in self._attributes:
-            vars(each).clear()
-            vars(each).update(attributes)
+            own = vars(each)
+            # Only what differs: other threads may call the layer now.
+            for name in own.keys() - attributes.keys():
+                del own[name]
+            for name, value in attributes.items():
+                if name not in own or own[name] is not value:
+                    own[name] = value
         _refill(self._contents)
         if type(self._thing) is not self._class:
             built_layers.put_class_back(self._thing, self._class)

@@ -107,3 +107,15 @@ def test_attention_that_stays_as_it_is_is_said_to(make):
     assert report.without_effect[0].startswith("`attention")
     assert "had no effect" in " ".join(str(report).split())
     assert not kpe.convert(model).without_effect
+
+
+def test_flash_attention_is_chosen_again_after_revert():
+    """Keras's default, None, lets it choose."""
+    inputs = keras.Input((5, 8))
+    layer = keras.layers.MultiHeadAttention(2, 4)
+    model = keras.Model(inputs, layer(inputs, inputs))
+    before = layer._flash_attention
+    kpe.convert(model, "float8/current_from_float32", attention="float8")
+    model(np.ones((2, 5, 8), "float32"))
+    kpe.revert(model)
+    assert layer._flash_attention is before

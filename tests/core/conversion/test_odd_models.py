@@ -8,6 +8,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from keras_policy_ext._keras.optimizer_variables import known_to_optimizer
 from keras_policy_ext._keras.walking import layers_within
+from keras_policy_ext.conversion import training
 from steps import normal, numpy, state_of
 
 POLICY = "float8/4_from_float32"
@@ -351,3 +352,11 @@ def test_sparse_inputs_are_multiplied_as_dense_ones(adapters):
     assert model.predict(sparse(x), verbose=0).shape == (8, 3)
     history = model.fit(sparse(x), Y[:, :3], batch_size=8, verbose=0)
     assert np.isfinite(history.history["loss"]).all()
+
+
+def test_a_container_that_contains_itself_is_looked_through_once():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    own = {"optimizer": keras.optimizers.SGD(0.1)}
+    own["own"] = own
+    object.__setattr__(model, "own_containers", own)
+    assert training.optimizers(model) == [own["optimizer"]]
