@@ -292,6 +292,33 @@ def test_an_operation_is_handled_once_after_the_patch_of_another():
     assert seen == ["matmul"]
 
 
+def test_an_operation_that_others_replace_is_wrapped_in_the_next_block():
+    layer, seen = keras.layers.Dense(3, use_bias=False), []
+    layer.build(X.shape)
+
+    def note(layer, run, name, args, kwargs):
+        seen.append(name)
+        return run(*args, **kwargs)
+
+    home = next(x for x in products.modules() if hasattr(x, "matmul"))
+    with seams.on_operation({seams.PRODUCTS: note}):
+        stock = home.matmul.float8_original
+
+        def other(a, b):
+            return stock(a, b)
+
+        with (
+            unittest.mock.patch.object(
+                home, "matmul", lambda a, b: stock(a, b)
+            ),
+            seams.on_operation({seams.PRODUCTS: note}),
+        ):
+            layer(X)
+        assert seen == ["matmul", "matmul"], "one of each block"
+        layer(X)
+    assert seen == ["matmul"] * 3
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="PyTorch has torch.compile")
 @pytest.mark.full
 def test_a_block_of_another_thread_breaks_no_graph():

@@ -222,22 +222,24 @@ def _wrap(names: tuple[str, ...]) -> None:
         # All functions are made first: an interrupt then replaces none.
         new: dict[str, list[tuple[Any, Any, Handler]]] = {}
         for name in names:
-            if _users[name] or name in new:
+            if name in new:
                 continue
             new[name] = []
             for home in [keras.Variable] if name == ENTRIES else homes:
                 stock = getattr(home, name, None)
                 if stock is None:
                     continue
-                # Ours, which others put back after a patch of theirs.
+                if _users[name] and hasattr(stock, _ORIGINAL):
+                    continue  # Wrapped already, and not replaced by others.
+                # Of ours, which others put back after a patch of theirs.
                 stock = getattr(stock, _ORIGINAL, stock)
                 made = _made.get((home, name))
                 if made is None or made[0] is not stock:
                     made = _made[home, name] = stock, _through(stock, name)
                 new[name].append((home, vars(home).get(name), made[1]))
         _users.update(names)
-        _replaced.update(new)
         for name, functions in new.items():
+            _replaced.setdefault(name, []).extend(functions)
             for home, _, function in functions:
                 setattr(home, name, function)
 
@@ -249,7 +251,7 @@ def _unwrap(names: tuple[str, ...]) -> None:
         for name in dict.fromkeys(names):
             if _users[name]:
                 continue
-            for home, own, wrapper in _replaced.pop(name):
+            for home, own, wrapper in reversed(_replaced.pop(name)):
                 if vars(home).get(name) is not wrapper:
                     continue  # Replaced by others since; it goes through ours.
                 if own is None:

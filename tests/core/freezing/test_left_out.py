@@ -100,8 +100,10 @@ def test_a_layer_with_files_of_its_own_comes_back(change, kind, tmp_path):
     assert modes[0] == modes[1]
     if change is kpe.freeze:
         assert [x.is_frozen for x in (model.layers[1], again.layers[1])]
-        (skipped,) = (s for s in report.skipped if "own_variables" in s.reason)
-        assert skipped.path.startswith(model.layers[0].path)
+        skipped = [s for s in report.skipped if "own_variables" in s.reason]
+        # A parent's methods are not read: its child is frozen.
+        assert len(skipped) == (kind != "parent")
+        assert all(s.path.startswith(model.layers[0].path) for s in skipped)
 
 
 def assigned(call, names=("inner",), **attributes):
