@@ -156,9 +156,9 @@ def call_of(layer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _none() -> Any:
-    before = getattr(_thread, "none", False)
-    _thread.none = True
+def _none(layer: Any) -> Any:
+    before = getattr(_thread, "none", None)
+    _thread.none = layer
     try:
         yield
     finally:
@@ -166,9 +166,9 @@ def _none() -> Any:
 
 
 def none_in(layer: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which no product is one of attention."""
+    """Return a block in which no product of a layer is one of attention."""
     if attends(layer):
-        found: contextlib.AbstractContextManager[None] = _none()
+        found: contextlib.AbstractContextManager[None] = _none(layer)
         return found
     return contextlib.nullcontext()
 
@@ -216,7 +216,7 @@ def multiply(
 
 def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
     """Return what a product in the call of a layer is; None if not known."""
-    if getattr(_thread, "none", False):
+    if getattr(_thread, "none", None) is layer:
         return None
     attention = layer.float8_controller.attention
     call = getattr(_thread, "call", None)

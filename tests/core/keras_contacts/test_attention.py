@@ -117,6 +117,15 @@ def test_without_its_equations_attention_in_float8_is_refused(cls, name):
         attention.products_of(layer)
 
 
+@pytest.mark.parametrize("cls", LAYERS)
+def test_attention_is_replaced_where_keras_keeps_its_softmax_elsewhere(cls):
+    layer = made(cls)
+    layer.build(X.shape, X.shape)
+    with hidden(cls, "_softmax"):
+        attention.replace_attention(layer, lambda *args: None)
+    assert "_compute_attention" in vars(layer)
+
+
 class Overrides(keras.layers.MultiHeadAttention):
     """Remembers the mask that its attention gets."""
 

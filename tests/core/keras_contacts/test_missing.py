@@ -95,6 +95,7 @@ OTHERS = {
     "_lora_enabled_layers": "of KerasHub",
     "_AutocastScope": "a module of Keras",
     "_return_attention_scores": "a call of attention without it fails",
+    "_softmax": "attention without it has softmax under no autocast",
     "_distribution_strategy": "of Keras on TensorFlow, for replicas",
     "_serialize_to_tensors": "of TensorFlow, for its checkpoints",
     "_get_variable_index": "one-byte steps in parts; without it, of wholes",
