@@ -135,11 +135,12 @@ class _Memory:
         """Restore the object's class, attributes, and lists, dicts and sets."""
         for each, attributes in self._attributes:
             own = vars(each)
-            # Only what differs: other threads may call the layer now.
-            for name in own.keys() - attributes.keys():
-                del own[name]
+            if [*own] != [*attributes]:
+                own.clear()
+                own.update(attributes)
+            # Else only what differs: other threads may call the layer now.
             for name, value in attributes.items():
-                if name not in own or own[name] is not value:
+                if own[name] is not value:
                     own[name] = value
         _refill(self._contents)
         if type(self._thing) is not self._class:

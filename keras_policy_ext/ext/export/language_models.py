@@ -46,19 +46,19 @@ def whole(
     beside = tempfile.mkdtemp(
         prefix=f".{target.name}.", suffix=".partial", dir=target.parent
     )
-    workplace = pathlib.Path(beside)
+    staging = pathlib.Path(beside)
     try:
-        made = workplace / target.name
+        made = staging / target.name
         if folder:
             made.mkdir()
         yield made
         # What came there meanwhile is not replaced either.
         check(target, folder=folder, overwrite=overwrite)
-        _move(made, target, workplace / _REPLACED)
+        _move(made, target, staging / _REPLACED)
     finally:
         # What was replaced is kept, if nothing has taken its place.
-        if os.path.lexists(target) or not (workplace / _REPLACED).exists():
-            shutil.rmtree(workplace, ignore_errors=True)
+        if os.path.lexists(target) or not (staging / _REPLACED).exists():
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def check(target: pathlib.Path, *, folder: bool, overwrite: bool) -> None:

@@ -10,7 +10,7 @@ import keras_policy_ext_cli
 from command_lines import error_of
 from keras_policy_ext import __version__, recipes
 from keras_policy_ext.ext.cli import commands as cli
-from keras_policy_ext.ext.demo import session
+from keras_policy_ext.ext.demo import runs as demo_runs
 
 pytestmark = pytest.mark.usefixtures("environment_is_restored")
 
@@ -174,7 +174,9 @@ def test_folder_that_cannot_be_made_gets_one_line(capsys, tmp_path):
 
 
 def test_missing_matplotlib_is_told_before_training(capsys, monkeypatch):
-    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        demo_runs.importlib.util, "find_spec", lambda name: None
+    )
 
     line = error_of(capsys, "demo")
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from keras_policy_ext.ext import demo
-from keras_policy_ext.ext.demo import session, text, train
+from keras_policy_ext.ext.demo import runs as demo_runs
+from keras_policy_ext.ext.demo import text, train
 
 STEPS = 4
 PRECISIONS = ["float32", "mixed_bfloat16", "float8"]
@@ -131,7 +132,7 @@ def test_the_plot_leaves_no_point_out(monkeypatch, tmp_path):
     runs = {
         name: train.Run((), curve, (), None) for name, curve in curves.items()
     }
-    session.draw(runs, "title", tmp_path / "x.png")
+    demo_runs.draw(runs, "title", tmp_path / "x.png")
     (figure,) = drawn
     for axes in figure.axes:
         low, high = axes.get_ylim()
@@ -161,15 +162,15 @@ def test_steps_per_second_leaves_compilation_out():
 @pytest.mark.any_backend
 @pytest.mark.parametrize("times", [1.0, 11.0])
 def test_where_bfloat16_is_slow_the_demo_says_so(times, monkeypatch, capfd):
-    monkeypatch.setattr(session.machine, "slowdown", lambda: times)
-    monkeypatch.setattr(session.train, "draw", lambda *_: {})
+    monkeypatch.setattr(demo_runs.machine, "slowdown", lambda: times)
+    monkeypatch.setattr(demo_runs.train, "draw", lambda *_: {})
     monkeypatch.setattr(
-        session.train,
+        demo_runs.train,
         "train",
         lambda *_: train.Run((1.0,), {1: 1.0}, (1.0,), keras.Model()),
     )
-    monkeypatch.setattr(session, "draw", lambda *_: None)
-    session.run(SMALL, None, "x.png")
+    monkeypatch.setattr(demo_runs, "draw", lambda *_: None)
+    demo_runs.run(SMALL, None, "x.png")
     assert ("slow" in capfd.readouterr().out) == (times > 4)
 
 

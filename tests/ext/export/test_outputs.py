@@ -126,7 +126,7 @@ def test_a_killed_process_leaves_nothing_under_the_name(tmp_path):
     write(path, "old")
     code = (
         "import os, signal, sys\n"
-        "from keras_policy_ext.export import language_models\n"
+        "from keras_policy_ext.ext.export import language_models\n"
         "path = sys.argv[1]\n"
         "whole = language_models.whole(path, folder=True, overwrite=True)\n"
         "with whole as place:\n"
