@@ -1,7 +1,7 @@
 """The names that extensions add to the core, each imported at its first use.
 
-The core imports no extension. `keras_policy_ext.ext` says what there is, and
-the core asks for it here, by the public name.
+The core imports no extension. `keras_policy_ext.ext` has the table of their
+public names, and the core looks a name up here.
 """
 
 from __future__ import annotations

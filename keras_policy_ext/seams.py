@@ -1,11 +1,12 @@
-"""The places where code from outside can follow, or replace, what layers do.
+"""Functions by which other code follows what layers do, or replaces it.
 
-`on_contraction` hears of each contraction of a float8 layer, `on_operation` of
-each operation of `keras.ops` in a layer. What a handler returns is the result,
-so it can watch, change the operands, or compute something else. Blocks nest:
-the innermost handler is called first, and what it runs goes through the others.
-They apply to their own thread and asyncio task. Without a block a step runs as
-if this module did not exist. `register_follower` adds an object that is
+`on_contraction` calls a handler for each contraction of a float8 layer,
+`on_operation` for each operation of `keras.ops` in a layer. The result of the
+handler is the result of the contraction or operation. So a handler can watch,
+change the operands, or compute something else. Blocks nest: the innermost
+handler is called first, and `run` calls the others. A block applies to its own
+thread and asyncio task. Without a block a step calls no handler, and reads one
+number. `register_follower` adds an object that is
 called before and after `convert` and `revert`, to change what belongs to the
 model, such as its optimizer.
 
@@ -192,8 +193,9 @@ _handlers: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
 def on_contraction(handler: ContractionHandler) -> Iterator[None]:
     """In the block, call `handler` for each contraction of a float8 layer.
 
-    A function that was compiled before the block runs as it was compiled. In
-    one that a compiler traces in the block, the operands have no values.
+    A function that was compiled before the block runs as it was compiled. One
+    that a compiler traces in the block keeps what the handler computes, also
+    after the block; its operands have no values.
 
     Args:
         handler: Called with a `ContractionCall`, before it runs. What it
@@ -380,9 +382,9 @@ _followers: list[Follower] = []
 
 
 def register_follower(follower: _F) -> _F:
-    """Have a follower asked about every later change of a model.
+    """Call a follower before and after every later change of a model.
 
-    Followers are asked in the order in which they are registered.
+    Followers are called in the order in which they are registered.
 
     ```python
     class Printing(kpe.seams.Follower):

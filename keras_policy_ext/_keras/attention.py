@@ -1,4 +1,4 @@
-"""What the attention layers of Keras keep under private names."""
+"""Private names of the attention layers of Keras."""
 
 from collections.abc import Callable
 from typing import Any

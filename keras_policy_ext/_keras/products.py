@@ -100,7 +100,7 @@ _blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
 )
 
 _is_compiling: Callable[[], bool] = bool
-"""Whether torch.compile traces now; `bool` says no for other frameworks."""
+"""Returns True while torch.compile traces; always False by default."""
 
 
 def ask_for_compiling(function: Callable[[], bool]) -> None:
@@ -112,7 +112,8 @@ def ask_for_compiling(function: Callable[[], bool]) -> None:
 _open_blocks = 0
 """The number of open `on_operation` blocks of all threads."""
 
-# An operation is replaced for all threads, and how often that is asked for.
+# An operation is replaced for all threads, while a block or a class needs it:
+# `_users` counts these.
 _LOCK = threading.RLock()
 _users: collections.Counter[str] = collections.Counter()
 _replaced: dict[str, list[tuple[Any, Any, Handler]]] = {}

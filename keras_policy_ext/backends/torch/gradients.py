@@ -151,7 +151,7 @@ class _Link(ReverseMode):
 
 
 class Pass(NamedTuple):
-    """What a backward pass needs to know beside tensors.
+    """The arguments of a backward pass that are not tensors.
 
     Attributes:
         operation: The operation.

@@ -14,7 +14,7 @@ GATHERS = "fsdp_pre_all_gather"
 
 
 class Gathering(NamedTuple):
-    """How `fully_shard` gathers a kernel: as codes, before its layer runs.
+    """A kernel that `fully_shard` gathers as codes, before its layer runs.
 
     Attributes:
         axes: An empty entry for each axis of the kernel; see

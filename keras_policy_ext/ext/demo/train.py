@@ -103,7 +103,7 @@ class Run(NamedTuple):
 
     @property
     def kernels(self) -> str:
-        """How many matmuls ran in float8, such as `"12 emulated"`."""
+        """The number of float8 matmuls by kind, such as `"12 emulated"`."""
         found = (getattr(x, "kernel_choice", None) for x in self.model.layers)
         counts = Counter(kind for kind, _ in filter(None, found))
         return ", ".join(f"{n} {kind}" for kind, n in counts.items())

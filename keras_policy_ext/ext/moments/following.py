@@ -15,7 +15,7 @@ from keras_policy_ext.ext.moments.settings import Settings
 
 
 class Moments(seams.Follower):
-    """Quantizes moments if `convert` is asked to; `revert` dequantizes them."""
+    """Quantizes moments in `convert(optimizer=...)`, dequantizes in `revert`."""
 
     takes_optimizer_option: ClassVar[bool] = True
 

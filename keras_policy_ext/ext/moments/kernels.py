@@ -28,7 +28,7 @@ _MODULES = {
 
 
 class MomentKernels:
-    """What a step with quantized moments runs, in `keras.ops`."""
+    """The operations of a step with quantized moments, in `keras.ops`."""
 
     def updated_in_parts(
         self,

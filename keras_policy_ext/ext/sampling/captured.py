@@ -349,7 +349,7 @@ class Listing:
 
     Args:
         compute: Computes one of them, and returns its outputs.
-        wants: Returns whether to list one of them.
+        selects: Returns whether to list one of them.
         is_traced: Returns whether outputs have no values, since a compiler
             traces what computes them.
 
@@ -362,10 +362,10 @@ class Listing:
     def __init__(
         self,
         compute: Callable[[ContractionCall], Tensor],
-        wants: Callable[[ContractionCall], bool],
+        selects: Callable[[ContractionCall], bool],
         is_traced: Callable[[Tensor], bool],
     ) -> None:
-        self._compute, self._wants = compute, wants
+        self._compute, self._selects = compute, selects
         self._is_traced = is_traced
         self.begin(lambda x: x)
 
@@ -386,7 +386,7 @@ class Listing:
 
     def _take(self, call: ContractionCall) -> Tensor:
         outputs = self._compute(call)
-        if not self._wants(call):
+        if not self._selects(call):
             self.left.append(call.layer)
             return outputs
         if self._is_traced(outputs):

@@ -1,4 +1,4 @@
-"""The recipes that a comparison is asked for, and the one without rounding."""
+"""The recipes of a comparison, and a recipe that rounds nothing."""
 
 from __future__ import annotations
 
