@@ -4,10 +4,11 @@ import ast
 import importlib
 import pathlib
 
+import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import ext
+from keras_policy_ext import _extensions, ext
 
 pytestmark = pytest.mark.any_backend
 
@@ -44,6 +45,14 @@ def test_a_row_of_the_table_names_what_is_there(name):
 @pytest.mark.parametrize("name", ext.MODULES)
 def test_a_module_of_public_names_is_there(name):
     assert getattr(kpe, name).__all__
+
+
+def test_a_new_row_makes_a_name_of_the_package(monkeypatch):
+    monkeypatch.setattr(_extensions, "_homes", {**_extensions._homes})
+    with pytest.raises(AttributeError, match="no attribute 'ndarray'"):
+        kpe.ndarray  # noqa: B018
+    _extensions.add({"ndarray": "numpy"}, ())
+    assert kpe.ndarray is np.ndarray
 
 
 def is_public(module, name):

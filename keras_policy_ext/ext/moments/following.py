@@ -15,7 +15,7 @@ from keras_policy_ext.ext.moments.settings import Settings
 
 
 class Moments(seams.Follower):
-    """Quantizes moments in `convert(optimizer=...)`, dequantizes in `revert`."""
+    """Quantizes moments in `convert`, and dequantizes them in `revert`."""
 
     takes_optimizer_option: ClassVar[bool] = True
 
