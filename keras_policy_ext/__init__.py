@@ -195,7 +195,7 @@ if TYPE_CHECKING:
     )
     from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
     from keras_policy_ext.ext.plan.step_plan import plan
-    from keras_policy_ext.ext.replay.recorder import record
+    from keras_policy_ext.ext.replay.flight_recorder import record
     from keras_policy_ext.ext.replay.replay import replay
     from keras_policy_ext.ext.tune.tune import Tuned, tune
     from keras_policy_ext.ext.watch.autopilot import autopilot

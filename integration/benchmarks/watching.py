@@ -25,7 +25,7 @@ import measuring
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext.ext.replay import recorder
+from keras_policy_ext.ext.replay import flight_recorder
 from keras_policy_ext.ext.watch import monitor
 
 
@@ -105,7 +105,7 @@ class Recorder(Timed, kpe.callbacks.FlightRecorder):
     """`FlightRecorder`."""
 
     def __init__(self, x, asked, clock):
-        recorder.time = clock
+        flight_recorder.time = clock
         self.folder = tempfile.TemporaryDirectory()
         path = pathlib.Path(self.folder.name, "crash.zip")
         super().__init__(clock, path)

@@ -31,7 +31,7 @@ NAMES = {
         "memory": "memory.step_memory",
         "plan": "plan.step_plan",
         "policies.LossScaleDTypePolicy": "mixed.loss_scales",
-        "record": "replay.recorder",
+        "record": "replay.flight_recorder",
         "replay": "replay.replay",
         "tune": "tune.tune",
         "watch": "watch.monitor",

@@ -6,11 +6,11 @@ names of `tf.keras.mixed_precision`; `experimental` has names of TensorFlow
 model that has a layer in float16.
 """
 
+from keras_policy_ext.ext.mixed.loss_scale_monitor import LossScaleMonitor
 from keras_policy_ext.ext.mixed.loss_scales import (
     DynamicLossScale,
     FixedLossScale,
 )
-from keras_policy_ext.ext.mixed.monitor import LossScaleMonitor
 from keras_policy_ext.ext.mixed.optimizer import LossScaleOptimizer
 from keras_policy_ext.ext.mixed.policy import (
     Policy,

@@ -20,7 +20,7 @@ from keras_policy_ext.ext.export import (
     readers,
     safetensors_files,
 )
-from keras_policy_ext.ext.export.kernels import ExportedKernel, Scheme
+from keras_policy_ext.ext.export.exported_kernels import ExportedKernel, Scheme
 from keras_policy_ext.ext.export.readers import Reader
 from keras_policy_ext.ext.export.report import ExportReport
 

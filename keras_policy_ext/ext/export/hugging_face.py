@@ -14,8 +14,8 @@ import numpy as np
 from keras_policy_ext._keras import keras_hub as hub
 from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext._version import __version__
-from keras_policy_ext.ext.export import kernels, safetensors_files
-from keras_policy_ext.ext.export.kernels import ExportedKernel
+from keras_policy_ext.ext.export import exported_kernels, safetensors_files
+from keras_policy_ext.ext.export.exported_kernels import ExportedKernel
 from keras_policy_ext.ext.export.readers import Reader
 from keras_policy_ext.ext.export.report import Written
 from keras_policy_ext.ext.export.safetensors_files import (
@@ -142,7 +142,7 @@ class Folder:
     ) -> None:
         self._backbone, self._found, self._reader = backbone, found, reader
         self._symbols = Symbols()
-        self._owners = kernels.owners(backbone)
+        self._owners = exported_kernels.owners(backbone)
         self._dtype = str(backbone.compute_dtype)
         self._code = _code_of(self._dtype)
         self.entries = self._entries()
@@ -228,7 +228,7 @@ class Folder:
         if any(isinstance(layer, keras.layers.Embedding) for layer in owners):
             return EMBEDDING
         if any(id(variable) not in self._found for variable in variables):
-            return kernels.NO_KERNEL
+            return exported_kernels.NO_KERNEL
         if len(result.shape) != 2:
             return _NO_LINEAR
         for variable in variables:
@@ -266,7 +266,7 @@ class Folder:
     def _float(self, entry: Entry) -> Callable[[], Array]:
         def value_of(variable: keras.Variable) -> Array:
             layer = self._owners.get(id(variable))
-            return kernels.float_value(layer, variable)
+            return exported_kernels.float_value(layer, variable)
 
         def make() -> Array:
             value = self._symbols.evaluate(entry.result, value_of)

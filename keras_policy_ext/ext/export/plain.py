@@ -16,8 +16,8 @@ import numpy as np
 
 from keras_policy_ext import _input_files, formats, loops, stored_kernels
 from keras_policy_ext._version import __version__
-from keras_policy_ext.ext.export import kernels, safetensors_files
-from keras_policy_ext.ext.export.kernels import ExportedKernel, Scheme
+from keras_policy_ext.ext.export import exported_kernels, safetensors_files
+from keras_policy_ext.ext.export.exported_kernels import ExportedKernel, Scheme
 from keras_policy_ext.ext.export.report import Written
 from keras_policy_ext.ext.export.safetensors_files import (
     DTYPES,
@@ -47,7 +47,7 @@ def write(
     tensors: list[Tensor] = []
     written: list[Written] = []
     about: dict[str, Any] = {}
-    owners = kernels.owners(model)
+    owners = exported_kernels.owners(model)
     for name, variable in _weights(model).items():
         kernel = found.get(id(variable))
         if kernel is not None and kernel.left_out is None:
@@ -56,7 +56,9 @@ def write(
             reason = ""
         else:
             made = [_float(name, owners.get(id(variable)), variable)]
-            reason = getattr(kernel, "left_out", None) or kernels.NO_KERNEL
+            reason = (
+                getattr(kernel, "left_out", None) or exported_kernels.NO_KERNEL
+            )
         tensors += made
         nbytes = sum(tensor.nbytes for tensor in made)
         dtype = str(DTYPES[made[0].dtype])
@@ -110,11 +112,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
 
 def _weights(model: keras.Layer) -> dict[str, Any]:
     """Return the variables to write, by path; equal paths get a number."""
-    merged = kernels.adapters_within(model)
+    merged = exported_kernels.adapters_within(model)
     of_kernels = {
         id(part)
         for variable in model.weights
-        if kernels.is_frozen(variable)
+        if exported_kernels.is_frozen(variable)
         for part in (variable.scale, variable.inputs_scale)
         if part is not None
     }
@@ -132,11 +134,11 @@ def _weights(model: keras.Layer) -> dict[str, Any]:
 
 def _float(name: str, layer: keras.Layer, variable: keras.Variable) -> Tensor:
     dtype = keras.backend.standardize_dtype(variable.dtype)
-    if kernels.is_frozen(variable):
+    if exported_kernels.is_frozen(variable):
         dtype = layer.variable_dtype
 
     def make() -> Array:
-        value = kernels.float_value(layer, variable)
+        value = exported_kernels.float_value(layer, variable)
         return value.astype(DTYPES[_CODES[dtype]])
 
     return Tensor(name, _CODES[dtype], tuple(variable.shape), make)

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from keras_policy_ext.ext.export import kernels
-from keras_policy_ext.ext.export.kernels import Scheme
+from keras_policy_ext.ext.export import exported_kernels
+from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.stored_kernels import BLOCK
 
 COMPRESSED_TENSORS, FP8, MODELOPT = "compressed-tensors", "fp8", "modelopt"
@@ -21,7 +21,7 @@ CONV1D = frozenset({"GPT2Backbone"})
 transposed."""
 
 USUAL = {
-    COMPRESSED_TENSORS: kernels.USUAL,
+    COMPRESSED_TENSORS: exported_kernels.USUAL,
     FP8: Scheme(
         weights="float8_e4m3fn", granularity="block", activations="dynamic"
     ),

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 
-from keras_policy_ext.ext.export.kernels import Scheme
+from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.reports import BaseReport, Column, Table, percent
 
 

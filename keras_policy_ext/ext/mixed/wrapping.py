@@ -16,16 +16,16 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext.ext.mixed import inner_optimizers, scaler_settings
+from keras_policy_ext.ext.mixed.loss_scale_monitor import (
+    LossScaleMonitor,
+    log_values,
+    without_log_values,
+)
 from keras_policy_ext.ext.mixed.loss_scales import (
     AUTO,
     DynamicLossScale,
     LossScale,
     LossScaleDTypePolicy,
-)
-from keras_policy_ext.ext.mixed.monitor import (
-    LossScaleMonitor,
-    log_values,
-    without_log_values,
 )
 from keras_policy_ext.ext.mixed.optimizer import LossScaleOptimizer
 from keras_policy_ext.policies._source_map import is_stock_map

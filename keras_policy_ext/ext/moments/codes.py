@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.moments import kernels as moment_kernels
+from keras_policy_ext.ext.moments import moment_kernels
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import (
     MAGNITUDE_BITS,

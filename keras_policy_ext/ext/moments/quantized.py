@@ -19,7 +19,7 @@ from keras_policy_ext._keras.optimizer_facts import (
     updates_elementwise,
 )
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.moments import kernels as moment_kernels
+from keras_policy_ext.ext.moments import moment_kernels
 from keras_policy_ext.ext.moments.codes import BLOCKS, numbers_in_file
 from keras_policy_ext.ext.moments.settings import Settings
 from keras_policy_ext.ext.moments.slots import (

@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.moments import kernels as moment_kernels
+from keras_policy_ext.ext.moments import moment_kernels
 from keras_policy_ext.ext.moments.codes import (
     blocks_of,
     dequantize_moments,

@@ -68,15 +68,19 @@ def write(
     _check_installed()
     opset = OPSET if opset is None else opset
     _check_opset(opset)
-    from keras_policy_ext.ext.export import kernels
+    from keras_policy_ext.ext.export import exported_kernels
     from keras_policy_ext.ext.export.report import ExportReport
     from keras_policy_ext.ext.onnx import walk
-    from keras_policy_ext.ext.onnx.kernels import Kernels
+    from keras_policy_ext.ext.onnx.kernel_nodes import Kernels
 
     walk.check(model)
-    found = kernels.of_model(model, include, exclude)
-    scheme = kernels.scheme_of(
-        found.values(), weights, granularity, activations, kernels.USUAL
+    found = exported_kernels.of_model(model, include, exclude)
+    scheme = exported_kernels.scheme_of(
+        found.values(),
+        weights,
+        granularity,
+        activations,
+        exported_kernels.USUAL,
     )
     _check_blocks(scheme.granularity, opset)
     chosen = Kernels(found, scheme)

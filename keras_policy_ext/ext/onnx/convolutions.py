@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext.contractions import ConvTranspose
-from keras_policy_ext.ext.onnx import kernels
+from keras_policy_ext.ext.onnx import kernel_nodes
 from keras_policy_ext.ext.onnx.activations import activated
 from keras_policy_ext.ext.onnx.graph import Refused, Value
 from keras_policy_ext.ext.onnx.registry import Context, layer
@@ -145,8 +145,8 @@ def _convolved(
 ) -> Value:
     """Add a `Conv` node with the layer's kernel and bias, channels first."""
     kernel = context.kernels.of(layer)
-    x = kernels.rounded(x, kernel, range(1, layer.rank + 2))
-    operand = kernels.convolution_kernel(context.graph, kernel)
+    x = kernel_nodes.rounded(x, kernel, range(1, layer.rank + 2))
+    operand = kernel_nodes.convolution_kernel(context.graph, kernel)
     return x.op(kind, operand, *context.bias(layer), **options)
 
 

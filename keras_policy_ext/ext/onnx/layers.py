@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext.contractions import equations
-from keras_policy_ext.ext.onnx import kernels
+from keras_policy_ext.ext.onnx import kernel_nodes
 from keras_policy_ext.ext.onnx.activations import activated
 from keras_policy_ext.ext.onnx.graph import Axes, Refused, Value
 from keras_policy_ext.ext.onnx.registry import Context, layer
@@ -20,8 +20,8 @@ Array = np.ndarray[Any, Any]
 @layer("Dense")
 def _dense(context: Context, layer: keras.Layer, x: Value) -> Value:
     kernel = context.kernels.of(layer)
-    x = kernels.rounded(x.cast("float32"), kernel, [-1])
-    y = x.op("MatMul", kernels.matrix(context.graph, kernel))
+    x = kernel_nodes.rounded(x.cast("float32"), kernel, [-1])
+    y = x.op("MatMul", kernel_nodes.matrix(context.graph, kernel))
     return _finished(context, layer, y)
 
 
@@ -33,9 +33,9 @@ def _einsum_dense(context: Context, layer: keras.Layer, x: Value) -> Value:
     first, second, out = equations.split(equation)
     summed = [i for i, axis in enumerate(first) if axis not in out]
     turned = "".join(second[axis] for axis in order)
-    y = kernels.rounded(x.cast("float32"), kernel, summed).op(
+    y = kernel_nodes.rounded(x.cast("float32"), kernel, summed).op(
         "Einsum",
-        kernels.matrix(context.graph, kernel),
+        kernel_nodes.matrix(context.graph, kernel),
         equation=f"{first},{turned}->{out}",
     )
     y = _finished(context, layer, y)
@@ -59,7 +59,7 @@ def _embedding(context: Context, layer: keras.Layer, x: Value) -> Value:
     kernel = context.kernels.of(layer)
     if x.dtype not in ("int32", "int64"):
         x = x.cast("int32")
-    return kernels.rows_of_table(kernel, x)
+    return kernel_nodes.rows_of_table(kernel, x)
 
 
 @layer("BatchNormalization")

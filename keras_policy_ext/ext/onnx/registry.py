@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext.ext.onnx.graph import OnnxGraph, Value
-from keras_policy_ext.ext.onnx.kernels import Kernels
+from keras_policy_ext.ext.onnx.kernel_nodes import Kernels
 
 LAYERS: dict[type, Callable[..., Value]] = {}
 """Writers by `keras.layers` class; arguments: context, layer, inputs."""

@@ -30,7 +30,7 @@ from keras_policy_ext.ext.onnx.graph import (
     Value,
     onnx_type,
 )
-from keras_policy_ext.ext.onnx.kernels import Kernels
+from keras_policy_ext.ext.onnx.kernel_nodes import Kernels
 from keras_policy_ext.ext.onnx.registry import LAYERS, OPERATIONS, Context
 from keras_policy_ext.layers.drop_in import original_of
 

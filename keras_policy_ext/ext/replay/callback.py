@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.ext.replay.recorder import Recorder, record
-from keras_policy_ext.ext.replay.recordings import copied
+from keras_policy_ext.ext.replay.flight_recorder import Recorder, record
+from keras_policy_ext.ext.replay.recording_files import copied
 from keras_policy_ext.ext.sampling.captured import as_parts
 
 

@@ -20,9 +20,9 @@ from keras_policy_ext._keras import saving_hooks
 from keras_policy_ext.conversion import candidates, convert, revert
 from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.in_place import converted
-from keras_policy_ext.ext.replay import recordings
-from keras_policy_ext.ext.replay.recorder import is_spike
-from keras_policy_ext.ext.replay.recordings import (
+from keras_policy_ext.ext.replay import recording_files
+from keras_policy_ext.ext.replay.flight_recorder import is_spike
+from keras_policy_ext.ext.replay.recording_files import (
     RandomState,
     Recording,
     Step,
@@ -284,11 +284,11 @@ def replay(
         saving_hooks.compiled_as_saved(),
     ):
         folder = pathlib.Path(name)
-        recording = recordings.read(pathlib.Path(path), folder)
+        recording = recording_files.read(pathlib.Path(path), folder)
         load = functools.partial(
             load_model, custom_objects=custom_objects, safe_mode=safe_mode
         )
-        model = load(folder / recordings.MODEL)
+        model = load(folder / recording_files.MODEL)
         was = recording.versions.get("backend")
         is_same = was == keras.backend.backend()
         known = recording.random.restore(model, is_same)

@@ -148,7 +148,7 @@ def test_an_optimizer_finds_the_slots_of_a_variable_and_of_no_part():
 @pytest.mark.skipif(BACKEND != "torch", reason="PyTorch has fused updates")
 @pytest.mark.parametrize("cls", [keras.optimizers.Adam, keras.optimizers.Lion])
 def test_no_public_class_says_how_it_updates_several_weights(cls):
-    from keras_policy_ext.ext.moments import kernels as moment_kernels
+    from keras_policy_ext.ext.moments import moment_kernels
 
     assert not hasattr(cls, "_parallel_update_step")
     assert members_about(cls, "parallel", "fused", "foreach") == []

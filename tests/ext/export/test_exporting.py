@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext.ext.export import readers, safetensors_files
-from keras_policy_ext.ext.export.kernels import Scheme
+from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.ext.export.readers import Reader
 
 

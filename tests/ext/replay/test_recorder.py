@@ -13,8 +13,8 @@ from keras import layers
 import keras_policy_ext as kpe
 from command_lines import error_of
 from keras_policy_ext.ext.cli import commands as cli
-from keras_policy_ext.ext.replay import recordings
-from keras_policy_ext.ext.replay.recorder import is_spike
+from keras_policy_ext.ext.replay import recording_files
+from keras_policy_ext.ext.replay.flight_recorder import is_spike
 from refusals import refused
 from steps import normal, numpy
 
@@ -145,7 +145,7 @@ def test_fit_gives_its_batches_and_losses(tmp_path):
         verbose=0,
         callbacks=[recorder],
     )
-    found = recordings.read(path, tmp_path)
+    found = recording_files.read(path, tmp_path)
     *_, step = found.steps
     assert [x.number for x in found.steps] == [1, 2, 3, 4]
     assert step.number == 4 and not math.isfinite(step.loss)
@@ -171,9 +171,9 @@ def test_a_model_without_float8_is_recorded_in_a_file_of_bounded_size(
     trained(model, data, recorder)
 
     assert path.stat().st_size <= most
-    found = recordings.read(path, tmp_path)
+    found = recording_files.read(path, tmp_path)
     assert found.steps[-1].number == 8
-    assert [path.name, recordings.MODEL] == sorted(
+    assert [path.name, recording_files.MODEL] == sorted(
         x.name for x in tmp_path.iterdir() if x.is_file()
     )[::-1]
 
@@ -239,22 +239,22 @@ def test_a_spike_is_a_multiple_of_the_median_of_enough_losses():
 @pytest.mark.any_backend
 def test_a_batch_of_text_is_refused():
     with refused(TypeError, "batch", "<U1", "numbers"):
-        recordings.copied((np.array(["a"]),))
+        recording_files.copied((np.array(["a"]),))
 
 
 def written(folder, batch):
     """A recording of one step, with a few bytes in the place of the model."""
     model = folder / "some"
     model.write_bytes(b"model")
-    found = recordings.Recording(
+    found = recording_files.Recording(
         "nonfinite",
         None,
         (0.5, float("inf")),
-        (recordings.Step(7, float("nan"), batch),),
-        recordings.RandomState((np.arange(2),), ()),
+        (recording_files.Step(7, float("nan"), batch),),
+        recording_files.RandomState((np.arange(2),), ()),
         {"backend": "none"},
     )
-    recordings.write(folder / "a.zip", model, found)
+    recording_files.write(folder / "a.zip", model, found)
     return found
 
 
@@ -263,10 +263,10 @@ def test_a_file_has_nested_batches_and_losses_that_are_not_finite(tmp_path):
     bfloat16 = np.asarray(1.5, ml_dtypes.bfloat16)
     batch = {"a": [normal(2, 3), None], "b": (bfloat16,)}, np.zeros((0, 2), int)
     found = written(tmp_path, batch)
-    read = recordings.read(tmp_path / "a.zip", tmp_path)
+    read = recording_files.read(tmp_path / "a.zip", tmp_path)
     (step,) = read.steps
     assert str(step.loss) == "nan" and read.earlier == found.earlier
-    assert (tmp_path / recordings.MODEL).read_bytes() == b"model"
+    assert (tmp_path / recording_files.MODEL).read_bytes() == b"model"
     keras.tree.assert_same_structure(step.batch, batch)
     for a, b in zip(
         keras.tree.flatten(step.batch), keras.tree.flatten(batch), strict=True
@@ -304,7 +304,7 @@ def test_a_damaged_file_is_refused(change, words, tmp_path):
     written(tmp_path, (np.ones(3),))
     changed(tmp_path / "a.zip", change)
     with refused(ValueError, "damaged", words, "as it was written"):
-        recordings.read(tmp_path / "a.zip", tmp_path)
+        recording_files.read(tmp_path / "a.zip", tmp_path)
 
 
 @pytest.mark.usefixtures("environment_is_restored")

@@ -6,7 +6,7 @@ import keras
 
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.jax.backend import BACKEND
-from keras_policy_ext.ext.moments.kernels import MomentKernels
+from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
 
 
 class JaxMoments(MomentKernels):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.tensorflow.backend import BACKEND
-from keras_policy_ext.ext.moments.kernels import MomentKernels
+from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
 
 
 class TensorFlowMoments(MomentKernels):

@@ -29,7 +29,7 @@ from keras_policy_ext.ext.moments.codes import (
     SMALLEST,
     SMALLEST_NORMAL,
 )
-from keras_policy_ext.ext.moments.kernels import MomentKernels
+from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
 
 
 def _bits(number: float) -> int:

@@ -15,8 +15,8 @@ import numpy as np
 
 from keras_policy_ext import formats
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext.ext.export import kernels
-from keras_policy_ext.ext.export.kernels import Scheme
+from keras_policy_ext.ext.export import exported_kernels
+from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.ext.export.report import Written
 from keras_policy_ext.ext.onnx.graph import (
     OnnxGraph,
@@ -70,7 +70,7 @@ class Kernels:
         written: An entry for each weight that was read, by its `id`.
     """
 
-    found: dict[int, kernels.ExportedKernel]
+    found: dict[int, exported_kernels.ExportedKernel]
     scheme: Scheme
     written: dict[int, Written] = dataclasses.field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class Kernels:
         return OnnxKernel(stored, stored.axes, activations, scale)
 
     def weight(
-        self, variable: keras.Variable, reason: str = kernels.NO_KERNEL
+        self, variable: keras.Variable, reason: str = exported_kernels.NO_KERNEL
     ) -> Array:
         """Return a weight as a float32 array, and record it as written."""
         wide = keras.ops.cast(variable, "float32")
@@ -110,16 +110,16 @@ class Kernels:
         self,
         layer: keras.Layer,
         variable: keras.Variable,
-        found: kernels.ExportedKernel | None,
+        found: exported_kernels.ExportedKernel | None,
     ) -> OnnxKernel:
         """Return a kernel that stays in float32, and record the reason."""
-        frozen = kernels.is_frozen(variable)
+        frozen = exported_kernels.is_frozen(variable)
         if not frozen and not keras.backend.is_float_dtype(variable.dtype):
             raise Refused(
                 f"its kernel is {variable.dtype}: Keras has quantized it",
                 "kernels in a floating dtype, or frozen by this package",
             )
-        values = kernels.float_value(layer, variable).astype("float32")
+        values = exported_kernels.float_value(layer, variable).astype("float32")
         reason = getattr(found, "left_out", None) or _NOT_FOUND
         self._note(variable, "float32", reason, values.nbytes)
         form = drop_in_of(type(layer))

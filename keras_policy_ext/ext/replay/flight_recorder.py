@@ -21,8 +21,8 @@ from keras import ops
 
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import candidates, training
-from keras_policy_ext.ext.replay import recordings
-from keras_policy_ext.ext.replay.recordings import (
+from keras_policy_ext.ext.replay import recording_files
+from keras_policy_ext.ext.replay.recording_files import (
     RandomState,
     Recording,
     Step,
@@ -144,7 +144,9 @@ class Recorder:
                 model and a batch are larger than `max_bytes`.
         """
         is_recording = self._end.alive
-        arrays = recordings.copied(as_parts(batch)) if is_recording else None
+        arrays = (
+            recording_files.copied(as_parts(batch)) if is_recording else None
+        )
         return self.step_of_copy(arrays, loss)
 
     def step_of_copy(self, arrays: Any, loss: Any) -> bool:
@@ -221,7 +223,7 @@ class Recorder:
             start.random,
             machine.facts(),
         )
-        recordings.write(self.path, start.file, found)
+        recording_files.write(self.path, start.file, found)
         self.reason = reason
         _LOGGER.warning(
             "The loss of step %d is %g. Recorded in %s. See where it began: "
