@@ -13,8 +13,8 @@ import keras
 from keras_policy_ext._keras import keras_hub as hub
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.ext.export import (
+    exported_kernels,
     hugging_face,
-    kernels,
     language_models,
     plain,
     readers,
@@ -74,30 +74,38 @@ def _to_onnx(model: keras.Layer, request: ExportRequest) -> Any:
         overwrite=request.overwrite,
         **request.options,
     )
-    merged = kernels.merged_notes(model, request.include, request.exclude)
+    merged = exported_kernels.merged_notes(
+        model, request.include, request.exclude
+    )
     if not merged:
         return report
     return dataclasses.replace(report, notes=(*report.notes, *merged))
 
 
 def _to_file(model: keras.Layer, request: ExportRequest) -> ExportReport:
-    found = kernels.of_model(model, request.include, request.exclude)
-    scheme = kernels.scheme_of(found.values(), *request.asked, kernels.USUAL)
+    found = exported_kernels.of_model(model, request.include, request.exclude)
+    scheme = exported_kernels.scheme_of(
+        found.values(), *request.asked, exported_kernels.USUAL
+    )
     _check_static(found.values(), scheme)
     whole = language_models.whole(
         request.path, folder=False, overwrite=request.overwrite
     )
     with whole as place:
         written = plain.write(model, place, found, scheme)
-    notes = kernels.merged_notes(model, request.include, request.exclude)
+    notes = exported_kernels.merged_notes(
+        model, request.include, request.exclude
+    )
     return ExportReport.of(request.path, request.format, scheme, written, notes)
 
 
 def _to_folder(model: keras.Layer, request: ExportRequest) -> ExportReport:
     size = safetensors_files.size_of(request.max_shard_size)
     backbone, tokenizer = language_models.parts(model, request.format)
-    found = kernels.of_model(backbone, request.include, request.exclude)
-    scheme = kernels.scheme_of(
+    found = exported_kernels.of_model(
+        backbone, request.include, request.exclude
+    )
+    scheme = exported_kernels.scheme_of(
         found.values(), *request.asked, readers.USUAL[request.format]
     )
     reader = Reader(request.format, str(hub.family(backbone)), scheme)
@@ -111,7 +119,9 @@ def _to_folder(model: keras.Layer, request: ExportRequest) -> ExportReport:
     )
     with whole as place:
         written = folder.write(place, size, request.tokenizer or tokenizer)
-    merged = kernels.merged_notes(backbone, request.include, request.exclude)
+    merged = exported_kernels.merged_notes(
+        backbone, request.include, request.exclude
+    )
     notes = (*reader.notes, *folder.notes(), *merged)
     return ExportReport.of(request.path, request.format, scheme, written, notes)
 
