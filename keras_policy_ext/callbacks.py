@@ -4,4 +4,13 @@ from keras_policy_ext.ext.replay.callback import FlightRecorder
 from keras_policy_ext.ext.watch.callbacks import Float8Autopilot, Float8Monitor
 from keras_policy_ext.ext.watch.rules import Thresholds
 
-__all__ = ["FlightRecorder", "Float8Autopilot", "Float8Monitor", "Thresholds"]
+Autopilot = Float8Autopilot
+"""The same class by its shorter name."""
+
+__all__ = [
+    "Autopilot",
+    "FlightRecorder",
+    "Float8Autopilot",
+    "Float8Monitor",
+    "Thresholds",
+]

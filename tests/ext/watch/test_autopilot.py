@@ -81,6 +81,10 @@ def fitted(model, *large, **options):
     return callback.autopilot, history.history
 
 
+def test_the_callback_has_a_short_name():
+    assert kpe.callbacks.Autopilot is kpe.callbacks.Float8Autopilot
+
+
 def test_a_layer_leaves_and_comes_back_in_a_running_fit(caplog):
     """In place: the same variables, and slots and histories that go on."""
     model = mlp()
