@@ -93,7 +93,6 @@ def settling(recipe: Recipe, matrices: int = 1) -> Callable[[Any, Any], Any]:
     """Return the function that turns a value assigned to a state into a state.
 
     Args:
-        recipe: A recipe with state.
         matrices: The number of matrices of the kernel with a history each.
 
     Returns:
@@ -121,7 +120,6 @@ def catching_up(
     """Return a function that raises a state's scale to fit a larger kernel.
 
     Args:
-        recipe: A recipe that observes amaxes.
         beyond: By what factor a kernel may exceed the largest value that its
             scale allows.
         matrices: See `settling`.
@@ -173,11 +171,7 @@ def select(
 
 
 def compute_dtype(dtype: Any) -> str:
-    """Return a dtype's name; raise if matmuls cannot compute in the dtype.
-
-    Raises:
-        ValueError: If it is not such a dtype.
-    """
+    """Return a dtype's name; raise if matmuls cannot compute in the dtype."""
     with contextlib.suppress(ValueError, TypeError):
         name: str = keras.backend.standardize_dtype(dtype)
         if name in COMPUTE_DTYPES:

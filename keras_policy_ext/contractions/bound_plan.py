@@ -31,9 +31,7 @@ class BoundMatmul:
     """One of a contraction's three matmuls, with the kernel that runs it.
 
     Args:
-        plan: A `Plan`.
         matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        kernel: The matmul kernel.
         operands: Both operands, in the order of `MATMULS`.
     """
 
@@ -58,8 +56,6 @@ class BoundMatmul:
         """Multiply two quantized operands, and add a bias.
 
         Args:
-            a: The first operand, quantized.
-            b: The second operand, quantized.
             shapes: The shapes of the inputs and of the kernel.
             bias: In the dtype of the output; None for no bias.
         """
@@ -102,11 +98,7 @@ def bind_matmul(
 ) -> BoundMatmul:
     """Return the `BoundMatmul` that computes a plan's matmul with a kernel.
 
-    Args:
-        plan: A `Plan`.
-        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        selection: Its kernel, and the reason for it.
-        operands: How each operand is quantized.
+    `selection` is the kernel and the reason for it.
     """
     kernel, _ = selection
     is_einsum = isinstance(plan.contraction, Einsum)
@@ -119,15 +111,12 @@ def bind_matmul(
 
 
 def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
-    """Return the dtype in which a matmul of a plan writes the output.
-
-    The kernel gradient is rounded to the compute dtype, with two exceptions.
-    In float16 the gradient of a float32 kernel could overflow. If the matmul
-    kernel writes float32 at no extra cost, a separate pass from 16 bits to
-    float32 would move 6 bytes per element.
-    """
+    """Return the dtype in which a matmul of a plan writes the output."""
     if matmul != "kernel_grad":
         return str(plan.inputs_dtype)
+    # In float16 the gradient of a float32 kernel could overflow. If the matmul
+    # kernel writes float32 at no extra cost, a separate pass from 16 bits to
+    # float32 would move 6 bytes per element.
     writes = getattr(kernel, "writes_float32", False)
     is_half = plan.inputs_dtype == "float16"
     if is_half or (writes and plan.kernel_dtype == "float32"):
@@ -163,9 +152,8 @@ class Residuals:
     def leaves(self, narrow: bool = True) -> list[Tensor]:
         """List the saved tensors in the order that `BoundPlan.residuals` takes.
 
-        Args:
-            narrow: Whether to convert operands to the dtypes in which the
-                framework saves them.
+        If `narrow`, operands are in the dtypes in which the framework saves
+        them.
         """
         framework, encode, kept = backends.current, self.engine.encode, []
         for operand in (self.inputs, self.kernel):
@@ -198,15 +186,7 @@ def simplified(
 class BoundPlan:
     """A `Plan` bound to a device, with its kernels, casts and layouts.
 
-    Args:
-        plan: A `Plan`.
-        engine: The kernels of the framework.
-        device: The device that they are selected for.
-
     Attributes:
-        plan: See above.
-        engine: See above.
-        device: See above.
         selections: The kernel of each matmul, and the reason for it.
         inputs: How the inputs are quantized.
         kernel: How the kernel is quantized.
@@ -291,12 +271,7 @@ class BoundPlan:
         )
 
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """Rebuild `Residuals` from the tensors that `Residuals.leaves` lists.
-
-        Args:
-            leaves: The tensors.
-            shapes: The shapes of the inputs and of the kernel.
-        """
+        """Rebuild `Residuals` from the tensors of `Residuals.leaves`."""
         found = iter(leaves)
         kept = self.plan.operands.kept
         x = quantized.of_leaves(found, kept["inputs"])
@@ -308,12 +283,10 @@ class BoundPlan:
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """Add the operands' amaxes to residuals saved without them.
-
-        Outside of training the amax of the kernel is used for both operands.
-        """
+        """Add the operands' amaxes to residuals saved without them."""
         if not self._observes_amaxes or residuals.known is None:
             return residuals
+        # Outside of training only the kernel is observed.
         x = w = self.kernel.amax(kernel)
         if not self._is_inference:
             x = self.inputs.amax(inputs)
@@ -446,10 +419,7 @@ class BoundPlan:
     def _of_kernel(
         self, amax: Tensor, known: Any, state: Tensor, slot: Slot
     ) -> Tensor:
-        """Return the amax of an outgrown kernel as the state's gradient.
-
-        Return zeros if the kernel does not exceed what its scale allows.
-        """
+        """Return an observation of an outgrown kernel's amax; zeros for another."""
         outgrown = self._source.outgrown(amax, known)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)

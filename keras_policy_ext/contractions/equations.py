@@ -27,9 +27,6 @@ def split(equation: str) -> Terms:
     Args:
         equation: Two operands, an explicit output; `...` is allowed.
 
-    Returns:
-        The terms, without spaces.
-
     Raises:
         ValueError: If the equation has another form, repeats a letter in one
             term, or has an output letter that is in no operand.
@@ -61,8 +58,6 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
 
     Args:
         equation: E.g. `"...x,xy->...y"`.
-        first_rank: Number of axes of the first operand.
-        second_rank: Number of axes of the second operand.
 
     Returns:
         An equation with one letter per axis, e.g. `"abx,xy->aby"`.
@@ -100,8 +95,6 @@ def outputs_shape(equation: str, first: Any, second: Any) -> tuple[Any, ...]:
 
     Args:
         equation: Explicit, with one letter per axis.
-        first: The shape of the first operand.
-        second: The shape of the second operand.
     """
     terms = split(equation)
     sizes = dict(zip(terms.second, second, strict=True))
@@ -153,12 +146,7 @@ class Form(NamedTuple):
         return is_matrix and terms == (self.first, self.second, self.out)
 
     def sizes(self, inputs: Tensor, kernel: Any) -> Sizes:
-        """Return the size of each letter of the equation, by letter.
-
-        Args:
-            inputs: The shape of the inputs.
-            kernel: The shape of the kernel.
-        """
+        """Return the size of each letter of the equation, from both shapes."""
         letters = self.first + self.second
         return dict(zip(letters, (*inputs, *kernel), strict=True))
 
@@ -168,7 +156,6 @@ class Form(NamedTuple):
         This is done before quantization.
 
         Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
             x: The operand, one axis per letter of its term.
             dtype: The dtype to sum in.
         """
@@ -176,14 +163,10 @@ class Form(NamedTuple):
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
 
     def matrix(self, operand: str, x: Tensor) -> Tensor:
-        """Reshape an operand to its matrix: (batch, free, contracted).
+        """Reshape an operand, as `summed` returns it, to its home matrix.
 
-        This is the home matrix. Each of its three axes flattens a group of
-        letters: batch, free and contracted ones.
-
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: What `summed` returns.
+        Each of its three axes flattens a group of letters: batch, free and
+        contracted ones.
 
         Returns:
             (B, R, K), (B, C, K) or (B, R, C).
@@ -204,7 +187,6 @@ class Form(NamedTuple):
         None if one of the other axes has an entry too.
 
         Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
             axes: An entry, possibly empty, for each letter of its term.
         """
         term, free, summed = self._home(operand)
@@ -215,11 +197,7 @@ class Form(NamedTuple):
         )
 
     def is_transposed_in_memory(self, operand: str) -> bool:
-        """Return True if an operand is in memory as its matrix transposed.
-
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        """
+        """Return True if an operand is in memory as its matrix transposed."""
         term, free, summed = self._home(operand)
         order = self.batch + summed + free
         kept = "".join(c for c in term if c in order)
@@ -253,11 +231,7 @@ class Form(NamedTuple):
     def _tensor(
         self, matrix: Tensor, order: str, term: str, sizes: Sizes
     ) -> Tensor:
-        """Reshape and transpose a matrix to the axes of a term of the equation.
-
-        Broadcast it over axes that were summed: the gradient is constant
-        there.
-        """
+        """Reshape and transpose a matrix to the axes of a term."""
         framework = backends.current
         x = framework.reshape(matrix, list(map(sizes.__getitem__, order)))
         if order == term:
@@ -266,6 +240,7 @@ class Form(NamedTuple):
         x = _permuted(x, order, kept)
         if kept == term:
             return x
+        # Over axes that were summed the gradient is constant.
         shape = [sizes[c] if c in kept else 1 for c in term]
         x = framework.reshape(x, shape)
         return ops.broadcast_to(x, [sizes[c] for c in term])
@@ -298,12 +273,7 @@ def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
 def _home_axes(
     form: Form, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Return how to permute and flatten an operand into its matrix.
-
-    Returns:
-        The permutation of the axes, None if they are in order; and, for each
-        axis of the matrix, the axes of the operand that it flattens.
-    """
+    """Return how to permute an operand (None: not) and to flatten it."""
     term, *groups = form._home(operand)
     groups = [form.batch, *groups]
     order = "".join(groups)

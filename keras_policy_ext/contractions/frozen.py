@@ -35,8 +35,6 @@ class FrozenPlan:
     the scale of the inputs if it is static.
 
     Attributes:
-        contraction: The contraction.
-        recipe: How the kernel and the inputs are quantized.
         axes: The axes of the kernel that share a scale.
         dtype: The dtype of the inputs and outputs: the compute dtype.
         prefer: See `Plan`.
@@ -83,12 +81,8 @@ class FrozenPlan:
         """Compute the outputs from inputs and a stored kernel.
 
         Args:
-            inputs: Of dtype `dtype`.
             constants: The codes or values of the kernel, its scales, and the
                 scale of the inputs if it is static.
-
-        Returns:
-            Outputs of dtype `dtype`.
         """
         codes, scale, *known = constants
         shapes = shape_of(inputs), shape_of(codes)
@@ -117,7 +111,6 @@ class FrozenPlan:
 
         Args:
             outputs_grad: Of dtype `dtype`.
-            constants: See `forward`.
             shape: The shape of the inputs.
         """
         codes, scale, *_ = constants
@@ -134,12 +127,10 @@ class FrozenPlan:
 
     @property
     def _is_einsum(self) -> bool:
-        """True if one `ops.einsum` with the kernel as stored gives the outputs.
-
-        A permuted kernel would be read with large strides: for one row XLA
-        takes twice as long (JAX 0.10, CPU).
-        """
+        """True if one `ops.einsum` of the stored kernel gives the outputs."""
         contraction = self.contraction
+        # A permuted kernel would be read with large strides: for one row XLA
+        # takes twice as long (JAX 0.10, CPU).
         return isinstance(contraction, Einsum) and (
             contraction.reads_what_is_quantized
         )
@@ -232,13 +223,11 @@ class FrozenPlan:
         return ops.multiply(numbers, scale)
 
     def _scale(self, inputs: Tensor) -> Tensor:
-        """Return one scale per token, or per example of a convolution.
-
-        It is NaN if a value is not finite, so that the outputs show it.
-        """
+        """Return one scale per token, or per example of a convolution."""
         axes = self.contraction.summed_axes(len(inputs.shape))
         amax = scaling.amax(inputs, axis=axes, keepdims=True)
         scale = scaling.scale_for_limit(amax, _LARGEST_INPUT)
+        # NaN if a value is not finite, so that the outputs show it.
         return scale * (amax * 0.0 + 1.0)
 
     def _native(
@@ -286,8 +275,6 @@ def dequantized(
         recipe: How the kernel is stored.
         axes: The summed and the free axes of the kernel.
         codes: The codes, uint8; or float32 values that this function returned.
-        scale: The scales.
-        dtype: The dtype of the result.
     """
     if _is_wide(codes):
         return ops.cast(codes, dtype)

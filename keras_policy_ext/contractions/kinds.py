@@ -63,7 +63,6 @@ class Contraction(Hashable, Protocol):
 
         Args:
             name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: The operand.
             asked: How it is quantized; None if it is not.
         """
 
@@ -72,7 +71,6 @@ class Contraction(Hashable, Protocol):
 
         Args:
             axes: An entry, possibly empty, for each axis of the kernel.
-            asked: How it is quantized.
 
         Returns:
             An entry for each axis of `operand("kernel", kernel, asked)`; None
@@ -134,7 +132,6 @@ class Einsum:
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
         """Return a recipe's quantization unchanged: an einsum can do any."""
-        # What a recipe asks.
         return asked
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
@@ -168,7 +165,6 @@ class Einsum:
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """Return a quantized operand as the matrix of its first matmul."""
-        # The home matrix.
         quantization = quantized.quantization
         if quantization is not None and not quantization.keeps_axes:
             return quantized
@@ -229,10 +225,7 @@ class EinsumOfBank(Einsum):
     def amaxes(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """Return the amax of each matrix, float32 (matrices, 1, 1).
 
-        Args:
-            name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: What `operand` returns.
-            asked: How it is quantized; None if it is not.
+        `x` is what `operand` returns.
         """
         matrix = self.form.matrix(name, x) if in_one_scale(asked) else x
         return tile_amax(matrix, EACH_MATRIX)
@@ -245,7 +238,6 @@ def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
     outputs have too, an axis of the outputs alone, and an axis that is summed.
 
     Args:
-        contraction: A contraction of inputs and a weight.
         histories: See `EinsumOfBank`.
     """
     # A subclass reads its kernel in a way of its own, as `rnn.Gates` does.
@@ -346,7 +338,6 @@ class Conv:
 
     def quantization(self, asked: Quantization | None) -> Quantization | None:
         """Return a recipe's quantization, with one scale per tensor."""
-        # One scale for a tensor.
         return None if asked is None else asked.tensorwise
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
@@ -355,7 +346,6 @@ class Conv:
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
         """Return the operand unchanged: a convolution needs its axes."""
-        # The tensor as it is.
         return x
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
@@ -364,17 +354,14 @@ class Conv:
 
     def is_transposed_in_memory(self, name: str) -> bool:
         """Return False: a convolution reads no transposed matrix."""
-        # It is read as it lies.
         return False
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """Return the quantized operand unchanged: its axes are needed."""
-        # As it is.
         return quantized
 
     def transposed(self, read: Quantized) -> Quantized:
         """Return the operand unchanged: convolutions transpose nothing."""
-        # As it is.
         return read
 
     def product(
@@ -422,9 +409,9 @@ class ConvTranspose(Conv):
     def around(self, kernel_size: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the zeros to add before and after the outputs, per axis.
 
-        A negative number is a crop. It applies to the unpadded outputs, of
-        size `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. If "same"
-        pads an odd number of zeros, the extra one is before, as in
+        A negative number is a crop. It applies to the unpadded outputs, of size
+        `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. If "same" pads an
+        odd number of zeros, the extra one is before, as in
         `jax.lax.conv_transpose`, up to the reach of the kernel.
 
         Args:

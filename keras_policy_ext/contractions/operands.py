@@ -36,12 +36,7 @@ from keras_policy_ext.recipes import (
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The quantizations of the three operands of a contraction.
-
-    Attributes:
-        contraction: The contraction.
-        recipe: How the operands are scaled.
-    """
+    """The quantizations of the three operands of a contraction."""
 
     contraction: Contraction
     recipe: Recipe
@@ -121,7 +116,6 @@ class Operands:
 
         Args:
             axes: See `Contraction.kernel_axes`.
-            matmul: The matmul that reads the kernel.
         """
         asked = self.quantizations["kernel", matmul]
         found = self.contraction.kernel_axes(axes, asked)
@@ -174,6 +168,8 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
         return framework.gathered(x, gathering, cut)
 
     asked: Any = reads[0].quantization
+    # The amax over all shards has given the scales, which are equal on all
+    # devices.
     dtype = framework.kept_dtype(reads[0].values, asked.format)
     narrow = [each.encoded(dtype) for each in reads]
     values = along(narrow[0].values)
@@ -190,13 +186,6 @@ Selections = dict[str, tuple[Any, Choice]]
 
 class OperandUse:
     """The quantization of an operand in one of its two matmuls.
-
-    Args:
-        plan: A `Plan`.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        matmul: The matmul that reads it.
-        engine: The kernels of the framework.
-        selections: The kernel of each matmul, and the reason for it.
 
     Attributes:
         quantization: How the recipe quantizes it; None if it does not.
@@ -273,9 +262,6 @@ class OperandUse:
 
         Args:
             home: From `Contraction.operand`.
-            amax: The amax of the operand.
-            known: The reading of the state; None for a recipe without state.
-            cast: Function that rounds scaled values to the format.
             slot: The number of this use of the kernel in the step, which is
                 part of the key for stochastic rounding.
 
@@ -319,13 +305,7 @@ class OperandUse:
         return saturated, marked
 
     def read(self, operand: Quantized) -> Quantized:
-        """Return a quantized operand as the matrix that this matmul reads.
-
-        Transpose last: XLA commutes a transpose with one operation per pass.
-
-        Args:
-            operand: The quantized operand.
-        """
+        """Return a quantized operand as the matrix that this matmul reads."""
         if self.native:
             operand = operand.with_float32_scales
             matrix = self.contraction.read(self.operand, operand)
@@ -337,6 +317,7 @@ class OperandUse:
             matrix = self.contraction.read(self.operand, wide)
             if self._folds_scales:
                 matrix = emulated.folded(matrix, self.reads_transpose)
+        # Last, since XLA commutes a transpose with one operation per pass.
         if self.reads_transpose:
             return self.contraction.transposed(matrix)
         return matrix
@@ -361,12 +342,6 @@ class BoundOperand:
 
     It is quantized once if the second matmul can read the transpose of the
     first one's matrix. Otherwise it is quantized twice.
-
-    Args:
-        plan: A `Plan`.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        engine: The kernels of the framework.
-        selections: The kernel of each matmul, and the reason for it.
 
     Attributes:
         first: The operand in the first matmul that reads it.
@@ -403,8 +378,7 @@ class BoundOperand:
     def sums_columns_of(self, like: Tensor) -> bool:
         """Return True if `quantize` can sum the columns of its matrix.
 
-        Args:
-            like: A tensor on the device of the operand.
+        `like` is a tensor on the device of the operand.
         """
         return False
 
@@ -424,8 +398,6 @@ class BoundOperand:
         """Quantize an operand for the two matmuls that read it.
 
         Args:
-            x: The operand.
-            known: The reading of the state; None for a recipe without state.
             observe: Whether the amax is needed for the state.
             once: Whether only the first matmul runs.
             sums: Whether to sum the columns if the cast can.
@@ -620,14 +592,7 @@ class OperandOfCodes(BoundOperand):
 def bind_operand(
     plan: Any, operand: str, engine: Engine, selections: Selections
 ) -> BoundOperand:
-    """Return the `BoundOperand` that quantizes an operand of a plan.
-
-    Args:
-        plan: A `Plan`.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        engine: The kernels of the framework.
-        selections: The kernel of each matmul, and the reason for it.
-    """
+    """Return the `BoundOperand` that quantizes an operand of a plan."""
     if _is_gathered(plan, operand) and plan.gathering.is_quantized:
         return OperandOfCodes(plan, operand, engine, selections)
     cast_for_both = (
@@ -646,11 +611,9 @@ def bind_operand(
 
 
 def _is_gathered(plan: Any, operand: str) -> bool:
-    """Return True if the quantized shards of an operand are gathered.
-
-    Each device quantizes a small shard of such a kernel. It gathers the codes
-    in one layout, since both would be twice the bytes.
-    """
+    """Return True if the quantized shards of an operand are gathered."""
+    # Each device quantizes a small shard of such a kernel. It gathers the codes
+    # in one layout, since both would be twice the bytes.
     return operand == "kernel" and plan.gathering is not None
 
 

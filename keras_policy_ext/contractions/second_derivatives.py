@@ -41,8 +41,6 @@ def gradients(
     """Differentiate both gradients by outputs gradient, inputs and kernel.
 
     Args:
-        bound: A `BoundPlan`.
-        residuals: From its forward pass.
         outputs_grad: `g`, of the dtype of the inputs.
         v: With the shape and dtype of the inputs; None for zeros.
         u: With the shape and dtype of the kernel; None for zeros.

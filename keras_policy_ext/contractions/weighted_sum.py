@@ -27,7 +27,6 @@ def fold(
             range of float32.
         values: The second operand. All axes but those of the columns tell its
             keys apart.
-        limit: The largest value of the format of the values.
 
     Returns:
         Weights and values, in their dtype. The scale is a constant for

@@ -97,16 +97,8 @@ def quantize_float32(
     """Return in float32 the values to which `quantize` rounds a tensor.
 
     It uses no float8 dtype. A cast to float8 takes a CPU most of the time, and
-    a compiler may drop it.
-
-    Args:
-        x: Tensor of any shape and real dtype; read as float32.
-        scale: Dequantizing scale, float32, broadcastable to `x`.
-        dtype: Name of a signed format of four or eight bits.
-        is_factor: Whether to multiply by `scale` instead of dividing by it.
-
-    Returns:
-        Float32 tensor of the shape of `x`.
+    a compiler may drop it. Arguments are those of `quantize`; `dtype` may be
+    any signed format of four or eight bits.
     """
     return round_to_format(scaled(x, scale, dtype, is_factor), dtype)
 
@@ -122,10 +114,6 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
 
     Args:
         x: Float32 tensor, no larger than the format's largest value.
-        dtype: Name of a signed format of four or eight bits.
-
-    Returns:
-        Float32 tensor of the shape of `x`.
     """
     lowest, shift = grid_constants(dtype)
     bits = view(x, "int32")
@@ -220,10 +208,8 @@ def _limit(dtype: Any) -> float:
 
 
 def _cast(x: Tensor, dtype: str) -> Tensor:
-    """Cast clipped values to float8; write NaN with the same bits everywhere.
-
-    `float8_e5m2` has several NaN: torch gives 0x7f (2.13), all others 0x7e.
-    """
+    """Cast clipped values to float8; give NaN one code on every backend."""
+    # `float8_e5m2` has several NaN: torch gives 0x7f (2.13), all others 0x7e.
     q = as_dtype(primitives.current.before_cast(x, dtype), dtype)
     if dtype != "float8_e5m2" or keras.backend.backend() != "torch":
         return q
@@ -237,11 +223,7 @@ def scaled(
 ) -> Tensor:
     """Divide by a scale in float32, and clip to the range of a format.
 
-    Args:
-        x: Tensor of any shape and real dtype; read as float32.
-        scale: Dequantizing scale, float32, broadcastable to `x`.
-        dtype: The name of the format.
-        is_factor: Whether to multiply by `scale` instead of dividing by it.
+    Arguments are those of `quantize`; `dtype` may be any format.
     """
     limit = format_of(dtype).max
     x = ops.cast(x, "float32")
@@ -284,7 +266,6 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
     Args:
         values: Float32 numbers of the format, of any shape.
-        format_name: The ml_dtypes name of a signed format.
 
     Returns:
         Uint8 tensor of that shape. NaN has one code, the one that casts give;
@@ -315,15 +296,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
-    """Convert codes (the bits of a narrow format) to float32 values.
-
-    Args:
-        codes: Uint8 tensor of any shape.
-        format_name: The ml_dtypes name of the format.
-
-    Returns:
-        Float32 tensor of that shape.
-    """
+    """Convert codes (the bits of a narrow format, uint8) to float32 values."""
     if _cuts_float16(format_name):
         return _decode_by_half(codes, format_name)
     fmt = format_of(format_name)
@@ -347,12 +320,9 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
 
 @functools.cache
 def _cuts_float16(format_name: str) -> bool:
-    """Return True if codes can be the upper bits of float16 values.
-
-    That takes less than half the operations, which XLA compiles for every
-    layer (JAX 0.10, CPU). PyTorch cannot do it: it shifts no unsigned
-    integers.
-    """
+    """Return True if codes can be the upper bits of float16 values."""
+    # That takes less than half the operations, which XLA compiles for every
+    # layer (JAX 0.10, CPU). PyTorch shifts no unsigned integers.
     shifts = keras.backend.backend() in ("jax", "tensorflow")
     return shifts and format_name in HALVES
 
@@ -385,7 +355,6 @@ def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
 
     Args:
         scale: Float32 values of the format, of any shape.
-        scale_format: `"float8_e8m0fnu"` or `"float8_e4m3fn"`.
     """
     if scale_format != "float8_e8m0fnu":
         return encode(scale, scale_format)

@@ -80,10 +80,7 @@ class Primitives:
         return None
 
     def abs_or_inf(self, x: Tensor) -> Tensor:
-        """Return absolute values; some backends turn NaN into infinity.
-
-        A backend does so if its maximum can lose NaN.
-        """
+        """Return absolute values; infinity for NaN where `max` can lose NaN."""
         return ops.abs(x)
 
     def sqrt(self, x: Tensor) -> Tensor:
@@ -95,10 +92,6 @@ class Primitives:
 
         Args:
             codes: Uint8 tensor of any shape, without codes of NaN or infinity.
-            format_name: The ml_dtypes name of a format of eight bits.
-
-        Returns:
-            Float32 tensor of that shape.
         """
         table = ops.convert_to_tensor(numbers_of_codes(format_name))
         return ops.take(table, ops.cast(codes, "int32"), axis=0)
@@ -108,7 +101,7 @@ class Primitives:
         return ops.cast(self.numbers(codes, format_name), format_name)
 
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        """Cast a tensor, also to and from formats Keras does not know."""
+        """Cast a tensor; a backend overrides it for formats Keras lacks."""
         return ops.cast(x, dtype)
 
     def before_cast(self, x: Tensor, dtype: str) -> Tensor:
@@ -119,7 +112,6 @@ class Primitives:
 
         Args:
             x: Float32, no larger than the format's largest value.
-            dtype: The ml_dtypes name of the format.
         """
         return x
 
@@ -134,20 +126,17 @@ class Primitives:
     def divided(self, x: Tensor, y: Tensor) -> Tensor:
         """Return `x / y`, correctly rounded.
 
-        Args:
-            x: Float32, normal numbers.
-            y: Float32, normal numbers, broadcastable to `x`.
+        Both are float32, normal numbers; `y` broadcasts to `x`.
         """
         return ops.divide(x, y)
 
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return `scale` in a form by which XLA really divides.
+        """Return `scale` in a form by which XLA divides correctly.
 
-        XLA must not see a broadcast scalar.
-
-        It is NaN where `x` is. XLA for a CPU turns a division by a broadcast
-        scalar into a multiplication by its reciprocal, which differs by one
-        ulp in a quarter of the cases (JAX 0.10).
+        The result is NaN where `x` is. XLA for a CPU turns a division by a
+        broadcast scalar into a multiplication by its reciprocal, which differs
+        by one ulp in a quarter of the cases (JAX 0.10). So XLA must not see
+        one.
 
         Args:
             x: Float32, the tensor to divide.

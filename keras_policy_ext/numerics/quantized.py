@@ -62,10 +62,6 @@ def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
     Args:
         matrix: Float32 (b, m, k), as `hadamard` returns it.
         size: The size of the axis before it was padded.
-        axis: 1 or 2.
-
-    Returns:
-        Float32 tensor of that size along the axis.
     """
     sixteens = ops.shape(matrix)[axis] // SIZE
     signs = ops.tile(np.array(SIGNS, "float32"), sixteens)
@@ -205,14 +201,7 @@ class Quantized:
         return self._with(self.values, scale, quantization)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
-        """Return the values times the scales, without `tensor_scale`.
-
-        Args:
-            dtype: The dtype of the result.
-
-        Returns:
-            A tensor with the shape of the values.
-        """
+        """Return the values times the scales, without `tensor_scale`."""
         return casting.dequantize(self.values, self.spread_scale, dtype)
 
     def with_nan_scales(self, amax: Tensor) -> Quantized:

@@ -94,7 +94,6 @@ class Amax:
 
     Attributes:
         known: Float32 scalar; None if it is not always needed.
-        in_branch: See above.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class ScaleSource(Protocol):
     """The object that computes the scales of a recipe.
 
     Attributes:
-        recipe: The recipe.
         state_shape: The shape of a kernel's state; None for a source without
             state.
         rule: How scales are computed from amaxes; None for another kind of
@@ -154,9 +152,7 @@ class ScaleSource(Protocol):
     ) -> tuple[StateReading | None, Any]:
         """Take scales or step count from saved tensors; return the rest too.
 
-        Returns:
-            The reading, None for a source without state; and the other
-            tensors.
+        The reading is None for a source without state.
         """
 
     def scale(
@@ -169,9 +165,6 @@ class ScaleSource(Protocol):
         """Return the scale of an operand; None to use the tensor's own amax.
 
         Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            quantization: How it is quantized.
-            amax: The amax of the operand.
             known: The reading of the state; None for a source without state.
 
         Returns:
@@ -182,7 +175,6 @@ class ScaleSource(Protocol):
         """Return the values that a use of a layer reports to its state.
 
         Args:
-            known: The reading of the state.
             amaxes: The amaxes of the operands, in the order of `OPERANDS`.
         """
 
@@ -213,7 +205,6 @@ class StateSource(ScaleSource, Protocol):
 
         Args:
             amax: Float32 scalar, the amax of the kernel.
-            known: The reading of the state.
 
         Returns:
             Bool scalar; False for an amax that is not finite.
@@ -226,7 +217,6 @@ class StateSource(ScaleSource, Protocol):
 
         Args:
             amax: Float32 scalar, the amax of the kernel.
-            state: (rows, width), settled.
             beyond: By what factor the kernel may exceed what its scale allows.
 
         Returns:
@@ -264,7 +254,6 @@ class CurrentSource:
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return an empty list: there is no state to report to."""
-        # Nothing, without a state.
         return []
 
     def history_scales(self, state: Tensor) -> StateReading:
@@ -350,12 +339,10 @@ class DelayedSource:
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the amaxes: a delayed-scaling state records them."""
-        # The amaxes.
         return amaxes
 
     def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a state's gradient."""
-        # In the order of `OPERANDS`.
         return self.layout.observation(ops.stack(amaxes), slot)
 
     def outgrown(self, amax: Tensor, known: Any) -> Tensor:
@@ -381,12 +368,7 @@ class DelayedSource:
         return self.layout.settle(value, previous, used)
 
     def history_scales(self, state: Tensor) -> HistoryScales:
-        """Compute the operands' scales from a state's amax histories.
-
-        Without a fixed initial scale, an operand that was never observed has
-        scale 0. `unseen` is computed from the scales. Computed from the state,
-        a compiler would read the state again for each use of it.
-        """
+        """Compute the operands' scales from a state's amax histories."""
         largest = self.layout.largest(state)
         intact = ops.less(largest, np.inf)
         stored = ops.where(intact, self.layout.scale(state), 0.0)
@@ -396,6 +378,8 @@ class DelayedSource:
         reduced = ops.where(intact, reduced, 0.0)
         limits = ops.convert_to_tensor(self.limits, "float32")
         scales = self._scale(reduced, limits, previous)
+        # Not computed from the state, which a compiler would then read again
+        # for each use of it.
         unseen = scales == 0.0 if self.starts_from_current else None
         return HistoryScales(scales, unseen)
 
@@ -412,7 +396,6 @@ class DelayedSourceOfBank(DelayedSource):
     is not observed: so a row of an expert that gets no token stays as it is.
 
     Args:
-        recipe: A delayed-scaling recipe.
         matrices: The number of matrices.
     """
 
@@ -452,15 +435,7 @@ class DelayedSourceOfBank(DelayedSource):
         return ops.where(is_used, observation, 0.0)
 
     def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """Return, for each matrix of a kernel, whether its scale is too small.
-
-        Args:
-            amax: The amax of each matrix.
-            known: The reading of the state.
-
-        Returns:
-            Bool (matrices,).
-        """
+        """Return, for each matrix of a kernel, whether it outgrew its scale."""
         first = OPERANDS.index("kernel") * self.matrices
         before = known.scales[first : first + self.matrices]
         amax = ops.reshape(amax, (-1,))
@@ -472,8 +447,7 @@ class CountingSource(CurrentSource):
     """A source that uses a tensor's own amax, and a state that counts steps.
 
     The count seeds the stochastic rounding: each use of a kernel reports the
-    number of the next step. It has one more method than a `ScaleSource`,
-    `key`.
+    number of the next step.
     """
 
     def __init__(self, recipe: Any):
@@ -495,17 +469,7 @@ class CountingSource(CurrentSource):
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
     def key(self, known: Any, slot: Slot, amax: Amax, matmul: str) -> Tensor:
-        """Return the random key for rounding an operand of a matmul.
-
-        Args:
-            known: The reading of the state.
-            slot: The number of this use of the kernel in the step.
-            amax: The amax of the operand.
-            matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-
-        Returns:
-            Int32 scalar.
-        """
+        """Return the int32 random key to round an operand of a matmul."""
         step = ops.cast(known.number, "int32")
         kernel = ops.cast(known.kernel, "int32")
         key = key_of_use(step, self.seed, slot, kernel)
@@ -513,7 +477,6 @@ class CountingSource(CurrentSource):
 
     def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the number of the next step, for the state to record."""
-        # The number of the next step.
         return [following(known.number)]
 
     def observation(self, numbers: list[Tensor], slot: Slot) -> Tensor:
@@ -541,9 +504,6 @@ def source_of(recipe: Recipe, matrices: int = 1) -> ScaleSource:
             tensors.
         matrices: The number of matrices of a kernel that have a history each,
             under delayed scaling; 1 for one history.
-
-    Returns:
-        The same object for equal recipes.
 
     Raises:
         TypeError: If this is not a recipe.

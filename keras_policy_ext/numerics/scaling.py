@@ -140,15 +140,11 @@ def scale_for_limit(
 def _scale_of_number(
     amax: float, divisor: float, power_of_two: bool
 ) -> float | None:
-    """Return `scale_for_limit` of a float; None if the amax is unusable.
-
-    An amax is unusable if it is 0 or not finite.
-
-    It uses float64: the quotient of two float32 values, rounded to float32, is
-    the same.
-    """
+    """Return `scale_for_limit` of a float; None if it is 0 or not finite."""
     if not 0.0 < amax < math.inf:
         return None
+    # In float64: the quotient of two float32 values, rounded to float32, is
+    # the same.
     scale = max(amax, SMALLEST_SCALE) / divisor
     scale = float(np.float32(min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)))
     if not power_of_two:
@@ -170,11 +166,10 @@ def scale_of_multiplier(
     Source: `compute_scale` in flax/linen/fp8_ops.py.
 
     Args:
-        amax: Float32 tensor of any shape, not negative.
+        amax: See `scale_from_amax`.
         limit: Largest value of the format, or a tensor of them.
-        margin: Powers of two of headroom left above `amax`; more than 127
-            act as 127.
-        previous: Scale to keep where `amax` is 0 or not finite.
+        margin: See `scale_from_amax`.
+        previous: See `scale_from_amax`.
 
     Returns:
         Float32 tensor of the shape of `amax`, between 2^-126 and 2^126.

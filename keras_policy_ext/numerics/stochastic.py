@@ -81,7 +81,6 @@ def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
     the steps of a scan share the key of their step.
 
     Args:
-        key: From `key_of_use`.
         amax: Float32 scalar, the amax of the operand before any transform.
         number: The number of the matmul: 0 for `forward`, 1 for `inputs_grad`,
             2 for `kernel_grad`.
@@ -166,13 +165,6 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
     Args:
         x: Float32 tensor of any shape.
         bits: Int32 tensor of that shape, from 0 to 2^16 - 1.
-        dtype: `"bfloat16"` or `"float16"`.
-
-    Returns:
-        Tensor of the shape of `x` and of dtype `dtype`.
-
-    Raises:
-        ValueError: If `dtype` is another dtype.
     """
     check_roundable(dtype)
     raw = view(x, "int32")
@@ -200,10 +192,6 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
     Args:
         x: Float32 tensor, no larger than the largest value of the format.
         bits: Int32 tensor of its shape, from 0 to 2^16 - 1.
-        format_name: The ml_dtypes name of a format of four or eight bits.
-
-    Returns:
-        Float32 tensor of the shape of `x`.
     """
     fmt = formats.get(format_name)
     lowest, _ = grid_constants(format_name)
@@ -223,11 +211,7 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
 
 
 def check_roundable(dtype: str) -> None:
-    """Raise if `stochastic_round` does not support this dtype.
-
-    Raises:
-        ValueError: If the dtype is not supported.
-    """
+    """Raise if `stochastic_round` does not support this dtype."""
     if dtype not in ROUNDABLE:
         raise ValueError(
             f"Cannot round stochastically to this dtype. Received: {dtype!r}. "

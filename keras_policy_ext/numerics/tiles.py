@@ -50,7 +50,6 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
 
     Args:
         amax: Float32 tensor, one per tile, not negative.
-        quantization: How the operand is quantized.
     """
     if quantization.constant_scale is not None:
         return Scales(ops.ones_like(amax) * quantization.constant_scale)
@@ -82,7 +81,6 @@ def four_over_six(
     Args:
         x: Float32 (b, m, k).
         amax: Float32, one per tile, not negative.
-        quantization: How the operand is quantized.
     """
     tile = quantization.tile
     six = _two_level(amax, quantization, SIX)
@@ -97,14 +95,12 @@ def four_over_six(
 
 
 def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
-    """Return the squared error of each tile, rounded to nearest in e2m1fn.
-
-    Compilers contract and reorder sums of floats, so the errors are integers,
-    parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
-    """
+    """Return the squared error of each tile, rounded to nearest in e2m1fn."""
     product = ops.abs(x) * spread(scales.factor, tile, x)
     scaled = ops.minimum(product, 8.0)
     values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
+    # Compilers contract and reorder sums of floats, so the errors are integers,
+    # parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
     parts = _parts(scaled) - _parts(values)
     sums = ops.sum(_blocks(parts * parts, tile), axis=(2, 4))
     return ops.cast(sums, "float32") * (scales.scale * scales.scale)
@@ -116,11 +112,7 @@ def _parts(values: Tensor) -> Tensor:
 
 
 def _powers(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute one power-of-two scale (E8M0) per tile, 2^-127 to 2^127.
-
-    Values are multiplied by 2^(127 - byte), which is finite for byte 0. A
-    backend that flushes subnormals could not divide by the scale of byte 0.
-    """
+    """Compute one power-of-two scale (E8M0) per tile, 2^-127 to 2^127."""
     limit = formats.get(quantization.format).max
     if quantization.scale_rounding == "floor":
         byte = _floored_exponent(amax, limit)
@@ -131,15 +123,15 @@ def _powers(amax: Tensor, quantization: Quantization) -> Scales:
     byte = ops.where(scaling.is_positive_finite(amax), byte, 0)
     bits = ops.left_shift(byte, casting.MANTISSA)
     scale = view(ops.maximum(bits, casting.SUBNORMAL_SCALE), "float32")
+    # Values are multiplied by 2^(127 - byte), which is finite for byte 0. A
+    # backend that flushes subnormals could not divide by the scale of byte 0.
     factor = view(ops.left_shift(254 - byte, casting.MANTISSA), "float32")
     return Scales(scale, factor)
 
 
 def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
-    """Return the biased float32 exponent of `amax / limit`, rounded down.
-
-    Source: OCP Microscaling formats 1.0, section 6.3.
-    """
+    """Return the biased float32 exponent of `amax / limit`, rounded down."""
+    # Source: OCP Microscaling formats 1.0, section 6.3.
     exponent = ops.right_shift(view(amax, "int32"), casting.MANTISSA)
     return ops.maximum(exponent - int(np.frexp(limit)[1] - 1), 0)
 
@@ -155,21 +147,19 @@ def _largest_of_byte_0(limit: float) -> float:
 
 
 def _two_level(
-    amax: Tensor, quantization: Quantization, reach: float | None = None
+    amax: Tensor,
+    quantization: Quantization,
+    reach: float | None = None,  # What the amax of a tile becomes: 4 or 6.
 ) -> Scales:
-    """Compute e4m3fn scales of tiles, and a float32 scale of the tensor.
-
-    `reach` is what the amax of a tile becomes under four over six.
-
-    The order of operations is Transformer Engine's. XLA would turn a division
-    by a constant into a multiplication, which differs in the last bit (JAX
-    0.10). So no divisor is a constant for the compiler.
-    """
+    """Compute e4m3fn scales of tiles, and a float32 scale of the tensor."""
     limit = formats.get(quantization.format).max
     largest = formats.get(_E4M3).max if reach is None else LARGEST_OF_SIX
     tensor = scaling.amax(amax)
     known = scaling.is_positive_finite(tensor)
 
+    # The order of operations is Transformer Engine's. XLA would turn a division
+    # by a constant into a multiplication, which differs in the last bit (JAX
+    # 0.10). So no divisor is a constant for the compiler.
     def number(value: float) -> Tensor:
         return ops.cast(ops.where(known, value, 1.0), "float32")
 
@@ -196,7 +186,6 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
 
     Args:
         matrix: (b, m, k), of any real dtype.
-        tile: The shape of a tile.
 
     Returns:
         Float32 (b, m', k'); a scalar for a whole tensor.
@@ -214,7 +203,6 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
 
     Args:
         scale: (b, m', k'), one per tile.
-        tile: The shape of a tile.
         matrix: (b, m, k), for its sizes.
 
     Returns:
@@ -246,8 +234,6 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def _counted(size: Any, of: int | None) -> tuple[Any, Any]:
-    """Return the number of tiles along an axis, and the tile's size.
-
-    It is written so that JAX sees that a padded symbolic size divides evenly.
-    """
+    """Return the number of tiles along an axis, and the tile's size."""
+    # In this form JAX sees that a padded symbolic size divides evenly.
     return (1, size) if of is None else ((size + of - 1) // of, of)
