@@ -84,8 +84,6 @@ class BothLayouts(Protocol):
 
         Args:
             like: A tensor on the device of the operand.
-            dtype: The dtype of the operand.
-            format_name: The format to quantize to.
         """
 
     def quantize(
@@ -99,9 +97,6 @@ class BothLayouts(Protocol):
 
         Args:
             matrix: (m, k).
-            asked: How to quantize it.
-            known: What is known of its scale.
-            wanted: The options.
         """
 
 
@@ -136,14 +131,9 @@ def read_both(
     """Quantize an operand's matrix with one scale, once for both matmuls.
 
     Args:
-        both: The kernel that quantizes.
         matrix: (1, m, k), the home matrix.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        asked: How to quantize it.
-        rule: How a scale is computed from an amax.
-        history: What was read from the state; None for a source without one.
-            A count of steps has no scales: they are computed from amaxes.
-        wanted: What the cast is to return.
+        history: What was read from the state; None for a source without one. A
+            count of steps has no scales: they are computed from amaxes.
     """
     scales = history if isinstance(history, HistoryScales) else None
     known = ScaleHint(None, None, rule)

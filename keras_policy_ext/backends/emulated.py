@@ -121,8 +121,7 @@ class Plain(MatmulKernel):
 def unscaled(operand: Quantized) -> Tensor:
     """Convert an operand to float32; apply scales that vary along the sum.
 
-    A scale that is constant along the contracted axis is left out: it
-    multiplies the output later.
+    A scale that is constant along it multiplies the output later.
     """
     asked = operand.quantization
     if asked is None or asked.scale_leaves_sum:
@@ -133,12 +132,9 @@ def unscaled(operand: Quantized) -> Tensor:
 def folded(operand: Quantized, across: bool) -> Quantized:
     """Apply to an operand's values the scales that vary along the sum.
 
-    A scale that varies along the contracted axis must multiply the operand
-    before the matmul.
-
-    It is done before transposing. A compiler that multiplies and transposes in
-    one kernel reads memory with large strides (three times as slow, JAX 0.10,
-    CPU).
+    This is done before transposing. A compiler that multiplies and transposes
+    in one kernel reads memory with large strides (three times as slow, JAX
+    0.10, CPU).
 
     Args:
         operand: The operand as its home matrix, values in float32.
@@ -209,14 +205,7 @@ def times_scales(
 
     Two normal scales can have a subnormal or infinite product although the
     result is normal. Then a power of two multiplies the scales and divides the
-    result, which rounds nothing.
-
-    Args:
-        product: Float32 (b, m, n).
-        a: The first operand.
-        b: The second operand.
-        multiply: Function that multiplies two tensors; may overwrite the
-            first.
+    result, which rounds nothing. `multiply` may overwrite its first argument.
     """
     first, second = _scales_of(a, b)
     if backends.current.have_normal_product(first, second):
@@ -252,10 +241,9 @@ def _scale_of_product(operand: Quantized) -> Tensor:
 
 
 def _power_for(first: Tensor, second: Tensor) -> Tensor:
-    """Return, per row, a power of two that brings both scales into range.
-
-    It is 1 unless the largest product of scales in a row is tiny or overflows.
-    """
+    """Return, per row, a power of two that brings both scales into range."""
+    # It is 1 unless the largest product of scales in a row is tiny or
+    # overflows.
     columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
     largest = first * columns
     # Below 2^-62 the first factor is below 2^64: scales are normal numbers.
@@ -294,14 +282,9 @@ def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
     the scale to cuBLASLt as it was before it was rounded to that dtype. XLA
     splits the sums of a small product, to occupy more of a GPU: in JAX 0.10 and
     0.11 one with less than 1.5 tiles of 64 x 128 for each of the 132 or 148
-    multiprocessors, in XLA of August 2026 one with less than half a tile of
-    185 x 185. Then it would multiply by the rounded scale.
-
-    Args:
-        a: (b, m, k).
-        b: (b, n, k).
-        dtype: The compute dtype. Float16 would overflow, should XLA not take
-            the scale into the matmul.
+    multiprocessors, in XLA of August 2026 one with less than half a tile of 185
+    x 185. Then it would multiply by the rounded scale. Float16 would overflow,
+    should XLA not take the scale into the matmul.
     """
     if dtype == "float16" or not a.scale.shape == b.scale.shape == (1, 1, 1):
         return False

@@ -24,20 +24,12 @@ Shape = tuple[Any, ...]
 
 
 class SavedTensors(Protocol):
-    """The tensors that an operation saves for its backward pass.
-
-    Attributes:
-        shapes: The shapes of the inputs and of the kernel.
-    """
+    """The tensors that an operation saves for its backward pass."""
 
     shapes: tuple[Shape, Shape]
 
     def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """Return the saved tensors in a fixed order.
-
-        Args:
-            narrow: Whether to store them in as few bytes as possible.
-        """
+        """Return the saved tensors in a fixed order, if `narrow` as codes."""
 
 
 class Operation(Hashable, Protocol):
@@ -60,9 +52,9 @@ class Operation(Hashable, Protocol):
 
     @property
     def first_use(self) -> Operation:
-        """The same operation with slot 0, whose compiled passes all uses share.
+        """The same operation with slot 0; one object for all slots.
 
-        It is the same object for all slots.
+        Its compiled passes are those of all uses.
         """
 
     def another_slot(self, slot: Slot) -> Slot:
@@ -73,10 +65,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def bound(self) -> BoundOperation:
-        """This operation, bound to the kernels of the current device.
-
-        It is the same object for all slots.
-        """
+        """This operation on the current device; one object for all slots."""
 
 
 class BoundOperation(Protocol):
@@ -100,7 +89,14 @@ class BoundOperation(Protocol):
     ) -> tuple[Tensor, Any]:
         """Return the outputs plus the bias, and the saved tensors.
 
-        If `once` no backward pass follows.
+        Args:
+            inputs: In the compute dtype.
+            kernel: Of dtype `kernel_dtype`.
+            state: The state of a recipe, or nothing.
+            observe: Whether amaxes are needed for the state.
+            bias: In the compute dtype; None for no bias.
+            once: Whether no backward pass follows.
+            slot: The number of this use of the kernel in the step.
         """
 
     def residuals(
@@ -112,7 +108,7 @@ class BoundOperation(Protocol):
         """Add the operands' amaxes to tensors saved without them."""
 
     def caught_up(self, kernel: Tensor, state: Shape) -> Any:
-        """Return a state with a scale large enough for the current kernel.
+        """Return a state whose scale is large enough for the current kernel.
 
         For a pass whose observations are discarded.
         """
@@ -141,18 +137,9 @@ class BoundOperation(Protocol):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the gradients that `backward` returns.
 
-        Args:
-            residuals: As for `backward`.
-            outputs_grad: Likewise.
-            inputs_grad_grad: The gradient with respect to the inputs gradient;
-                None for zeros.
-            kernel_grad_grad: The gradient with respect to the kernel gradient;
-                None for zeros.
-            needed: Which results to compute.
-
-        Returns:
-            The gradients of the gradient of the outputs, of the inputs and of
-            the kernel; None for each that is not needed or zero.
+        None stands for a gradient of zeros in the arguments, and for a result
+        that is not needed or zero. The results are the gradients of
+        `outputs_grad`, of the inputs and of the kernel.
         """
 
 
@@ -192,8 +179,7 @@ Mark = Callable[[Tensor], Tensor]
 def saved_dtype(format_name: str) -> str:
     """Return the one-byte dtype that stores values of a format.
 
-    It is the dtype of the format for OCP's float8 formats, otherwise uint8,
-    for codes.
+    It is uint8, for codes, unless the format is one of OCP's.
     """
     own = formats.get(format_name).family == "ocp"
     return format_name if own else "uint8"
@@ -212,8 +198,8 @@ class Arithmetic(Primitives):
     ) -> Tensor:
         """Compute `product(codes, scale)`, in parts if that saves memory.
 
-        Splitting avoids a new allocation for the whole kernel in floats at
-        each call.
+        Splitting avoids a new allocation for the whole kernel in floats at each
+        call.
 
         Args:
             product: Function of codes and their scales. A slice of `codes`
@@ -235,7 +221,7 @@ class Arithmetic(Primitives):
         """Return True if the products `a * b` of scales are normal numbers.
 
         The caller then skips the handling of subnormal and infinite products.
-        Return False if a compiler fuses that handling at no cost.
+        False if a compiler fuses that handling at no cost.
         """
         return False
 
@@ -275,11 +261,8 @@ class Tracing:
     ) -> list[Tensor]:
         """Mark a call in the program that is being traced; return its results.
 
-        Args:
-            flow: What `trace` was given.
-            number: The number that the call has in it.
-            operands: The tensors that the call is given.
-            results: Tensors in place of its results.
+        `flow` is that of `trace`, in which the call has this number. `results`
+        are tensors in place of its results.
         """
         raise NotImplementedError
 
@@ -291,10 +274,9 @@ class Tracing:
         return False
 
     def is_traced(self, x: Tensor) -> bool:
-        """Return True if this Python code is traced, to run for many steps.
+        """Return True if the step of `x` is traced, to run for many steps.
 
-        Also True if several threads run a step, one for each replica. `x` is a
-        tensor of the step.
+        Also if several threads run a step, one for each replica.
         """
         return self.is_compiling()
 
@@ -305,9 +287,8 @@ class Tracing:
     def step_by_step(self) -> AbstractContextManager[None]:
         """Return a context in which recurrent loops run eagerly.
 
-        Loops in the context have no gradients.
-
-        For code that must read the values of each step of a recurrent layer.
+        It is for code that reads the values of each step of a recurrent layer.
+        Loops in it have no gradients.
         """
         return nullcontext()
 
@@ -338,7 +319,7 @@ class Replicas:
 
         Args:
             flag: Bool scalar, the same on every replica.
-            update: Called with the arguments.
+            update: Function without a result.
             arguments: Nested tensors and variables.
             variables: All variables that `update` assigns.
         """
@@ -356,7 +337,7 @@ class Replicas:
                 settled state.
 
         Returns:
-            (rows, width or more), for `Layout.settle`; the same on every
+            (rows, width or more), for `StateLayout.settle`; the same on every
             replica.
         """
         return observation
@@ -364,15 +345,9 @@ class Replicas:
     def gathering_of(self, variable: Any) -> Any:
         """Return how a sharded kernel is gathered for a matmul, or None.
 
-        Args:
-            variable: The kernel.
-
-        Returns:
-            The hashable argument of `gathered`. Its tuple `axes` has the mesh
-            axes that shard each axis of the kernel; an entry is empty if the
-            axis is not sharded. `is_quantized` tells whether the kernel
-            arrives gathered and quantized. None if there is nothing to
-            gather.
+        It is hashable. Its tuple `axes` has the mesh axes that shard each axis
+        of the kernel; an entry is empty if the axis is not sharded.
+        `is_quantized` tells whether the kernel arrives gathered and quantized.
         """
         return None
 
@@ -400,8 +375,7 @@ class Gradients:
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
         """Return the one-byte dtype that saves a format for the backward pass.
 
-        It has one byte: uint8, for codes, if no framework computes in the
-        dtype of the format.
+        It is uint8, for codes, if no framework computes in the format.
         """
         return saved_dtype(format_name)
 
@@ -419,12 +393,8 @@ class Gradients:
         """Compute `activation(x)`; save no more than `x` for the gradient.
 
         The gradient is equal to the bit. If a compiler would round a
-        recomputation differently, the choice of what to save is left to the
-        compiler.
-
-        Args:
-            activation: An elementwise function of Keras without state.
-            x: Of any shape.
+        recomputation differently, the choice of what to save is left to it.
+        `activation` is an elementwise function of Keras without state.
         """
         return activation(x)
 
@@ -436,14 +406,11 @@ class Gradients:
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """Run `operation.forward`; the gradient is `operation.backward`.
+        """Run `operation.forward`, then add a bias; see `BoundOperation`.
 
-        Args:
-            operation: The operation.
-            bias: Added to the outputs; None for none.
-            inputs: See `BoundOperation.forward`.
-            kernel: See `BoundOperation.forward`.
-            *state: See `BoundOperation.forward`; at most one tensor.
+        The gradient is `operation.backward`. The bias has its own argument,
+        since some frameworks add it together with what follows. `state` is one
+        tensor or none.
         """
         raise NotImplementedError
 
@@ -465,14 +432,14 @@ class Gradients:
 
         Args:
             run: Given a function that marks a tensor and returns an equal one
-                to go on with. Returns the loss, and nested tensors to keep.
-                JAX calls it twice, and takes the gradients of the second call.
+                to go on with. Returns the loss, and nested tensors to keep. JAX
+                calls it twice: first for the shapes of the marked tensors.
             step_by_step: Whether to run recurrent loops and the compiled
                 functions of layers eagerly.
 
         Returns:
             What was kept, and a gradient for each marked tensor, in the order
-            of marking; None if the loss does not depend on it. (JAX: zeros.)
+            of marking; None (JAX: zeros) if the loss does not depend on it.
         """
         raise NotImplementedError
 
@@ -486,9 +453,8 @@ class Gradients:
     def random_state(self) -> list[np.ndarray]:
         """Copy the random state of the framework, where Keras draws from it.
 
-        Returns:
-            uint8 arrays, one for each generator; none where Keras's own seeds
-            are all the random state that there is.
+        One uint8 array for each generator; none where Keras's own seeds are all
+        the random state that there is.
         """
         return []
 
@@ -505,11 +471,8 @@ class Gradients:
 
         Args:
             function: A function that is linear in its argument.
-            shape: The shape of that argument.
+            shape: The shape of that argument, and of the result.
             cotangent: A tensor with the shape of the function's result.
-
-        Returns:
-            Float32 tensor of shape `shape`.
         """
         raise NotImplementedError
 
@@ -526,10 +489,7 @@ class States(Replicas):
     def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
         """Compute a state's new value, equal on every replica.
 
-        Args:
-            settle: Function of the assigned value and the state before.
-            value: An observation, a settled state, or zeros.
-            previous: The settled state before.
+        `settle` is a function of the assigned value and the state before.
         """
         return self.settle_here(settle, self.combine_replicas(value), previous)
 
@@ -557,45 +517,31 @@ class States(Replicas):
     def keep_observations(self, variable: Any, tensor: Tensor) -> None:
         """Store a state's observations in the variable, not in `.grad`.
 
-        Does nothing on a framework that returns gradients to the caller.
-
-        Args:
-            variable: A state variable that was just initialized.
-            tensor: Its value.
+        It does nothing on a framework that returns gradients to the caller.
+        `variable` was just initialized with `tensor`.
         """
 
     def let_go(self, variables: Sequence[Any]) -> None:
-        """Free the memory of variables as soon as nothing refers to them.
-
-        Args:
-            variables: Variables of a model that no longer uses them.
-        """
+        """Free the memory of variables as soon as nothing refers to them."""
 
     def is_compiled(self, function: Any) -> bool:
         """Return True if `function` is compiled and may reuse an old trace.
 
-        Args:
-            function: Any object.
-
-        Returns:
-            False also if the framework checks what has changed since.
+        False also if the framework checks what has changed since.
         """
         return False
 
     def forget_traces(self, function: Any, owner: Any) -> None:
         """Discard the traces of a compiled function before its next call.
 
-        Args:
-            function: A function that `is_compiled`.
-            owner: The object whose method it is; None for none.
+        `owner` is the object whose method it is; None for none.
         """
 
     def earlier_observation(self, variable: Any) -> Tensor | None:
         """Return the observations of micro-batches since the last update.
 
-        Returns:
-            Float32 (operands, width); None if there are none, or if the
-            optimizer accumulates them with the gradients.
+        Float32 (operands, width); None if there are none, or if the optimizer
+        accumulates them with the gradients.
         """
         return None
 
@@ -605,9 +551,7 @@ class States(Replicas):
     def known_value(self, variable: Any) -> Tensor | None:
         """Return a state variable's value; None if it cannot be read now.
 
-        Returns:
-            Its value; None while it is traced, or if reading it would stall
-            each step.
+        It cannot while it is traced, or if reading it would stall each step.
         """
         return None
 
@@ -615,10 +559,6 @@ class States(Replicas):
         self, variables: Sequence[Any], modules: Sequence[Any]
     ) -> None:
         """Make variables read the sharded parameters of `fully_shard`.
-
-        Args:
-            variables: The variables of one model.
-            modules: Its layers.
 
         Raises:
             ValueError: If `fully_shard` has sharded no parameter, or one in a
@@ -652,9 +592,6 @@ class States(Replicas):
 
     def settle_observed(self, variables: Sequence[Any]) -> None:
         """Update state variables with the observations stored for them.
-
-        Args:
-            variables: State variables.
 
         Raises:
             ValueError: If the framework returns gradients instead of storing

@@ -215,7 +215,6 @@ class Engine:
     """The kernels of one framework: matmuls, convolutions, casts, states.
 
     Attributes:
-        name: The name of the framework.
         device: Returns the device that it computes on.
         matmuls: The matmul kernels, the best first; the last one supports
             everything.
@@ -228,8 +227,8 @@ class Engine:
         widen: Takes values in a float8 dtype or in float32, and the compute
             dtype of a layer. Returns them in the compute dtype if the engine
             multiplies in it, otherwise in float32.
-        both_layouts: Casts an operand for both of its matmuls in one pass;
-            None if casting and transposing are left to the framework.
+        both_layouts: Casts an operand for both of its matmuls in one pass; None
+            if casting and transposing are left to the framework.
         row_casts: Casts an operand by rows for both of its matmuls; None if
             that is left to the framework.
         training_cast: Like `cast`, for layers in training, which are never
@@ -276,8 +275,8 @@ class Engine:
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """Select the first kernel that supports a matmul; return its `Choice`.
 
-        If the matmul is not native, the reason is that of the first kernel for
-        such scales which does not support it.
+        If the matmul is not native, the reason is that of the first kernel that
+        is for such scales and refuses for something else.
         """
         refusals = []
         for kernel in self.matmuls:

@@ -41,12 +41,7 @@ class RowCasts(Protocol):
     """A kernel that quantizes a matrix and its transpose, a scale per row."""
 
     def supports(self, like: Tensor, *format_names: str) -> str | None:
-        """Return why the kernel cannot quantize an operand; None if it can.
-
-        Args:
-            like: The operand.
-            *format_names: The formats to quantize to.
-        """
+        """Return why the kernel cannot quantize an operand; None if it can."""
 
     def cast(
         self,

@@ -419,7 +419,7 @@ class BoundPlan:
     def _of_kernel(
         self, amax: Tensor, known: Any, state: Tensor, slot: Slot
     ) -> Tensor:
-        """Return an observation of an outgrown kernel's amax; zeros for another."""
+        """Return an observation of an outgrown kernel's amax, or zeros."""
         outgrown = self._source.outgrown(amax, known)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)

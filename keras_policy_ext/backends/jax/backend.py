@@ -53,9 +53,6 @@ def gathering_of(variable: keras.Variable) -> Gathering | None:
     A device with a shard of the batch needs all of a kernel that is sharded
     along the same mesh axis. Matmuls of kernels that are sharded along other
     mesh axes are left to XLA.
-
-    Args:
-        variable: The kernel.
     """
     distribution = keras.distribution.distribution()
     if distribution is None or not isinstance(variable, keras.Variable):
@@ -79,14 +76,8 @@ def gathered(
     """Gather the shards of a tensor along the mesh axis of the batch.
 
     The first constraint keeps XLA from gathering the tensors that `x` is
-    computed from. Float8 is gathered as bytes: XLA gathers it as float16 if
-    the device has no float8 (JAX 0.10, CPU).
-
-    Args:
-        x: The tensor.
-        gathering: From `gathering_of`.
-        axes: For each axis of `x`, the mesh axes that shard it; None to leave
-            the choice to XLA.
+    computed from. Float8 is gathered as bytes: XLA gathers it as float16 if the
+    device has no float8 (JAX 0.10, CPU). An axis of None is left to XLA.
     """
     cut = list(axes)
     whole = [
@@ -409,14 +400,11 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `relu(x)`, and its mask packed into bits for the gradient.
-
-    The mask is behind a barrier, so that XLA saves the bits and not the
-    outputs.
-    """
+    """Return `relu(x)`, and its mask packed into bits for the gradient."""
     mask = x > 0
     has_bits = x.ndim and 0 not in x.shape
     kept = jnp.packbits(mask, axis=-1) if has_bits else mask
+    # Behind a barrier, so that XLA saves the bits and not the outputs.
     return jax.nn.relu(x), lax.optimization_barrier(kept)
 
 
@@ -431,12 +419,10 @@ _relu.defvjp(_relu_forward, _relu_backward)
 
 
 def _correctly_divided(x: Tensor, y: Tensor) -> Tensor:
-    """Return `x / y` of normal numbers, with the rounding of IEEE 754.
-
-    The error of a first quotient is exact: halves of 12 bits have exact
-    products, and each difference has at most 24 bits. So a compiler may join a
-    product and a difference into one operation.
-    """
+    """Return `x / y` of normal numbers, with the rounding of IEEE 754."""
+    # The error of a first quotient is exact: halves of 12 bits have exact
+    # products, and each difference has at most 24 bits. So a compiler may join
+    # a product and a difference into one operation.
     first = x / y
     (high, low), (above, below) = map(_halves, (first, y))
     error = x - high * above - high * below - low * above - low * below
@@ -458,11 +444,7 @@ _PART = 1 << 20
 
 
 def _parts(size: int, numbers: int) -> int:
-    """Return into how many equal parts to split an axis of this size.
-
-    A part has at least a million elements.
-
-    A part in floats then stays in the cache of a core.
-    """
+    """Return into how many equal parts to split an axis of this size."""
+    # A part of a million elements in floats stays in the cache of a core.
     most = numbers // _PART
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)

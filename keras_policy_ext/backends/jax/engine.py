@@ -66,10 +66,8 @@ def lacking_mx() -> str | None:
 def found() -> Device:
     """Return the `Device` that JAX runs on, from the table of devices.
 
-    A CPU is always the table's `cpu`, also if it has bfloat16 instructions.
-
-    XLA lacks some bfloat16 matmuls on CPUs: "Unsupported element type for
-    DotThunk: BF16 x BF16 = F32" (JAX 0.10).
+    A CPU is always the table's `cpu`. XLA lacks some bfloat16 matmuls on CPUs:
+    "Unsupported element type for DotThunk: BF16 x BF16 = F32" (JAX 0.10).
     """
     if jax.default_backend() == "cpu":
         return devices.KNOWN["cpu"]
@@ -330,10 +328,8 @@ class Float8Dot(NativeMatmul):
 
 
 def _may_be_partial(dtype: str) -> bool:
-    """Return True if XLA may add up a product over devices, then scale it.
-
-    It would do both in the compute dtype, with the scale that is cast to it.
-    """
+    """Return True if XLA may add up a product over devices, then scale it."""
+    # It would do both in the compute dtype, with the scale that is cast to it.
     return dtype != "float32" and jax.device_count() > 1
 
 

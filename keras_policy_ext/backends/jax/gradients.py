@@ -63,13 +63,11 @@ class _SavedLeaves:
 
 
 def _simplified_apart(x: Tensor) -> Tensor:
-    """Return the same tensor; on a CPU, behind an optimization barrier.
-
-    XLA moves the reshape of a matmul past the operations after it one at a
-    time, and repeats its pass over the whole program up to 25 times. It
-    removes barriers before it fuses (JAX 0.10). XLA for a GPU does not fuse
-    across barriers, so it gets none.
-    """
+    """Return the same tensor; on a CPU, behind an optimization barrier."""
+    # XLA moves the reshape of a matmul past the operations after it one at a
+    # time, and repeats its pass over the whole program up to 25 times. It
+    # removes barriers before it fuses (JAX 0.10). XLA for a GPU does not fuse
+    # across barriers, so it gets none.
     barrier = lax.optimization_barrier
     return lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
 
@@ -182,11 +180,9 @@ def _values(primals: tuple[Any, ...]) -> State:
 
 
 def _are_differentiated(*tensors: Any) -> bool:
-    """Return True if JAX takes a second derivative of these tensors.
-
-    JAX then passes tracers. Tracers of finished programs, such as the body of
-    a loop, do not count, since links would become part of the program.
-    """
+    """Return True if JAX takes a second derivative of these tensors."""
+    # JAX then passes tracers. Tracers of finished programs, such as the body of
+    # a loop, do not count, since links would become part of the program.
     leaves = jax.tree_util.tree_leaves(tensors)
     return any(
         isinstance(leaf, jax.core.Tracer) and not isinstance(leaf, _OfProgram)
@@ -237,21 +233,17 @@ _LARGE = 1 << 16
 
 
 def _is_large(x: Tensor) -> bool:
-    """Return True if a tensor has at least `_LARGE` elements.
-
-    False for a symbolic size, as in an export with open sizes.
-    """
+    """Return True if a tensor has at least `_LARGE` elements."""
+    # The size is symbolic in an export with open sizes.
     return isinstance(x.size, int) and x.size >= _LARGE
 
 
 def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return saved leaves that XLA cannot decode before `outputs_grad`.
-
-    In one program XLA for a CPU would decode codes where they are made, and
-    save float32: it removes barriers before it fuses. So codes pass through a
-    loop that XLA cannot see through and that changes nothing: it runs zero
-    times or, if the gradient starts with NaN, twice.
-    """
+    """Return saved leaves that XLA cannot decode before `outputs_grad`."""
+    # In one program XLA for a CPU would decode codes where they are made, and
+    # save float32: it removes barriers before it fuses. So codes pass through a
+    # loop that XLA cannot see through and that changes nothing: it runs zero
+    # times or, if the gradient starts with NaN, twice.
     large = [leaf.dtype == jnp.uint8 and _is_large(leaf) for leaf in leaves]
     off_cpu = jax.default_backend() != "cpu"
     if off_cpu or not any(large) or 0 in outputs_grad.shape:
@@ -281,16 +273,8 @@ def _gradients(
     outputs_grad: Tensor,
     slot: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
-    """Return the gradients of the inputs, the kernel, the state and the bias.
-
-    Args:
-        how: The operation, and the shape of a bias that it adds, or None.
-        saved: From `_forward`.
-        state: The state matrix of the recipe, or nothing.
-        links: See above.
-        outputs_grad: The gradient of the outputs.
-        slot: Int32 scalar, the number of this use of the kernel in the step.
-    """
+    """Return the gradients of the inputs, the kernel, state and bias."""
+    # The second part of `how` is the shape of a bias that is added, or None.
     operation, bias_shape = how
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.bound.residuals(leaves, saved.shapes)
@@ -313,10 +297,8 @@ def _gradients_forward(
 def _gradients_backward(
     how: tuple[Operation, None], kept: Any, gradients: Any
 ) -> tuple[Any, ...]:
-    """Differentiate `_gradients`; return a gradient per argument.
-
-    The gradient of the state is the observation of the backward pass.
-    """
+    """Differentiate `_gradients`; return a gradient per argument."""
+    # The gradient of the state is the observation of the backward pass.
     saved, observed, links, outputs_grad = kept
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)

@@ -118,7 +118,6 @@ class PallasCasts(BothLayouts):
     """Pallas kernels that quantize a matrix, and write its transpose too.
 
     Args:
-        device: Returns the device that is computed on.
         interpreted: Whether to run on any device, in Pallas's interpreter; for
             tests.
     """
@@ -165,10 +164,7 @@ class PallasCasts(BothLayouts):
 class ShardCast(NamedTuple):
     """The cast of a matrix or of its shards, for `partitioned.run`.
 
-    Attributes:
-        how: How the kernel casts.
-        wanted: What else is known and wanted.
-        vmapped: Whether to do without Pallas, for `jax.vmap`.
+    `vmapped` does without Pallas, for `jax.vmap`.
     """
 
     how: Cast
@@ -191,10 +187,7 @@ class ShardCast(NamedTuple):
     ) -> tuple[Any, ...]:
         """Quantize a matrix or a shard; see `partitioned.Kernel`.
 
-        Args:
-            shards: The mesh axes that shard the matrix.
-            x: (m, k).
-            *scalars: `scale` and `unseen` of a `ScaleHint`.
+        `scalars` are `scale` and `unseen` of a `ScaleHint`.
         """
         scale = self._scale(shards, x, *scalars)
         run = _by_xla if self.wanted.once or self.vmapped else cast
@@ -322,13 +315,7 @@ def _are_equal(codes: Any, others: Any) -> bool:
 
 
 def cast(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
-    """Quantize a matrix with one scale.
-
-    Args:
-        how: What to write.
-        x: (m, k), bfloat16, float16 or float32.
-        scale: Its scale.
-    """
+    """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale."""
     if how.interpreted:
         return _by_pallas(how, x, scale)
     return lax.platform_dependent(
@@ -431,10 +418,8 @@ def _cast_kernel(
 
 
 def _scale_of(how: Cast, bits: Tensor) -> Tensor:
-    """Return the scale of an amax, (1,); 1 for one that is 0 or not finite.
-
-    See `scaling.scale_of_multiplier` and `scaling.scale_for_limit`.
-    """
+    """Return the scale of an amax, (1,); 1 for one that is 0 or not finite."""
+    # As `scaling.scale_of_multiplier` or `scaling.scale_for_limit` computes it.
     bits = jnp.full((1,), bits)
     usable = (bits > 0) & (bits < casting.EXPONENT_BITS)
     amax = lax.bitcast_convert_type(bits, jnp.float32)
@@ -523,8 +508,6 @@ def codes_of(
     Args:
         x: Float32, a tile in a kernel.
         scale: Float32 scalar, or of a shape that broadcasts to the tile.
-        format_name: The name of the format.
-        interpreted: Whether Pallas's interpreter runs the kernel.
     """
     limit = formats.get(format_name).max
     if interpreted:
@@ -541,14 +524,12 @@ def codes_of(
 
 
 def _quotient(x: Tensor, scale: Tensor) -> Tensor:
-    """Compute `x / scale`, correctly rounded wherever a code depends on it.
+    """Compute `x / scale`, correctly rounded wherever a code depends on it."""
 
-    It uses the reciprocal and one correction (P. Markstein, "Computation of
-    elementary functions on the IBM RISC System/6000 processor", 1990), half of
-    the instructions of a division. Infinity, NaN and the signs of zeros are
-    preserved. It divides if a correction could be subnormal.
-    """
-
+    # By the reciprocal and one correction (P. Markstein, "Computation of
+    # elementary functions on the IBM RISC System/6000 processor", 1990), half
+    # of the instructions of a division. Infinity, NaN and the signs of zeros
+    # are preserved. It divides if a correction could be subnormal.
     def spread(scale: Tensor) -> Tensor:
         return jnp.broadcast_to(scale, x.shape)
 

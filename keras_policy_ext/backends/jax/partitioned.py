@@ -44,23 +44,16 @@ class Shards(NamedTuple):
         return self.rows + self.columns
 
     def amax(self, amax: Tensor, early: bool = False) -> Tensor:
-        """Return the amax of all shards from that of each.
+        """Return the amax of all shards from that of each, a float32 scalar.
 
-        Args:
-            amax: Float32 scalar.
-            early: Whether a scale waits for it. Otherwise all devices exchange
-                it, for XLA to reduce the amaxes of many operands at once.
+        `early` says that a scale waits for it. Otherwise all devices exchange
+        it, for XLA to reduce the amaxes of many operands at once.
         """
         axes = self.cut if early or not self.cut else self.every
         return self.largest(amax, axes)
 
     def largest(self, amaxes: Tensor, axes: Names) -> Tensor:
-        """Return the maximum over devices of float32 amaxes, NaN above all.
-
-        Args:
-            amaxes: Of any shape, of this device.
-            axes: The mesh axes.
-        """
+        """Return the maximum of float32 amaxes over mesh axes; NaN wins."""
         if not axes:
             return amaxes
         # Collectives on GPUs drop NaN from a maximum of floats.
@@ -97,10 +90,8 @@ class Kernel(Protocol):
     ) -> tuple[Any, ...]:
         """Compute the results of a shard.
 
-        Args:
-            shards: The mesh axes to reduce over.
-            x: (m, k), the matrix, or the shard of this device.
-            *scalars: Equal on all devices.
+        `x`, (m, k), is the matrix or the shard of this device; `shards` has the
+        mesh axes to reduce over. `scalars` are equal on all devices.
         """
 
 
@@ -117,13 +108,7 @@ def lacking() -> str | None:
 
 
 def run(kernel: Kernel, x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
-    """Run a kernel on a matrix, on each shard if it has several.
-
-    Args:
-        kernel: The kernel.
-        x: (m, k).
-        *scalars: What else it reads.
-    """
+    """Run a kernel on a matrix (m, k), on each shard if it has several."""
     if jax.device_count() == 1:
         return kernel(WHOLE, x, *scalars)
 
@@ -151,12 +136,7 @@ def _whole(
 
 
 class _Partition:
-    """The partition of a kernel along the shards of its matrix.
-
-    Args:
-        mesh: The devices; empty if JAX does not know their axes.
-        x: The shape and the sharding of the matrix.
-    """
+    """The partition of a kernel along the shards of its matrix."""
 
     def __init__(self, mesh: Mesh, x: Any):
         cut: list[Any] = [None, None]

@@ -68,7 +68,6 @@ class PallasRowCasts(RowCasts):
     """Pallas kernels that quantize a matrix and its transpose by rows.
 
     Args:
-        device: Returns the device that JAX computes on.
         interpreted: Whether to run in Pallas's interpreter, on any device; for
             tests.
     """
@@ -108,11 +107,8 @@ class PallasRowCasts(RowCasts):
 class CastsOfRows(NamedTuple):
     """The casts of a matrix by rows, as `partitioned.run` takes them.
 
-    Attributes:
-        how: What the kernels write.
-        plain: See `RowCasts.cast`.
-        across: See `RowCasts.cast`.
-        vmapped: Whether to do without Pallas, for `jax.vmap`.
+    `plain` and `across` are those of `RowCasts.cast`. `vmapped` does without
+    Pallas, for `jax.vmap`.
     """
 
     how: How
@@ -161,16 +157,11 @@ class CastsOfRows(NamedTuple):
 
 
 def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the amaxes of the rows and of the columns of a matrix.
+    """Return the amaxes of the rows and of the columns of a matrix (m, k).
 
-    Args:
-        how: What is needed.
-        x: (m, k).
-
-    Returns:
-        The amaxes of rows and of columns, float32 vectors with zeros after
-        them up to a multiple of `how.side`, not finite if a value is not; and
-        the sums of the columns, float32 (k,), or None.
+    They are float32 vectors with zeros after them up to a multiple of
+    `how.side`, not finite if a value is not. The third result is the sums of
+    the columns, float32 (k,), or None.
     """
     if how.interpreted:
         return _amaxes_by_pallas(how, x)
@@ -184,18 +175,10 @@ def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def both_codes_of(
     how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the codes of a matrix and of its transpose.
+    """Return the codes of a matrix (m, k) and of its transpose (k, m).
 
-    Args:
-        how: What is needed.
-        x: (m, k).
-        of_rows: Float32, the scales of the rows, as long as `amaxes_of` has
-            them.
-        of_columns: Likewise of the columns.
-
-    Returns:
-        (m, k) and (k, m), in the dtypes of the formats; None for what is not
-        needed.
+    The scales are float32, as long as `amaxes_of` has them. None for codes that
+    are not needed.
     """
     if how.interpreted:
         return _codes_by_pallas(how, x, of_rows, of_columns)

@@ -437,11 +437,9 @@ def _in_a_loop() -> bool:
 def _shared_forward(
     operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
 ) -> CompiledPass:
-    """Return a forward pass compiled for an operation and shapes.
-
-    All that the graph depends on is in the cache key: the shapes, and whether
-    a loop stacks its results.
-    """
+    """Return a forward pass compiled for an operation and shapes."""
+    # All that the graph depends on is in the cache key: the shapes, and whether
+    # a loop stacks its results.
     observe = operation.training is True
 
     def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
@@ -455,12 +453,9 @@ def _shared_forward(
 
 
 def _narrows(operation: Operation, *operands: Tensor) -> bool:
-    """Return True if an operation saves tensors in as few bytes as it can.
-
-    False if nothing is trained, so that gradients are rare. If that is not
-    known, also False if parts would be compiled by XLA, since an export would
-    include them.
-    """
+    """Return True if an operation saves tensors in as few bytes as it can."""
+    # If nothing is trained, gradients are rare. If that is not known, an export
+    # would include parts that XLA compiles.
     if operation.training is None:
         return not any(map(compiles_parts, operands))
     return operation.training

@@ -263,11 +263,9 @@ def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
 def _by_cublas(
     a: Quantized, b: Quantized, written: str, dtype: str, fast: bool
 ) -> Tensor:
-    """Multiply as `_product` does, by cuBLASLt, and scale.
-
-    The product names its algorithm, so XLA leaves it to cuBLASLt, which
-    multiplies by an exact float32 scale, adds the bias, and rounds once.
-    """
+    """Multiply as `_product` does, by cuBLASLt, and scale."""
+    # The product names its algorithm, so XLA leaves it to cuBLASLt, which
+    # multiplies by an exact float32 scale, adds the bias, and rounds once.
     if scales_in_product(a, b, dtype):
         scale = tf.reshape(a.scale, ()) * tf.reshape(b.scale, ())
         # Infinity times a sum of 0 would be NaN.
@@ -305,14 +303,7 @@ def _float8_product(
 
 @functools.cache
 def _module(a: str, b: str, written: str, fast: bool) -> str:
-    """Return a product of (b, m, k) and (b, n, k) as StableHLO.
-
-    Args:
-        a: The format of the first operand.
-        b: The format of the second operand.
-        written: The dtype of the product.
-        fast: Whether a GPU may accumulate with fewer bits.
-    """
+    """Return a product of (b, m, k) and (b, n, k) as StableHLO."""
     left, right, out = _HLO_TYPES[a], _HLO_TYPES[b], _HLO_TYPES[written]
     x, y, z = (f"tensor<?x?x?x{each}>" for each in (left, right, out))
     return f"""

@@ -82,11 +82,7 @@ class Backward:
         return [inputs_grad, *_after((kernel, *state), assigned)]
 
     def _linked(self, *tensors: Tensor) -> Gradients:
-        """Return the gradients, which can be differentiated once more.
-
-        Args:
-            tensors: `outputs_grad`, the inputs, the kernel and the state.
-        """
+        """Return the gradients, which can be differentiated once more."""
 
         @tf.custom_gradient
         def gradients(outputs_grad: Tensor, *operands: Tensor) -> Any:
@@ -130,9 +126,6 @@ def is_recorded(*tensors: Tensor) -> bool:
 
     False in a graph that TensorFlow makes for the gradient of a function or of
     a loop's body. False in forward mode, in which no tape records.
-
-    Args:
-        *tensors: The operands.
     """
     asked = getattr(record, "should_record_backprop", None)
     if asked is None or not asked(list(tensors)):
@@ -143,12 +136,7 @@ def is_recorded(*tensors: Tensor) -> bool:
 
 
 def refuse_vectorized(*tensors: Tensor) -> None:
-    """Raise if a tape records tensors in a loop that TensorFlow vectorizes.
-
-    Raises:
-        NotImplementedError: If a tape records them in a loop that TensorFlow
-            vectorizes.
-    """
+    """Raise if a tape records tensors in a loop that TensorFlow vectorizes."""
     if _is_vectorized() and is_recorded(*tensors):
         raise NotImplementedError(VECTORIZED)
 
@@ -173,14 +161,12 @@ def _last(gradient: Tensor) -> Tensor:
 
 
 def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
-    """Return the same gradients, to be computed after the tensors in `reads`.
-
-    A forward pass that is recomputed for its gradient reads a kernel that the
-    gradient of the kernel does not need. Only a control edge puts that read
-    before the update. Grappler loses the edge: it considers it redundant
-    beside an IdentityN of all gradients, and then splits that IdentityN (TF
-    2.21; once in some 40,000 steps the updated kernel was read).
-    """
+    """Return the same gradients, computed after the tensors in `reads`."""
+    # A forward pass that is recomputed for its gradient reads a kernel that the
+    # gradient of the kernel does not need. Only a control edge puts that read
+    # before the update. Grappler loses the edge: it considers it redundant
+    # beside an IdentityN of all gradients, and then splits that IdentityN (TF
+    # 2.21; once in some 40,000 steps the updated kernel was read).
     with tf.control_dependencies(reads):
         return [tf.identity(gradient) for gradient in gradients]
 
@@ -218,10 +204,7 @@ class CompiledPass:
 def _shared_backward(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> CompiledPass:
-    """Return a backward pass compiled for an operation, shapes and dtypes.
-
-    It is cached by the dtypes of the leaves and by the known sizes.
-    """
+    """Return a backward pass compiled for an operation, shapes and dtypes."""
 
     def backward(
         leaves: Any,
@@ -243,10 +226,7 @@ def _shared_backward(
 def _shared_second(
     operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> CompiledPass:
-    """Return second derivatives compiled for an operation and shapes.
-
-    It is cached like `_shared_backward`.
-    """
+    """Return second derivatives compiled for an operation and shapes."""
 
     def second(leaves: Any, unknown: Any, *gradients: Tensor) -> Any:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
@@ -278,10 +258,6 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
     """Compute `tf.nn.relu(x)`; save only a mask for the gradient.
 
     TensorFlow's own gradient saves the outputs.
-
-    Args:
-        x: Of any shape and floating dtype.
-        for_xla: Whether XLA compiles the function.
     """
 
     @tf.custom_gradient
@@ -300,12 +276,7 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
 
 
 def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Compute `activation(x)`; XLA computes it again for the gradient.
-
-    Args:
-        activation: An elementwise function.
-        x: Of any shape and floating dtype.
-    """
+    """Compute `activation(x)`; XLA computes it again for the gradient."""
 
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
@@ -324,11 +295,8 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor, for_xla: bool) -> Tensor:
-    """Pack a mask into 8 elements per byte if XLA compiles the function.
-
-    Without XLA, packing needs several passes over memory. Then, or if the last
-    axis is no multiple of 8, the mask is returned.
-    """
+    """Pack a mask into 8 elements per byte if XLA compiles the function."""
+    # Without XLA, packing needs several passes over memory.
     last = mask.shape[-1] if mask.shape.rank else None
     if not for_xla or not last or last % 8:
         return mask

@@ -73,10 +73,7 @@ def lacking(*formats: str) -> str | None:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Return True if `scaled_mm` takes row scales on a device.
-
-    This is so for bfloat16 outputs.
-    """
+    """Return True if `scaled_mm` takes row scales for bfloat16 outputs."""
     if device.type == "cpu":
         return torch.__version__ >= (2, 13)
     return sys.platform != "win32" and "rows" in here().scales
@@ -137,13 +134,9 @@ def sums_in_float32(dtype: str) -> bool:
 
 @functools.cache
 def _sums_in_float32(dtype: str, halves: bool) -> bool:
-    """Run a matmul of `dtype`; return True if its float32 sums are exact.
-
-    The sum is a value that no 16-bit dtype can hold.
-
-    It is tested once per process. Older versions of PyTorch, and builds for
-    other makers, have no such matmul.
-    """
+    """Return True if a matmul of `dtype` has exact float32 sums; run one."""
+    # Older versions of PyTorch, and builds for other makers, have no such
+    # matmul. No 16-bit dtype can hold the sum.
     try:
         x = torch.ones((16, 4112), device="cuda", dtype=getattr(torch, dtype))
         x[:, 0] = 0.5
@@ -594,10 +587,7 @@ _TABLES = _tables()
 
 
 def is_real(x: Tensor) -> bool:
-    """Return True if a tensor has data and is no placeholder.
-
-    Tensors of other types are placeholders for data.
-    """
+    """Return True if a tensor has data; of another type it is a placeholder."""
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -619,12 +609,7 @@ def is_known(x: Tensor) -> bool:
 def _run_exported(
     operation: Operation, inputs: Tensor, kernel: Tensor, state: Any
 ) -> Tensor:
-    """Compute an operation's outputs with built-in PyTorch operations only.
-
-    It observes, since the scale of an unobserved operand is then chosen
-    without a branch. An exported file cannot have a branch inside the loop of
-    a recurrent layer.
-    """
+    """Compute an operation's outputs with PyTorch's own operations only."""
     _refuse_onnx()
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(
@@ -632,6 +617,9 @@ def _run_exported(
             "PyTorch. Received: torch.export.export(..., strict=True). "
             "Allowed: strict=False, which gives the same program."
         )
+    # It observes, since the scale of an unobserved operand is then chosen
+    # without a branch. An exported file cannot have a branch inside the loop of
+    # a recurrent layer.
     return operation.bound.forward(inputs, kernel, state, observe=True)[0]
 
 

@@ -79,14 +79,10 @@ class TorchConvolutions(KerasConvolutions):
 def _conv_backward(
     conv: Any, g: Tensor, x: Tensor, w: Tensor, operand: int
 ) -> Tensor:
-    """Return the gradient of a convolution's operand 0 or 1.
-
-    Operand 0 is the inputs, operand 1 the kernel.
-
-    All tensors have Keras's layouts: `(batch, *spatial, channels)` or channels
-    first, and `(*spatial, channels / groups, filters)` for the kernel, or
-    `(*spatial, filters, channels)` for a transposed one.
-    """
+    """Return the gradient of a convolution's operand: 0 inputs, 1 kernel."""
+    # All tensors have Keras's layouts: `(batch, *spatial, channels)` or
+    # channels first, and `(*spatial, channels / groups, filters)` for the
+    # kernel, or `(*spatial, filters, channels)` for a transposed one.
     x, g = _channels_first(conv, x), _channels_first(conv, g)
     rank = len(conv.strides)
     pads = [(0, 0)] * rank
@@ -115,11 +111,7 @@ def _conv_backward(
 
 
 def _how(conv: Any) -> tuple[Any, ...]:
-    """Return a convolution's arguments for PyTorch, strides to padding.
-
-    These are strides, padding, dilation, whether it is transposed, and output
-    padding.
-    """
+    """Return strides, padding, dilation, transposed and output padding."""
     none = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
     return list(conv.strides), none, rates, conv.is_transposed, none
@@ -141,10 +133,7 @@ def _outputs_first(w: Tensor) -> Tensor:
 
 
 def _flat(pads: Pads) -> list[int]:
-    """Flatten pairs of paddings into the list that `F.pad` takes.
-
-    `F.pad` takes the last axis first.
-    """
+    """Flatten pairs of paddings for `F.pad`, which begins at the last axis."""
     return [pad for pair in reversed(pads) for pad in pair]
 
 
@@ -226,10 +215,7 @@ class CpuStates(StateKernels):
 
 
 def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
-    """Return, per row of a state, whether it is valid, and its scale.
-
-    See `StateLayout.is_intact` and `DelayedSource.history_scales`.
-    """
+    """Return, per row of a state, whether it is valid, and its scale."""
     history = state[:, FIRST:]
     largest = history.max(axis=1).tolist()
     newest_only = source.recipe.amax_compute == "most_recent"
@@ -251,10 +237,7 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
 
 
 def _is_observation(numbers: list[float]) -> bool:
-    """Return True if a row is an observation of at least one use.
-
-    See `StateLayout._is_observation`.
-    """
+    """Return True for an observation; see `StateLayout._is_observation`."""
     uses = _rounded(numbers[0] / UNIT)
     *slots, scale, newest = numbers[1:]
     seen = math.inf if scale or newest else SLOTS - slots.count(0.0)
@@ -262,10 +245,7 @@ def _is_observation(numbers: list[float]) -> bool:
 
 
 def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:
-    """Return the amax of an observation; None if an amax is not finite.
-
-    See `StateLayout._newest`.
-    """
+    """Return the amax of an observation; None if an amax is not finite."""
     entries = numbers[1:]
     if not all(map(math.isfinite, entries)):
         return None
@@ -341,11 +321,9 @@ class Float32Matmul(Emulated):
         return product.to(getattr(torch, dtype))
 
     def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
-        """Multiply in bfloat16 two operands whose scales are powers of two.
-
-        The operands are then exact in bfloat16, and the scales that multiply
-        the output do not change how it is rounded.
-        """
+        """Multiply in bfloat16 two operands whose scales are powers of two."""
+        # The operands are then exact in bfloat16, and the scales that multiply
+        # the output do not change how it is rounded.
         product = self.product(*(unscaled(x).bfloat16() for x in (a, b)))
         product = product.float()
         return times_scales(product, a, b, torch.Tensor.mul_).bfloat16()
@@ -374,12 +352,10 @@ ENGINE = Engine(
 
 
 def _fits_bfloat16(a: Quantized, b: Quantized) -> bool:
-    """Return True if bfloat16 is as exact as float32 for a matmul, and faster.
-
-    Bfloat16 represents every float8 value exactly, also times a power of two.
-    256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in float32;
-    with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
-    """
+    """Return True if bfloat16 is as exact as float32 here, and faster."""
+    # Bfloat16 represents every float8 value exactly, also times a power of two.
+    # 256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in float32;
+    # with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
     return (
         a.values.dtype in (torch.float32, torch.bfloat16)
         and (_in_one_scale(a, b) or are_powers_of_two(a, b))
@@ -389,15 +365,13 @@ def _fits_bfloat16(a: Quantized, b: Quantized) -> bool:
 
 
 def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
-    """Return True if a GPU can multiply these operands exactly in 16 bits.
-
-    False for tensors without data, since nothing is computed.
-    """
+    """Return True if a GPU can multiply these operands exactly in 16 bits."""
     if not _is_cuda(a.values):
         return False
     narrow = backend.here().multiplies_in
     return (
         exact_in(narrow, a, b)
+        # Without data nothing is computed.
         and is_real(a.values)
         and backend.sums_in_float32(narrow)
     )
@@ -423,11 +397,9 @@ def _in_one_scale(*operands: Quantized) -> bool:
 
 
 def _bfloat16_product(a: Quantized, b: Quantized, scale: float) -> Tensor:
-    """Multiply in bfloat16; apply the scale before the result is rounded.
-
-    `alpha` multiplies the float32 sums before they are rounded. Scaling a
-    bfloat16 result afterwards would round twice.
-    """
+    """Multiply in bfloat16; apply the scale before the result is rounded."""
+    # `alpha` multiplies the float32 sums before they are rounded. Scaling a
+    # bfloat16 result afterwards would round twice.
     x, y = a.values.bfloat16(), b.values.bfloat16().mT
     if x.shape[0] == 1:
         zero, x, y = x.new_zeros((1, 1)), x.squeeze(0), y.squeeze(0)

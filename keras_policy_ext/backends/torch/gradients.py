@@ -35,8 +35,7 @@ FORWARD_MODE = (
 def are_transforms_active() -> bool:
     """Return True inside a transform of `torch.func`.
 
-    `torch.autograd.Function` makes the same check, to refuse functions that do
-    not support transforms. There is no public way to check (torch 2.13).
+    There is no public way to check (torch 2.13).
     """
     return bool(torch._C._are_functorch_transforms_active())
 
@@ -57,11 +56,9 @@ def refuse_compiled_transforms() -> None:
 
 
 def no_autocast(x: Tensor) -> Any:
-    """Return a context in which `torch.autocast` is off for a device.
-
-    The device "meta" has no autocast to disable.
-    """
+    """Return a context in which `torch.autocast` is off for a device."""
     device = x.device.type
+    # The device "meta" has no autocast to disable.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return _AS_IT_IS
     return torch.autocast(device, enabled=False)
@@ -119,9 +116,8 @@ def links_of(inputs: Tensor, kernel: Tensor) -> Links:
     """Return links to inputs and kernel, which carry second derivatives.
 
     A link is a tensor that is never read; its gradient becomes the operand's.
-
-    The link of a parameter is the parameter. It is None for a tensor without
-    gradient and for tensors of other types, which are differentiated once.
+    The link of a parameter is the parameter. None for a tensor without gradient
+    and for tensors of other types, which are differentiated once.
     """
     return _link_of(inputs), _link_of(kernel)
 
@@ -257,17 +253,10 @@ class Differentiable(ReverseMode):
 def _with_amax(
     how: Pass, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Add the kernel's amax to the saved tensors, if it is a parameter.
-
-    It is computed here, since the forward pass may never be differentiated.
-
-    Args:
-        how: See `Pass`.
-        kernel: The link to the kernel.
-        saved: See `_gradients`.
-    """
+    """Add the amax of a kernel that is a parameter to the saved tensors."""
     if kernel is None or not _is_parameter(kernel):
         return saved
+    # Not in the forward pass, which may never be differentiated.
     bound = how.operation.bound
     residuals = bound.residuals(saved[1:], how.shapes)
     with torch.no_grad():
@@ -278,13 +267,7 @@ def _with_amax(
 def _gradients(
     how: Pass, outputs_grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs, the kernel and the state.
-
-    Args:
-        how: See `Pass`.
-        outputs_grad: The gradient of the outputs.
-        saved: The state, if there is one, and the leaves of the residuals.
-    """
+    """Return the gradients of the inputs, the kernel and the state."""
     return _all_gradients(how, outputs_grad, saved, None)[:-1]
 
 
@@ -313,11 +296,7 @@ def linked(
 ) -> Any:
     """Return the gradients of `_gradients`; they can be differentiated once.
 
-    Args:
-        how: See `Pass`.
-        outputs_grad: See `_gradients`.
-        links: The links to the inputs and the kernel.
-        saved: See `_gradients`.
+    `saved` is the state, if there is one, and the leaves of the residuals.
     """
     pairs = zip(how.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
@@ -431,21 +410,18 @@ def last(
 
 
 def _looked_for(gradient: Tensor) -> Tensor:
-    """Return the same gradient as a tensor that requires a gradient.
-
-    Inside a transform of `torch.func` it is only detached: there a tensor
-    cannot be made to require a gradient.
-    """
+    """Return the same gradient as a tensor that requires a gradient."""
     gradient = gradient.detach()
+    # Inside a transform of `torch.func` a tensor cannot be made to require a
+    # gradient.
     return gradient if are_transforms_active() else gradient.requires_grad_()
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """Return the same tensor, as a new one if it is a view.
-
-    Autograd refuses to change a view in place if a custom function made it: `y
-    += 1` on the outputs, or the softmax of Keras 3.12, which adds its mask.
-    """
+    """Return the same tensor, as a new one if it is a view."""
+    # Autograd refuses to change a view in place if a custom function made it:
+    # `y += 1` on the outputs, or the softmax of Keras 3.12, which adds its
+    # mask.
     return x.new_empty(0).set_(x) if x._is_view() else x
 
 
@@ -489,12 +465,10 @@ def _as_in_memory(x: Tensor) -> list[int]:
 
 
 def _kept(outputs: Tensor) -> Tensor:
-    """Return the mask of nonzero outputs, on a CPU as bits.
-
-    It has a byte per element on other devices, where memory is fast and each
-    operation is one more kernel, and if the elements do not fill bytes.
-    """
+    """Return the mask of nonzero outputs, on a CPU as bits."""
     mask = outputs.bool()
+    # A byte per element on other devices, where memory is fast and each
+    # operation is one more kernel, and if the elements do not fill bytes.
     if mask.device.type != "cpu" or mask.numel() % 8:
         return mask
     eights = mask.flatten().view(torch.int64)

@@ -59,14 +59,12 @@ class Observed:
         self.version = -1
 
     def take_from(self, parameter: Tensor) -> None:
-        """Move an observation out of a state's newly accumulated gradient.
-
-        If the gradient was cleared since, the earlier observation is discarded
-        too: the loop has discarded that backward pass.
-        """
+        """Move an observation out of a state's newly accumulated gradient."""
         gradient = parameter.grad.detach()
         observation = gradient.clone()
         gradient.mul_(0.0)
+        # A loop that has cleared the gradient has discarded the earlier
+        # backward pass, so the earlier observation is discarded too.
         continued = parameter.grad is self.gradient
         if continued and self.latest is not None:
             observation = self.latest + observation
@@ -106,12 +104,7 @@ The memory is never freed, since a pending kernel may still write into it.
 
 
 def keep_apart(variable: Any, parameter: Tensor) -> None:
-    """Install a hook that moves a state's observations out of `.grad`.
-
-    Args:
-        variable: A state variable.
-        parameter: Its leaf tensor.
-    """
+    """Install a hook that moves a state's observations out of `.grad`."""
     variable.observed = Observed()
     if not (parameter.is_leaf and parameter.requires_grad):
         # Made in a layer that is not trainable, or a stand-in for a tensor
@@ -129,14 +122,10 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
 
 
 def taken(variable: Any, value: Tensor) -> list[Tensor]:
-    """Return a state's stored observations, and clear them.
+    """Return a state's stored observations, at most two, and clear them.
 
-    Args:
-        variable: A state variable.
-        value: What is assigned to it, as for `merged`.
-
-    Returns:
-        At most two observations, of replicas that share them one.
+    `value` is what is assigned to it, as for `merged`. Replicas share one
+    observation.
     """
     observed = variable.observed
     if value is variable.value:
@@ -156,8 +145,8 @@ def merged(value: Tensor, found: list[Tensor]) -> Tensor:
 
     Args:
         value: Float32 (operands, width): an observation, a settled state or
-            zeros; or the tensor in the variable itself, which an optimizer
-            that accumulates gradients assigns until it takes its step.
+            zeros; or the tensor in the variable itself, which an optimizer that
+            accumulates gradients assigns until it takes its step.
         found: From `taken`.
 
     Returns:
@@ -174,9 +163,6 @@ def enter(states: Iterable[Any]) -> None:
 
     If gradients are averaged over replicas, every replica must call this for
     the same states in the same order.
-
-    Args:
-        states: State variables.
     """
     states = list(states)
     for state in states:
@@ -253,17 +239,11 @@ def seen_lately(parameter: Tensor) -> bool:
 def know_replicas(parameter: Tensor) -> None:
     """Record a state's replicas for the next all-reduce of observations.
 
-    It does nothing outside of DistributedDataParallel and `fully_shard`.
-
-    Call this in a forward pass whose gradients are taken. All states of the
-    module take part in the next all-reduce, on every replica, whichever layers
-    a replica uses. PyTorch keeps the module of that pass for its compiler (1.7
-    to 2.13), under a private name. Without it, each replica would keep its own
-    amaxes. That is also the case inside `join`, where replicas that have ended
-    would not answer (`_join_config`, also private).
-
-    Args:
-        parameter: The parameter of a state in use.
+    It does nothing outside of DistributedDataParallel and `fully_shard`. Call
+    it in a forward pass whose gradients are taken. All states of the module
+    take part in the next all-reduce, on every replica, whichever layers a
+    replica uses. Inside `join`, where replicas that have ended would not
+    answer, each keeps its own amaxes (`_join_config`, private).
     """
     module = _active_module()
     state = _STATES.get(id(parameter))
@@ -278,9 +258,7 @@ def know_replicas(parameter: Tensor) -> None:
 def know_group(variables: Iterable[Any], group: Any) -> None:
     """Set the process group over which a model's observations are reduced.
 
-    Args:
-        variables: The variables of a model that `fully_shard` has sharded.
-        group: The process group of its shards.
+    `variables` are those of a model that `fully_shard` has sharded.
     """
     ids = {id(variable) for variable in variables}
     states = [each for each in _all_states() if id(each) in ids]
@@ -304,11 +282,9 @@ def know_replicas_in_graph() -> None:
 
 
 def _active_module() -> Any:
-    """Return the DistributedDataParallel module in whose call this is, or None.
-
-    The name is private (torch 2.13). Without it, no replicas are known, and
-    each replica keeps its own amaxes.
-    """
+    """Return the DistributedDataParallel module that is called now, or None."""
+    # PyTorch keeps it for its compiler, under a private name (1.7 to 2.13).
+    # Without it each replica keeps its own amaxes.
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
@@ -331,10 +307,8 @@ def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _counted(largest: Tensor) -> Tensor:
-    """Return an observation with at least one use per slot that has an amax.
-
-    The observations may have used different slots.
-    """
+    """Return an observation with at least one use per slot that has an amax."""
+    # The observations may have used different slots.
     slots = (largest[:, 1:] != 0.0).sum(1, keepdim=True).to(largest.dtype)
     uses = torch.maximum(largest[:, :1], UNIT * slots)
     return torch.cat([uses, largest[:, 1:]], dim=1)
@@ -347,12 +321,8 @@ def _is_settled(value: Tensor) -> bool:
 def _over_replicas(
     states: list[Any], found: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """Combine each observation with those of its replicas, by all-reduce.
-
-    The all-reduce takes the maximum, entry by entry.
-
-    There is one all-reduce per process group.
-    """
+    """Combine each observation with those of its replicas, by all-reduce."""
+    # There is one all-reduce per process group, of the maximum of each entry.
     places: dict[Any, list[int]] = {}
     for place, state in enumerate(states):
         if state.observed.group is not None:
@@ -379,15 +349,12 @@ def _filled(observation: Tensor | None, state: Any) -> Tensor:
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Update the float8 states of an optimizer's kernels before its step.
-
-    A closure, which takes gradients inside the step, is wrapped to do the
-    same.
-    """
+    """Update the float8 states of an optimizer's kernels before its step."""
     if not _STATES:
         return None
     _enter_states_of(optimizer)
 
+    # A closure takes gradients inside the step, so the same follows it.
     def followed(argument: Any) -> Any:
         if argument is optimizer or not callable(argument):
             return argument

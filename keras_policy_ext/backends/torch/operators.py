@@ -38,15 +38,9 @@ def run(
 ) -> Tensor:
     """Run an operation as a custom operator; return the outputs plus the bias.
 
-    The operator adds the bias if it runs straight. Elsewhere the compiler
-    adds it, perhaps with what comes next.
-
-    Args:
-        operation: Made of dataclasses and of values known to the compiler.
-        bias: In the dtype of the outputs; None for none.
-        inputs: See `BoundOperation.forward`.
-        kernel: See `BoundOperation.forward`.
-        *state: See `BoundOperation.forward`; at most one tensor.
+    The operator adds the bias if it runs straight. Elsewhere the compiler adds
+    it, perhaps with what comes next. The operation is made of dataclasses and
+    of values known to the compiler.
     """
     matrix = state[0] if state else None
     return _contraction(_written(operation), inputs, kernel, matrix, bias)
@@ -66,11 +60,7 @@ def _written(operation: Any) -> str:
 
 
 def _in_pieces(value: Any) -> Any:
-    """Return a dataclass as its class and fields, and theirs; else the value.
-
-    An object that was created inside a graph cannot be passed out of it, and
-    with torch 2.11 no dataclass can; classes and numbers can.
-    """
+    """Return a dataclass as its class and fields, recursively; else the value."""
     # `is_dataclass` asks the class, for which torch 2.11 ends the graph.
     if not hasattr(value, "__dataclass_fields__"):
         return value
@@ -111,15 +101,11 @@ def _name_of(pieces: Any) -> str:
 
 
 def _operator(name: str, key: str = "default") -> Callable[[Any], Any]:
-    """Return a decorator that registers a function as an operator.
+    """Return a decorator that registers an operator for a dispatch key."""
 
-    `key` is a dispatch key of `torch.library.impl`.
-
-    An operator of `torch.library.custom_op` takes the host longer: it looks for
-    results that share memory, at each call (torch 2.11). One of
-    `torch.library.register_autograd` is dispatched in Python twice.
-    """
-
+    # An operator of `torch.library.custom_op` takes the host longer: it looks
+    # for results that share memory, at each call (torch 2.11). One of
+    # `torch.library.register_autograd` is dispatched in Python twice.
     def register(function: Any) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=())
         tag = torch.Tag.pt2_compliant_tag
@@ -200,11 +186,9 @@ def _backward(
     bias_shape: Sequence[int],
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Return the needed gradients, and the gradient of a state if there is one.
-
-    `shapes` holds the sizes of the inputs, `rank` of them, then those of the
-    kernel. `needed` is of the inputs, the kernel and the bias.
-    """
+    """Return the needed gradients, and that of a state if there is one."""
+    # `shapes` has the sizes of the inputs, `rank` of them, then those of the
+    # kernel. `needed` is of the inputs, the kernel and the bias.
     operation: Any = _OPERATIONS[name]
     bound = operation.bound
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
@@ -332,13 +316,7 @@ def _contraction(
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, *constants: Tensor
 ) -> Tensor:
-    """Run a frozen operation as a custom operator; return the outputs.
-
-    Args:
-        operation: See `run`.
-        inputs: See `FrozenOperation.forward`.
-        *constants: See `FrozenOperation.forward`.
-    """
+    """Run a frozen operation as a custom operator; return the outputs."""
     return _frozen(_written(operation), inputs, list(constants))
 
 

@@ -146,11 +146,9 @@ class Cast:
 
 
 class CastOfRows:
-    """The cast of an operand of one shape with a scale for each row.
+    """The cast of an operand with a scale for each row; see `Cast`.
 
     It writes the transpose with a scale for each column.
-
-    For the arguments see `Cast`.
     """
 
     def __init__(
@@ -500,10 +498,7 @@ class Passes:
         stream: int,
         *read: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Quantize a kernel; return codes, those of the transpose, and amax.
-
-        For the other arguments see `_cast` and `Cast`.
-        """
+        """Quantize a kernel; return its codes, the transpose and the amax."""
         w = _matrix(kernel, self._k, self._n)
         return self._cast("kernel", w, how)(stream, w, *read)[:3]
 
@@ -515,11 +510,9 @@ class Passes:
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
-        """Quantize a gradient of the outputs.
-
-        Return the arguments of `_scaled_mm` for the gradients of inputs and
-        kernel, the sums of columns, and the gradient of the state.
-        """
+        """Quantize a gradient of the outputs."""
+        # The results are the arguments of `_scaled_mm` for the gradients of
+        # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()
         kept, column = Saved(*saved), self._straight.column
         used = _empty(_WIDTH, dtype=_FLOAT32, device=device)

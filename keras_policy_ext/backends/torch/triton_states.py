@@ -81,11 +81,8 @@ def history_scales(
 ) -> HistoryScales:
     """Read the scales of the three operands from a state, on a GPU.
 
-    Args:
-        source: A `DelayedSource`.
-        state: (3, width), contiguous.
-        told: Bool (3,), in memory that the host can read; `unseen` is written
-            here too.
+    `unseen` is also written to `told`, bool (3,), in memory that the host can
+    read. The state is (3, width), contiguous.
     """
     scales = torch.empty(3, dtype=torch.float32, device=state.device)
     unseen = torch.empty(3, dtype=torch.bool, device=state.device)
@@ -104,10 +101,7 @@ def history_scales(
 def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
     """Return the amaxes of one use of a layer as a state's gradient.
 
-    Args:
-        source: A `DelayedSource`.
-        amaxes: Three float32 tensors, each a scalar or the amaxes of tiles.
-        slot: The number of this use of the layer in the step.
+    An operand's amax is a float32 scalar, or the amaxes of its tiles.
     """
     width = source.layout.width
     found = amaxes[0].new_empty((3, width))
@@ -128,9 +122,7 @@ class Settling:
     """Computes the new state of a source after a value is assigned to it.
 
     Args:
-        source: A `DelayedSource`.
         count: How many observations are merged with the value first; at most 2.
-        device: Of all tensors.
     """
 
     def __init__(self, source: Any, count: int, device: torch.device):
@@ -190,13 +182,11 @@ def scale_of(
     INVERTED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Return the scale of an amax, or `previous` for an unusable amax.
-
-    An amax is unusable if it is 0 or not finite.
+    """Return the scale of an amax; `previous` if it is 0 or not finite.
 
     See `scaling.scale_of_multiplier` (if `INVERTED`) and
-    `scaling.scale_for_limit`. `TOP` is the largest value of the format,
-    without the margin.
+    `scaling.scale_for_limit`. `TOP` is the largest value of the format, without
+    the margin.
     """
     normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
     if INVERTED:
