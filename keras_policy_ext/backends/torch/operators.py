@@ -60,7 +60,7 @@ def _written(operation: Any) -> str:
 
 
 def _in_pieces(value: Any) -> Any:
-    """Return a dataclass as its class and fields, recursively; else the value."""
+    """Return a dataclass as class and fields, recursively; else the value."""
     # `is_dataclass` asks the class, for which torch 2.11 ends the graph.
     if not hasattr(value, "__dataclass_fields__"):
         return value
