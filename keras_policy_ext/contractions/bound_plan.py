@@ -40,7 +40,7 @@ class BoundMatmul:
     ):
         self._matmul, self._kernel = matmul, kernel
         self._contraction = plan.contraction
-        self._dtype = _dtype_of(plan, matmul, kernel)
+        self.dtype = _dtype_of(plan, matmul, kernel)
         self._a, self._b = (
             each.first if matmul == each.first.matmul else each.second
             for each in operands
@@ -61,7 +61,7 @@ class BoundMatmul:
         """
         a, b = self._a.read(a), self._b.read(b)
         product = self._contraction.product(
-            self._matmul, self._kernel, a, b, shapes, self._dtype
+            self._matmul, self._kernel, a, b, shapes, self.dtype
         )
         return product if bias is None else ops.add(product, bias)
 
@@ -86,7 +86,7 @@ class MatmulWithBias(BoundMatmul):
             return super().__call__(a, b, shapes, bias)
         a, b = self._a.read(a), self._b.read(b)
         return self._contraction.product(
-            self._matmul, kernel, a, b, shapes, self._dtype
+            self._matmul, kernel, a, b, shapes, self.dtype
         )
 
 
@@ -211,11 +211,8 @@ class BoundPlan:
         self._observes_amaxes = plan.source.observes_amaxes
         self._is_inference = plan.training is False
         self._kernel_dtype = plan.kernel_dtype
+        self.kernel_grad_dtype = self._kernel_grad.dtype
         self.straight = engine.straight(self) if self._is_plain else None
-
-    def dtype_of(self, matmul: str) -> str:
-        """Return the dtype in which a matmul writes the output."""
-        return _dtype_of(self.plan, matmul, self.selections[matmul][0])
 
     @property
     def _is_plain(self) -> bool:
@@ -319,11 +316,7 @@ class BoundPlan:
         known, shapes = simplified(residuals.known, state), residuals.shapes
         observe = residuals.amaxes is not None and not self._is_inference
         g = self.outputs_grad.quantize(
-            outputs_grad,
-            known,
-            observe,
-            sums=bias_shape is not None,
-            slot=slot,
+            outputs_grad, known, observe, sums=bias_shape is not None, slot=slot
         )
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:

@@ -203,23 +203,6 @@ class Form(NamedTuple):
         kept = "".join(c for c in term if c in order)
         return kept == order and bool(free) and bool(summed)
 
-    def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Reshape an output matrix (B, R, C) to the outputs' axes."""
-        return self._tensor(
-            matrix, self.batch + self.rows + self.columns, self.out, sizes
-        )
-
-    def inputs_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Reshape a gradient matrix (B, R, K) to the axes of the inputs."""
-        return self._tensor(
-            matrix, self.batch + self.rows + self.contracted, self.first, sizes
-        )
-
-    def kernel_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Reshape a gradient matrix (B, K, C) to the axes of the kernel."""
-        order = self.batch + self.contracted + self.columns
-        return self._tensor(matrix, order, self.second, sizes)
-
     def _home(self, operand: str) -> tuple[str, str, str]:
         """Return an operand's term, and the letters it keeps and sums."""
         return {
@@ -228,20 +211,30 @@ class Form(NamedTuple):
             "outputs_grad": (self.out, self.rows, self.columns),
         }[operand]
 
-    def _tensor(
-        self, matrix: Tensor, order: str, term: str, sizes: Sizes
-    ) -> Tensor:
-        """Reshape and transpose a matrix to the axes of a term."""
+    def result(self, matmul: str, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """Reshape and transpose the matrix of a matmul to the result's axes.
+
+        It is (B, R, C) for `forward`, (B, R, K) for `inputs_grad`, (B, K, C)
+        for `kernel_grad`.
+        """
         framework = backends.current
+        if matmul == "forward":
+            order, term = self.rows + self.columns, self.out
+        elif matmul == "inputs_grad":
+            order, term = self.rows + self.contracted, self.first
+        else:
+            order, term = self.contracted + self.columns, self.second
+        order = self.batch + order
         x = framework.reshape(matrix, list(map(sizes.__getitem__, order)))
         if order == term:
             return x
-        kept = "".join(c for c in term if c in order)
-        x = _permuted(x, order, kept)
-        if kept == term:
+        present = "".join(c for c in term if c in order)
+        if present != order:
+            x = framework.permute(x, [order.index(c) for c in present])
+        if present == term:
             return x
         # Over axes that were summed the gradient is constant.
-        shape = [sizes[c] if c in kept else 1 for c in term]
+        shape = [sizes[c] if c in present else 1 for c in term]
         x = framework.reshape(x, shape)
         return ops.broadcast_to(x, [sizes[c] for c in term])
 
@@ -280,12 +273,6 @@ def _home_axes(
     term = "".join(c for c in term if c in order)
     axes = None if term == order else tuple(map(term.index, order))
     return axes, tuple(tuple(map(term.index, group)) for group in groups)
-
-
-def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:
-    if axes == wanted:
-        return x
-    return backends.current.permute(x, [axes.index(c) for c in wanted])
 
 
 def shape_of(x: Tensor) -> tuple[Any, ...]:

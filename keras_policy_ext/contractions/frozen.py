@@ -88,7 +88,9 @@ class FrozenPlan:
         shapes = shape_of(inputs), shape_of(codes)
         if self._asked("inputs") is None:
             x, wide = inputs, self.dtype
-        elif self._runs_natively(codes):
+        elif (
+            self._has_matrix and self._chosen[1].native and not _is_wide(codes)
+        ):
             return self._native(inputs, codes, scale, known, shapes)
         else:
             x, wide = self._rounded(inputs, known), "float32"
@@ -190,11 +192,6 @@ class FrozenPlan:
         if self.recipe.per == "block":
             return (summed, free) == (form.contracted, form.columns)
         return set(summed) == set(form.contracted) and not form.batch
-
-    def _runs_natively(self, codes: Tensor) -> bool:
-        """Return True if a float8 matmul on this device can read the codes."""
-        native = self._has_matrix and self._chosen[1].native
-        return native and not _is_wide(codes)
 
     def _product(
         self, matmul: str, a: Quantized, b: Quantized, shapes: Any
@@ -312,9 +309,7 @@ def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     return ops.transpose(scale, back)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan_of(*fields: Any) -> FrozenPlan:
-    return FrozenPlan(*fields)
+_plan_of = functools.lru_cache(maxsize=4096)(FrozenPlan)
 
 
 def frozen_plan(

@@ -197,12 +197,7 @@ class Einsum:
     ) -> Tensor:
         """Run a matmul; return the outputs, or the gradient of an operand."""
         matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
-        sizes = self.form.sizes(*shapes)
-        if matmul == "forward":
-            return self.form.outputs(matrix, sizes)
-        if matmul == "inputs_grad":
-            return self.form.inputs_grad(matrix, sizes)
-        return self.form.kernel_grad(matrix, sizes)
+        return self.form.result(matmul, matrix, self.form.sizes(*shapes))
 
 
 @dataclasses.dataclass(frozen=True)

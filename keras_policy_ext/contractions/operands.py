@@ -133,10 +133,8 @@ class Operands:
         }
 
 
-@functools.lru_cache(maxsize=1024)
-def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
-    """Return a contraction's `Operands` under a recipe, from a cache."""
-    return Operands(contraction, recipe)
+operands_of = functools.lru_cache(maxsize=1024)(Operands)
+"""Return a contraction's `Operands` under a recipe, from a cache."""
 
 
 def amax_of(operand: str) -> Any:

@@ -182,10 +182,8 @@ class Plan:
         return self.choose("forward")[1]
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_of(*fields: Any) -> Plan:
-    """Return a `Plan` with these fields, from a cache."""
-    return Plan(*fields)
+plan_of = functools.lru_cache(maxsize=4096)(Plan)
+"""Return a `Plan` with these fields, from a cache."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -286,12 +286,14 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     normal = ops.right_shift(magnitude, MANTISSA - fmt.mantissa_bits)
     normal = normal - _offset(fmt)
     code = ops.where(magnitude < lowest, small, normal)
-    code = ops.minimum(code, _largest_code(fmt) + fmt.has_inf)
+    largest = _largest_code(fmt)
+    nan_code = largest if fmt.nan_code is None else fmt.nan_code
+    code = ops.minimum(code, largest + fmt.has_inf)
     sign = ops.left_shift(shifted_right(raw, 31), fmt.bits - 1)
     if not fmt.has_negative_zero:
         sign = ops.where(ops.equal(code, 0), 0, sign)
         sign = ops.where(magnitude > EXPONENT_BITS, 0, sign)
-    code = ops.where(magnitude > EXPONENT_BITS, _nan_code(fmt), code)
+    code = ops.where(magnitude > EXPONENT_BITS, nan_code, code)
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
 
 
@@ -389,8 +391,3 @@ def _offset(fmt: formats.Format) -> int:
 def _largest_code(fmt: formats.Format) -> int:
     """Return the code of the largest finite value of a format."""
     return int(np.array(fmt.max).astype(fmt.dtype).view(np.uint8))
-
-
-def _nan_code(fmt: formats.Format) -> int:
-    """Return the code of NaN, or of the largest value without a NaN."""
-    return _largest_code(fmt) if fmt.nan_code is None else fmt.nan_code

@@ -195,7 +195,7 @@ class Quantized:
         quantization = self.quantization
         if quantization is None or quantization.scale_format == "float32":
             return self
-        if not _is_code(self.scale):
+        if "uint8" not in str(self.scale.dtype):
             return self
         scale = casting.decode_scales(self.scale, quantization.scale_format)
         return self._with(self.values, scale, quantization)
@@ -325,10 +325,6 @@ def _at_random(
         )
     bits = random_bits(ops.shape(x), key, across)
     return round_to_neighbour(x, bits, format_name)
-
-
-def _is_code(values: Tensor) -> bool:
-    return "uint8" in str(values.dtype)
 
 
 def swapped(matrix: Tensor) -> Tensor:

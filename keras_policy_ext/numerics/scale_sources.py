@@ -264,11 +264,7 @@ class CurrentSource:
         )
 
     def scale(
-        self,
-        operand: str,
-        quantization: Quantization,
-        amax: Amax,
-        known: Any,
+        self, operand: str, quantization: Quantization, amax: Amax, known: Any
     ) -> Tensor | None:
         """Return None: the scale comes from the tensor's own amax."""
         return None
@@ -297,11 +293,7 @@ class DelayedSource:
         ]
 
     def scale(
-        self,
-        operand: str,
-        quantization: Quantization,
-        amax: Amax,
-        known: Any,
+        self, operand: str, quantization: Quantization, amax: Amax, known: Any
     ) -> Tensor | None:
         """Return an operand's scale from its history or, at first, its amax."""
         # The amax counts only for what was never observed. Without a branch
@@ -408,11 +400,7 @@ class DelayedSourceOfBank(DelayedSource):
         self.limits = np.repeat(self.limits, matrices).tolist()
 
     def scale(
-        self,
-        operand: str,
-        quantization: Quantization,
-        amax: Amax,
-        known: Any,
+        self, operand: str, quantization: Quantization, amax: Amax, known: Any
     ) -> Tensor | None:
         """Return a scale for each matrix of an operand, (matrices, 1, 1)."""
         if known is None:

@@ -171,9 +171,10 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
     magnitude = ops.bitwise_and(raw, MAGNITUDE_BITS)
     # The upper bound keeps the sum with the bits of a NaN from wrapping.
     bounded = ops.minimum(magnitude, EXPONENT_BITS)
-    code = {"bfloat16": _bfloat16_code, "float16": _float16_code}[dtype](
-        bounded, bits
-    )
+    if dtype == "bfloat16":
+        code = ops.right_shift(bounded + bits, 16)
+    else:
+        code = _float16_code(bounded, bits)
     largest, infinity, nan = _SPECIAL[dtype]
     special = ops.where(ops.equal(magnitude, EXPONENT_BITS), infinity, nan)
     code = ops.where(
@@ -218,11 +219,6 @@ def check_roundable(dtype: str) -> None:
             f"Allowed: {', '.join(ROUNDABLE)}. For float8 use `cast`, which "
             "rounds to nearest."
         )
-
-
-def _bfloat16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Round magnitudes to bfloat16 by random bits; return the codes."""
-    return ops.right_shift(magnitude + bits, 16)
 
 
 def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:

@@ -193,7 +193,8 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
     if tile.is_whole:
         return scaling.amax(matrix)
     if tile.free in (None, 1) and tile.contracted in (None, 1):
-        axes = _whole_axes(tile)
+        sizes = ((1, tile.free), (2, tile.contracted))
+        axes = tuple(axis for axis, size in sizes if size is None)
         return scaling.amax(matrix, axes, keepdims=True)
     return scaling.amax(_blocks(matrix, tile), axis=(2, 4))
 
@@ -214,11 +215,6 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
             whole = ops.shape(matrix)[axis]
             scale = scale[:, :whole] if axis == 1 else scale[:, :, :whole]
     return scale
-
-
-def _whole_axes(tile: Tile) -> tuple[int, ...]:
-    pairs = ((1, tile.free), (2, tile.contracted))
-    return tuple(axis for axis, size in pairs if size is None)
 
 
 def _blocks(matrix: Tensor, tile: Tile) -> Tensor:

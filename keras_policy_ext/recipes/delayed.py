@@ -68,9 +68,7 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         put(
-            self,
-            "amax_history_length",
-            integer(self, "amax_history_length", 1),
+            self, "amax_history_length", integer(self, "amax_history_length", 1)
         )
         put(self, "margin", integer(self, "margin", 0, LARGEST_MARGIN))
         choice(self, "fp8_format", FP8_FORMATS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext.recipes.quantization import Quantization
-from keras_policy_ext.recipes.recipe import Recipe, fields_of
+from keras_policy_ext.recipes.recipe import Recipe
 
 _FORMATS = {
     "hybrid": ("float8_e4m3fn", "float8_e5m2"),
@@ -124,7 +124,7 @@ def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
 def wrong(recipe: Recipe, field: str, allowed: str) -> str:
     """Return an error message: a recipe's field has a wrong value."""
     value = getattr(recipe, field)
-    defaults = {each.name: each.default for each in fields_of(type(recipe))}
+    defaults = {each.name: each.default for each in dataclasses.fields(recipe)}
     return (
         f"Wrong {field} of {type(recipe).__name__}. Received: {value!r} (of "
         f"type {type(value).__name__}). Allowed: {allowed}. Leave it out for "

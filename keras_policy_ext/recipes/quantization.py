@@ -182,18 +182,14 @@ class Quantization:
         return self.tile.is_whole
 
     @functools.cached_property
-    def by_place(self) -> bool:
-        """True if an element's position can change how it is quantized."""
-        return self.hadamard is not None or self.rounding == "stochastic"
-
-    @functools.cached_property
     def keeps_axes(self) -> bool:
         """True if the operand can be quantized without becoming a matrix.
 
         There is one scale, and an element's code does not depend on its
         position.
         """
-        return self.has_one_scale and not self.by_place
+        by_position = self.hadamard is not None or self.rounding == "stochastic"
+        return self.has_one_scale and not by_position
 
     @functools.cached_property
     def has_tensor_scale(self) -> bool:

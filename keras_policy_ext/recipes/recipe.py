@@ -63,7 +63,9 @@ class Recipe:
             _register(cls)
 
     def __post_init__(self) -> None:
-        defaults = {each.name: each.default for each in fields_of(type(self))}
+        defaults = {
+            each.name: each.default for each in dataclasses.fields(self)
+        }
         for matmul in MATMULS:
             allowed = (str(defaults[matmul]), HIGH_PRECISION)
             if getattr(self, matmul) not in allowed:
@@ -108,7 +110,7 @@ class Recipe:
         """
         return any(
             asked is not None and asked.rounding == "stochastic"
-            for asked in _all_asked(self)
+            for asked in quantizations_of(self)
         )
 
     @property
@@ -119,7 +121,7 @@ class Recipe:
     @property
     def scale_options(self) -> dict[str, Any]:
         """The keyword arguments for `scale_from_amax`: margin, power_of_two."""
-        asked = (each for each in _all_asked(self) if each is not None)
+        asked = (each for each in quantizations_of(self) if each is not None)
         rounded_up = any(each.scale_rounding == "up" for each in asked)
         return {"margin": 0, "power_of_two": rounded_up}
 
@@ -172,7 +174,7 @@ class Recipe:
 
     def get_config(self) -> dict[str, Any]:
         """Return the recipe's fields as a dict, which `from_config` reads."""
-        return {f.name: getattr(self, f.name) for f in fields_of(type(self))}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_config(cls: type[_R], config: Mapping[str, Any]) -> _R:
@@ -184,7 +186,7 @@ class Recipe:
         """
         if not isinstance(config, Mapping):
             raise TypeError(no_recipe(config))
-        allowed = [field.name for field in fields_of(cls)]
+        allowed = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(config) - set(allowed))
         if unknown:
             raise ValueError(
@@ -213,7 +215,7 @@ class Recipe:
         """The names of the fields whose values are not the defaults."""
         return [
             field.name
-            for field in fields_of(type(self))
+            for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
 
@@ -271,7 +273,7 @@ def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
 @functools.lru_cache(maxsize=256)
 def scales_whole_tensors(recipe: Recipe) -> bool:
     """Return True if a recipe that trains has one scale for each tensor."""
-    asked = (each for each in _all_asked(recipe) if each is not None)
+    asked = (each for each in quantizations_of(recipe) if each is not None)
     return recipe.trains and all(each.has_one_scale for each in asked)
 
 
@@ -315,7 +317,8 @@ def _computed_words() -> str:
     )
 
 
-def _all_asked(recipe: Recipe) -> list[Quantization | None]:
+def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
+    """Return how a recipe quantizes both operands of each matmul."""
     return [
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
@@ -338,11 +341,6 @@ def _register(cls: type[Recipe]) -> None:
             "`name`."
         )
     REGISTRY[cls.name] = cls
-
-
-def fields_of(cls: type[Recipe]) -> tuple[dataclasses.Field[Any], ...]:
-    """Return the dataclass fields of a recipe class, in order."""
-    return dataclasses.fields(cls)
 
 
 def no_recipe(identifier: object) -> str:

@@ -124,10 +124,7 @@ def serialize(recipe: Recipe) -> dict[str, Any]:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(no_recipe(recipe))
-    return {
-        "class_name": type(recipe).__name__,
-        "config": recipe.get_config(),
-    }
+    return {"class_name": type(recipe).__name__, "config": recipe.get_config()}
 
 
 def deserialize(config: Mapping[str, Any]) -> Recipe:

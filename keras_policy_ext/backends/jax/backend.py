@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -47,50 +47,7 @@ class Gathering(NamedTuple):
     is_quantized: bool = False
 
 
-def gathering_of(variable: keras.Variable) -> Gathering | None:
-    """Return the `Gathering` of a kernel; None if no gather is needed.
-
-    A device with a shard of the batch needs all of a kernel that is sharded
-    along the same mesh axis. Matmuls of kernels that are sharded along other
-    mesh axes are left to XLA.
-    """
-    distribution = keras.distribution.distribution()
-    if distribution is None or not isinstance(variable, keras.Variable):
-        return None
-    layout = distribution.get_variable_layout(variable)
-    sharding = getattr(layout, "backend_layout", layout)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    cut = [names_of(entry) for entry in sharding.spec]
-    cut += [()] * (len(variable.shape) - len(cut))
-    batch = distribution.batch_dim_name
-    is_cut = any(batch in names for names in cut)
-    if not is_cut or sharding.mesh.shape[batch] == 1:
-        return None
-    return Gathering(sharding.mesh, tuple(cut), batch)
-
-
-def gathered(
-    x: Tensor, gathering: Gathering, axes: Iterable[Names | None]
-) -> Tensor:
-    """Gather the shards of a tensor along the mesh axis of the batch.
-
-    The first constraint keeps XLA from gathering the tensors that `x` is
-    computed from. Float8 is gathered as bytes: XLA gathers it as float16 if the
-    device has no float8 (JAX 0.10, CPU). An axis of None is left to XLA.
-    """
-    cut = list(axes)
-    whole = [
-        names and tuple(n for n in names if n != gathering.batch)
-        for names in cut
-    ]
-    bits = x if x.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
-    for axes in (cut, whole):
-        bits = _lying(bits, gathering.mesh, axes)
-    return lax.bitcast_convert_type(bits, x.dtype)
-
-
-def _lying(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
+def _sharded(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
     """Constrain each axis of a tensor to be sharded along given mesh axes."""
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -259,14 +216,40 @@ class JaxBackend(Backend):
         return "uint8" if codes else super().kept_dtype(x, format_name)
 
     @override
-    def gathering_of(self, variable: keras.Variable) -> Any:
-        return gathering_of(variable)
+    def gathering_of(self, variable: keras.Variable) -> Gathering | None:
+        # A device with a shard of the batch needs all of a kernel that is
+        # sharded along the same mesh axis. Matmuls of kernels that are sharded
+        # along other mesh axes are left to XLA.
+        distribution = keras.distribution.distribution()
+        if distribution is None or not isinstance(variable, keras.Variable):
+            return None
+        layout = distribution.get_variable_layout(variable)
+        sharding = getattr(layout, "backend_layout", layout)
+        if not isinstance(sharding, NamedSharding):
+            return None
+        cut = [names_of(entry) for entry in sharding.spec]
+        cut += [()] * (len(variable.shape) - len(cut))
+        batch = distribution.batch_dim_name
+        is_cut = any(batch in names for names in cut)
+        if not is_cut or sharding.mesh.shape[batch] == 1:
+            return None
+        return Gathering(sharding.mesh, tuple(cut), batch)
 
     @override
     def gathered(
-        self, x: Tensor, gathering: Any, axes: Sequence[Any]
+        self, x: Tensor, gathering: Gathering, axes: Sequence[Names | None]
     ) -> Tensor:
-        return gathered(x, gathering, axes)
+        # The first constraint keeps XLA from gathering the tensors that `x` is
+        # computed from. Float8 is gathered as bytes: XLA gathers it as float16
+        # if the device has no float8 (JAX 0.10, CPU).
+        whole = [
+            names and tuple(n for n in names if n != gathering.batch)
+            for names in axes
+        ]
+        bits = x if x.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
+        bits = _sharded(bits, gathering.mesh, list(axes))
+        bits = _sharded(bits, gathering.mesh, whole)
+        return lax.bitcast_convert_type(bits, x.dtype)
 
     @override
     def marked_gradients(

@@ -185,7 +185,10 @@ def _scaled_product(
 ) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed, with scales of MX blocks."""
     scales = [
-        _as_exponents(_padded(encode_scales(each, E8M0), TERMS // MX_BLOCK))
+        lax.bitcast_convert_type(
+            _padded(encode_scales(each, E8M0), TERMS // MX_BLOCK),
+            jnp.float8_e8m0fnu,
+        )
         for each in (a_scale, b_scale)
     ]
     return lax.scaled_dot(
@@ -196,10 +199,6 @@ def _scaled_product(
         dimension_numbers=(((2,), (2,)), ((0,), (0,))),
         preferred_element_type=dtype,
     )
-
-
-def _as_exponents(codes: Tensor) -> Tensor:
-    return lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu)
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:

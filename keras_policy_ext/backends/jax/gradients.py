@@ -136,7 +136,8 @@ def _run_forward(
     not, observations are discarded.
     """
     learns, observes = kernel.perturbed, any(x.perturbed for x in state)
-    inputs, kernel, state = inputs.value, kernel.value, _values(state)
+    inputs, kernel = inputs.value, kernel.value
+    state = tuple(x.value for x in state)
     bias_shape = None
     if bias is not None:
         bias, bias_shape = bias.value, bias.value.shape
@@ -173,10 +174,6 @@ def _run_backward(
 
 
 run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
-
-
-def _values(primals: tuple[Any, ...]) -> State:
-    return tuple(primal.value for primal in primals)
 
 
 def _are_differentiated(*tensors: Any) -> bool:

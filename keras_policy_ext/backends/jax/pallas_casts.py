@@ -36,18 +36,11 @@ from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.scale_sources import ScaleRule
 from keras_policy_ext.recipes import Quantization
 
-
-def _found_triton() -> Any:
-    """Return Pallas's module for Triton, or None."""
-    # JAX says that it will be removed (0.11.2).
-    try:
-        from jax.experimental.pallas import triton
-    except ImportError:
-        return None
-    return triton
-
-
-triton = _found_triton()
+# JAX says that it will be removed (0.11.2).
+try:
+    from jax.experimental.pallas import triton
+except ImportError:
+    triton = None
 
 ROWS, COLUMNS = 64, 64
 """The tile of one program of the cast."""

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -31,22 +31,6 @@ from keras_policy_ext.backends.tensorflow.gradients import (
 )
 from keras_policy_ext.backends.tracing import Traced
 from keras_policy_ext.numerics.primitives import HALVES
-
-
-def let_go(variables: Iterable[keras.Variable]) -> None:
-    """Free the memory of Keras variables once nothing refers to them.
-
-    TensorFlow keeps every graph in which a custom gradient was traced, such as
-    the sum over replicas in each training step of Keras. The graph keeps the
-    weights that it read (TF 2.21, `gradient_registry`). Without this function
-    a weight's memory would outlive its variable.
-    """
-    for variable in variables:
-        value = getattr(variable, "value", None)
-        for each in getattr(value, "values", None) or (value,):
-            if isinstance(each, tf.Variable) and tf.executing_eagerly():
-                empty = weakref.finalize(each, _empty, each.handle, each.dtype)
-                empty.atexit = False
 
 
 def _empty(handle: Any, dtype: tf.DType) -> None:
@@ -274,7 +258,18 @@ class TensorFlowBackend(Backend):
 
     @override
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
-        let_go(variables)
+        # TensorFlow keeps every graph in which a custom gradient was traced,
+        # such as the sum over replicas in each training step of Keras. The
+        # graph keeps the weights that it read (TF 2.21, `gradient_registry`).
+        # So a weight's memory would outlive its variable.
+        for variable in variables:
+            value = getattr(variable, "value", None)
+            for each in getattr(value, "values", None) or (value,):
+                if isinstance(each, tf.Variable) and tf.executing_eagerly():
+                    empty = weakref.finalize(
+                        each, _empty, each.handle, each.dtype
+                    )
+                    empty.atexit = False
 
     @override
     def transpose(

@@ -23,11 +23,7 @@ from keras_policy_ext.backends.emulated import (
     scales_in_product,
     unscaled,
 )
-from keras_policy_ext.backends.matmuls import (
-    Engine,
-    NativeMatmul,
-    Request,
-)
+from keras_policy_ext.backends.matmuls import Engine, NativeMatmul, Request
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
 from keras_policy_ext.backends.tensorflow.gradients import behind_barrier
 from keras_policy_ext.numerics import casting
@@ -340,11 +336,7 @@ def _format_of(operand: Quantized) -> str:
 ENGINE = Engine(
     name="tensorflow",
     device=here,
-    matmuls=(
-        XlaMatmul(),
-        XlaMatmulOfRows(),
-        EmulatedMatmul(_product),
-    ),
+    matmuls=(XlaMatmul(), XlaMatmulOfRows(), EmulatedMatmul(_product)),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     training_cast=cast_in_training,

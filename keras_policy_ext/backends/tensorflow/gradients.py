@@ -100,10 +100,7 @@ class Backward:
         return found
 
     def _passed(
-        self,
-        slot: int,
-        outputs_grad: Tensor,
-        state: tuple[Tensor, ...],
+        self, slot: int, outputs_grad: Tensor, state: tuple[Tensor, ...]
     ) -> Gradients:
         """Run the compiled backward pass; return the gradients."""
         graph = _shared_backward(self._operation, self._shapes, self._dtypes)

@@ -576,14 +576,9 @@ class TorchBackend(Backend):
 BACKEND = TorchBackend()
 
 
-def _tables() -> dict[str, Tensor]:
-    """Return, by format name, a table of the values of all 256 codes."""
-    return {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
-
-
-# Made here and not where they are needed: its compiler takes a tensor of a
-# module for a constant.
-_TABLES = _tables()
+# The values of all 256 codes. PyTorch's compiler takes a tensor of a module for
+# a constant.
+_TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
 def is_real(x: Tensor) -> bool:

@@ -249,11 +249,9 @@ class TritonStates(StateKernels):
 
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
-        self._settling = functools.cache(self._new_settling)
-
-    @staticmethod
-    def _new_settling(*how: Any) -> Any:
-        return triton_states.Settling(*how)
+        self._settling = functools.cache(
+            lambda *how: triton_states.Settling(*how)
+        )
 
     @override
     def supports(self, source: Any, state: Tensor) -> str | None:
@@ -287,11 +285,7 @@ class TritonStates(StateKernels):
         return settled
 
     def merge(
-        self,
-        source: Any,
-        value: Tensor,
-        observed: list[Tensor],
-        state: Tensor,
+        self, source: Any, value: Tensor, observed: list[Tensor], state: Tensor
     ) -> None:
         """Change a state in place, as the assignment of a value changes it.
 

@@ -100,13 +100,11 @@ class ByExample(ReverseMode):
             found.append(cls.apply(*pytree.tree_unflatten(example, structure)))
         if isinstance(found[0], torch.Tensor):
             return torch.stack(found), 0
-        outputs = tuple(_stacked(each) for each in zip(*found, strict=True))
+        outputs = tuple(
+            None if each[0] is None else torch.stack(each)
+            for each in zip(*found, strict=True)
+        )
         return outputs, tuple(None if x is None else 0 for x in outputs)
-
-
-def _stacked(outputs: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Stack one output of all examples; return None for an output of None."""
-    return None if outputs[0] is None else torch.stack(outputs)
 
 
 Links = tuple[Tensor | None, Tensor | None]
@@ -443,7 +441,8 @@ class Relu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Return `relu(x)`; save the mask of positive outputs."""
         outputs = torch.relu(x)
-        ctx.axes = _as_in_memory(outputs)
+        # From the largest stride to the smallest.
+        ctx.axes = sorted(range(x.dim()), key=outputs.stride, reverse=True)
         ctx.save_for_backward(_kept(outputs.permute(ctx.axes)))
         return outputs
 
@@ -457,11 +456,6 @@ class Relu(torch.autograd.Function):
         back = [ctx.axes.index(axis) for axis in range(mask.dim())]
         passes = mask.permute(back).to(outputs_grad.dtype)
         return torch.ops.aten.threshold_backward(outputs_grad, passes, 0)
-
-
-def _as_in_memory(x: Tensor) -> list[int]:
-    """Return the axes of a tensor, sorted from largest stride to smallest."""
-    return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
 def _kept(outputs: Tensor) -> Tensor:

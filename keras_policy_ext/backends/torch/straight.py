@@ -243,7 +243,7 @@ class Straight:
         self.contracted = len(plan.contraction.form.contracted)
         self.outputs_dtype = getattr(torch, plan.inputs_dtype)
         self.kernel_dtype = getattr(torch, plan.kernel_dtype)
-        self.grad_dtype = getattr(torch, bound.dtype_of("kernel_grad"))
+        self.grad_dtype = getattr(torch, bound.kernel_grad_dtype)
         # On a CPU, which interprets, the results must not change.
         on_cpu = bound.device.maker == "cpu"
         self.adds = self.outputs_dtype in HALVES and not on_cpu
@@ -483,7 +483,7 @@ class Passes:
             known = scales, unseen
         observe = observe and state is not None
         how, read = (lately, observe, False), (scales, unseen, used)
-        cast = self._cast("inputs", x, how)
+        cast = self._cast(Cast, "inputs", x, how)
         xv, xa, x_amax, _ = cast(stream, x, *read)
         wv, wa, w_amax = self._codes_of(kernel, how, stream, *read)
         x_scale, w_scale = used.select(1, 0).unbind(0)
@@ -500,7 +500,7 @@ class Passes:
     ) -> tuple[Tensor, ...]:
         """Quantize a kernel; return its codes, the transpose and the amax."""
         w = _matrix(kernel, self._k, self._n)
-        return self._cast("kernel", w, how)(stream, w, *read)[:3]
+        return self._cast(Cast, "kernel", w, how)(stream, w, *read)[:3]
 
     def _gradient(
         self,
@@ -522,7 +522,7 @@ class Passes:
         else:
             lately = observations.seen_lately(state)
         observe = kept.inputs_amax is not None
-        cast = self._cast("outputs_grad", g, (lately, observe, sums))
+        cast = self._cast(Cast, "outputs_grad", g, (lately, observe, sums))
         gv, ga, g_amax, parts = cast(stream, g, scales, unseen, used)
         x_scale, w_scale = kept.used.select(1, column).unbind(0)
         g_scale = used.select(0, column)
@@ -541,15 +541,20 @@ class Passes:
         return of_inputs, of_kernel, parts, state_grad
 
     def _cast(
-        self, operand: str, matrix: Tensor, how: tuple[bool, bool, bool]
-    ) -> Cast:
+        self,
+        kind: type[Cast | CastOfRows],
+        operand: str,
+        matrix: Tensor,
+        how: tuple[bool, ...],
+    ) -> Any:
+        """Return the cast of matrices with these strides, made once."""
         key = operand, matrix.stride(), how
-        found = self._casts.get(key)
-        if found is None:
-            found = self._casts[key] = Cast(
+        cast = self._casts.get(key)
+        if cast is None:
+            cast = self._casts[key] = kind(
                 self._straight, operand, matrix, *how
             )
-        return found
+        return cast
 
 
 class PassesOfCodes(Passes):
@@ -580,9 +585,9 @@ class PassesOfRows(Passes):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
-        cast = self._cast_of_rows("inputs", x, False)
+        cast = self._cast(CastOfRows, "inputs", x, (False,))
         xv, xa, x_rows, x_columns, _ = cast(stream, x)
-        cast = self._cast_of_rows("kernel", w, False)
+        cast = self._cast(CastOfRows, "kernel", w, (False,))
         wv, wa, w_rows, w_columns, _ = cast(stream, w)
         saved = xa, wv, x_columns, w_rows
         return (xv, wa.t(), x_rows, w_columns), saved
@@ -596,21 +601,10 @@ class PassesOfRows(Passes):
         slot: int,
     ) -> tuple[Any, ...]:
         xa, wv, x_scale, w_scale = saved
-        cast = self._cast_of_rows("outputs_grad", g, sums)
+        cast = self._cast(CastOfRows, "outputs_grad", g, (sums,))
         gv, ga, of_rows, of_columns, parts = cast(self._stream(), g)
         of_inputs = gv, wv.t(), of_rows, w_scale
         return of_inputs, (xa, ga.t(), x_scale, of_columns), parts, None
-
-    def _cast_of_rows(
-        self, operand: str, matrix: Tensor, sums: bool
-    ) -> CastOfRows:
-        key = operand, matrix.stride(), sums
-        found = self._casts.get(key)
-        if found is None:
-            found = self._casts[key] = CastOfRows(
-                self._straight, operand, matrix, sums
-            )
-        return found
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default

@@ -27,10 +27,7 @@ _MARKED_AFTER = tl.constexpr(MARKED_AFTER)
 ROWS, COLUMNS = 64, 64
 """The tile of one program."""
 
-_TRITON_DTYPES = {
-    "float8_e4m3fn": tl.float8e4nv,
-    "float8_e5m2": tl.float8e5,
-}
+_TRITON_DTYPES = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}
 
 
 def quantize_both_ways(
@@ -57,8 +54,10 @@ def quantize_both_ways(
     grid = grid_of((m, k))
     strides = x.stride(0), x.stride(1)
     # One for each tile, which its program writes, or one that all raise.
-    tiles = (number_of_tiles(m, k),)
-    amaxes = _empty(x, tiles, torch.float32) if given else _zero(x)
+    if given:
+        amaxes = _empty(x, (number_of_tiles(m, k),), torch.float32)
+    else:
+        amaxes = torch.zeros((), dtype=torch.int32, device=x.device)
     unseen = known.unseen if known.unseen is not None else amaxes
     if not given or (known.unseen is not None and not known.seen_lately):
         amax_kernel[grid](
@@ -121,10 +120,6 @@ def number_of_tiles(m: Any, k: Any) -> Any:
 
 def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
-
-
-def _zero(x: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device=x.device)
 
 
 SUMMED = 32

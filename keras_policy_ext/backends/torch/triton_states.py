@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SLOTS,
@@ -19,8 +20,6 @@ from keras_policy_ext.numerics.observations import (
 )
 from keras_policy_ext.numerics.scale_sources import HistoryScales
 from keras_policy_ext.recipes import OPERANDS
-
-Tensor = Any
 
 _ROUNDING = tl.constexpr(ROUNDING)
 _SEALED = tl.constexpr(VALID_MARK)
@@ -176,11 +175,7 @@ def _positive_finite(amax):
 
 @triton.jit
 def scale_of(
-    amax,
-    previous,
-    TOP,
-    INVERTED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    amax, previous, TOP, INVERTED: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
     """Return the scale of an amax; `previous` if it is 0 or not finite.
 
