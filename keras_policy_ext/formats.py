@@ -79,8 +79,10 @@ class Format:
     @functools.cached_property
     def family(self) -> str | None:
         """The family in `FAMILIES` that has this format, or None."""
-        found = (each for each, names in FAMILIES.items() if self.name in names)
-        return next(found, None)
+        families = (
+            each for each, names in FAMILIES.items() if self.name in names
+        )
+        return next(families, None)
 
     @property
     def numbers_per_byte(self) -> int:

@@ -89,8 +89,8 @@ class BothLayouts(Protocol):
     def quantize(
         self,
         matrix: Tensor,
-        asked: Quantization,
-        known: ScaleHint,
+        quantization: Quantization,
+        hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
         """Quantize a matrix with one scale; write it and its transpose.
@@ -123,7 +123,7 @@ def read_both(
     both: BothLayouts,
     matrix: Tensor,
     operand: str,
-    asked: Quantization,
+    quantization: Quantization,
     rule: ScaleRule,
     history: StateReading | None,
     wanted: Wanted,
@@ -136,24 +136,24 @@ def read_both(
             count of steps has no scales: they are computed from amaxes.
     """
     scales = history if isinstance(history, HistoryScales) else None
-    known = ScaleHint(None, None, rule)
+    hint = ScaleHint(None, None, rule)
     if scales is not None:
         index, unseen = OPERANDS.index(operand), scales.unseen
         flag = None if unseen is None else unseen[index]
         lately = scales.seen_lately
-        known = ScaleHint(scales.scales[index], flag, rule, lately)
+        hint = ScaleHint(scales.scales[index], flag, rule, lately)
     observe = wanted.amax
     wanted = wanted._replace(amax=observe or scales is None)
-    found = both.quantize(matrix[0], asked, known, wanted)
-    scale = found.scale[None, None, None]
-    first = Quantized(found.values[None], scale, asked)
-    second = Quantized(found.across.mT[None], scale, asked)
+    both_layouts = both.quantize(matrix[0], quantization, hint, wanted)
+    scale = both_layouts.scale[None, None, None]
+    first = Quantized(both_layouts.values[None], scale, quantization)
+    second = Quantized(both_layouts.across.mT[None], scale, quantization)
     if scales is None:
-        second = second.with_nan_scales(found.amax)
+        second = second.with_nan_scales(both_layouts.amax)
         first = (
             first
             if operand != "outputs_grad"
-            else first.with_nan_scales(found.amax)
+            else first.with_nan_scales(both_layouts.amax)
         )
-    amax = found.amax if observe else None
-    return QuantizedForBoth(first, second, amax, found.column_sums)
+    amax = both_layouts.amax if observe else None
+    return QuantizedForBoth(first, second, amax, both_layouts.column_sums)

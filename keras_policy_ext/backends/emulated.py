@@ -123,8 +123,8 @@ def unscaled(operand: Quantized) -> Tensor:
 
     A scale that is constant along it multiplies the output later.
     """
-    asked = operand.quantization
-    if asked is None or asked.scale_leaves_sum:
+    quantization = operand.quantization
+    if quantization is None or quantization.scale_leaves_sum:
         return casting.as_dtype(operand.values, "float32")
     return operand.dequantize()
 
@@ -140,18 +140,18 @@ def folded(operand: Quantized, across: bool) -> Quantized:
         operand: The operand as its home matrix, values in float32.
         across: Whether the matmul reads the transpose.
     """
-    asked = operand.quantization
-    if asked is None:
+    quantization = operand.quantization
+    if quantization is None:
         return operand
-    as_read = asked.transposed if across else asked
+    as_read = quantization.transposed if across else quantization
     if as_read.scale_leaves_sum:
         return operand
     return Folded(
         operand.dequantize(),
         _ones(),
-        asked.tensorwise if are_powers_of_two(operand) else None,
+        quantization.tensorwise if are_powers_of_two(operand) else None,
         operand.tensor_scale,
-        asked.exact_in_bfloat16,
+        quantization.exact_in_bfloat16,
     )
 
 
@@ -184,14 +184,14 @@ def exact_in(dtype: str, *operands: Quantized) -> bool:
     """
     in_bfloat16 = dtype == "bfloat16"
     for operand in operands:
-        asked = operand.quantization
+        quantization = operand.quantization
         if isinstance(operand, Folded):
             exact = in_bfloat16 and operand.exact
-        elif asked is None or dtype == "float32":
+        elif quantization is None or dtype == "float32":
             exact = False
         else:
-            exact = asked.scale_leaves_sum or (
-                in_bfloat16 and asked.exact_in_bfloat16
+            exact = quantization.scale_leaves_sum or (
+                in_bfloat16 and quantization.exact_in_bfloat16
             )
         if not exact:
             return False
@@ -257,8 +257,10 @@ def _ones() -> Tensor:
 
 def are_powers_of_two(*operands: Quantized) -> bool:
     """Return True if all scales of these operands are powers of two."""
-    asked = [each.quantization for each in operands]
-    return all(q is not None and q.scale_rounding != "nearest" for q in asked)
+    quantizations = [each.quantization for each in operands]
+    return all(
+        q is not None and q.scale_rounding != "nearest" for q in quantizations
+    )
 
 
 def may_write_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:

@@ -134,7 +134,7 @@ class Residuals:
             one more tensor.
         kernel: The quantized kernel that `inputs_grad` reads, in the same
             layout.
-        known: The reading of the state; None for a recipe without state.
+        reading: The reading of the state; None for a recipe without state.
         amaxes: The amaxes of the inputs and the kernel, float32 scalars; None
             if not observed.
         shapes: The shapes of the inputs and the kernel; scalar tensors for
@@ -144,7 +144,7 @@ class Residuals:
 
     inputs: Quantized
     kernel: Quantized
-    known: StateReading | None
+    reading: StateReading | None
     amaxes: tuple[Tensor, Tensor] | None
     shapes: Shapes
     engine: Engine
@@ -155,32 +155,35 @@ class Residuals:
         If `narrow`, operands are in the dtypes in which the framework saves
         them.
         """
-        framework, encode, kept = backends.current, self.engine.encode, []
+        framework, encode, tensors = backends.current, self.engine.encode, []
         for operand in (self.inputs, self.kernel):
             if narrow and operand.quantization is not None:
                 format_name = operand.quantization.format
                 dtype = framework.kept_dtype(operand.values, format_name)
                 operand = operand.encoded(dtype, encode)
-            kept += operand.leaves()
-        known = [] if self.known is None else self.known.leaves()
-        return [*kept, *known, *(self.amaxes or ())]
+            tensors += operand.leaves()
+        if self.reading is not None:
+            tensors += self.reading.leaves()
+        return [*tensors, *(self.amaxes or ())]
 
 
 def simplified(
-    known: StateReading | None, state: tuple[Tensor, ...] = ()
+    reading: StateReading | None, state: tuple[Tensor, ...] = ()
 ) -> StateReading | None:
     """Return what was read from a state, without flags that are all False.
 
     If the host knows that all operands were observed, the flags of unobserved
     operands are dropped, or `seen_lately` is set.
     """
-    if not isinstance(known, HistoryScales) or known.unseen is None:
-        return known
+    if not isinstance(reading, HistoryScales) or reading.unseen is None:
+        return reading
     framework = backends.current
-    if framework.known_any(known.unseen) is False:
-        return HistoryScales(known.scales, None)
+    if framework.known_any(reading.unseen) is False:
+        return HistoryScales(reading.scales, None)
     lately = bool(state) and framework.seen_lately(*state)
-    return dataclasses.replace(known, seen_lately=lately) if lately else known
+    return (
+        dataclasses.replace(reading, seen_lately=lately) if lately else reading
+    )
 
 
 class BoundPlan:
@@ -256,8 +259,8 @@ class BoundPlan:
         """
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
-        known = simplified(history, state)
-        how = known, observe, once, False, slot
+        reading = simplified(history, state)
+        how = reading, observe, once, False, slot
         x = self.inputs.quantize(inputs, *how)
         w = self.kernel.quantize(kernel, *how)
         shapes = shape_of(inputs), shape_of(kernel)
@@ -269,19 +272,19 @@ class BoundPlan:
 
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
         """Rebuild `Residuals` from the tensors of `Residuals.leaves`."""
-        found = iter(leaves)
-        kept = self.plan.operands.kept
-        x = quantized.of_leaves(found, kept["inputs"])
-        w = quantized.of_leaves(found, kept["kernel"])
-        known, rest = self._source.known_of(list(found))
+        tensors = iter(leaves)
+        quantizations = self.plan.operands.saved
+        x = quantized.of_leaves(tensors, quantizations["inputs"])
+        w = quantized.of_leaves(tensors, quantizations["kernel"])
+        reading, rest = self._source.reading_of(list(tensors))
         amaxes = (rest[0], rest[1]) if rest else None
-        return Residuals(x, w, known, amaxes, shapes, self.engine)
+        return Residuals(x, w, reading, amaxes, shapes, self.engine)
 
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
         """Add the operands' amaxes to residuals saved without them."""
-        if not self._observes_amaxes or residuals.known is None:
+        if not self._observes_amaxes or residuals.reading is None:
             return residuals
         # Outside of training only the kernel is observed.
         x = w = self.kernel.amax(kernel)
@@ -313,10 +316,14 @@ class BoundPlan:
         Returns:
             The four gradients; None for one that is not needed.
         """
-        known, shapes = simplified(residuals.known, state), residuals.shapes
+        reading, shapes = simplified(residuals.reading, state), residuals.shapes
         observe = residuals.amaxes is not None and not self._is_inference
         g = self.outputs_grad.quantize(
-            outputs_grad, known, observe, sums=bias_shape is not None, slot=slot
+            outputs_grad,
+            reading,
+            observe,
+            sums=bias_shape is not None,
+            slot=slot,
         )
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
@@ -326,7 +333,7 @@ class BoundPlan:
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
         if state:
-            how = residuals, known, g.amax, state[0], slot
+            how = residuals, reading, g.amax, state[0], slot
             state_grad = (self._state_grad(*how),)
         if bias_shape is not None:
             sums = g.column_sums
@@ -375,7 +382,7 @@ class BoundPlan:
     def _state_grad(
         self,
         residuals: Residuals,
-        known: StateReading | None,
+        reading: StateReading | None,
         outputs_grad_amax: Tensor | None,
         state: Tensor,
         slot: Slot,
@@ -386,14 +393,16 @@ class BoundPlan:
             if amaxes is None:
                 return ops.zeros_like(state)
             if self._is_inference:
-                return self._of_kernel(amaxes[1], residuals.known, state, slot)
+                return self._of_kernel(
+                    amaxes[1], residuals.reading, state, slot
+                )
             numbers = [*amaxes, outputs_grad_amax]
         elif self._is_inference:
             # A state that counts steps counts those of training.
             return ops.zeros_like(state)
         else:
             numbers = []
-        numbers = self._source.observed(known, numbers)
+        numbers = self._source.observed(reading, numbers)
         return self._observation(numbers, state, slot)
 
     def _observation(
@@ -410,10 +419,10 @@ class BoundPlan:
         return found
 
     def _of_kernel(
-        self, amax: Tensor, known: Any, state: Tensor, slot: Slot
+        self, amax: Tensor, reading: Any, state: Tensor, slot: Slot
     ) -> Tensor:
         """Return an observation of an outgrown kernel's amax, or zeros."""
-        outgrown = self._source.outgrown(amax, known)
+        outgrown = self._source.outgrown(amax, reading)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)
         amaxes = [amax] * len(OPERANDS)

@@ -200,8 +200,8 @@ class Form(NamedTuple):
         """Return True if an operand is in memory as its matrix transposed."""
         term, free, summed = self._home(operand)
         order = self.batch + summed + free
-        kept = "".join(c for c in term if c in order)
-        return kept == order and bool(free) and bool(summed)
+        present = "".join(c for c in term if c in order)
+        return present == order and bool(free) and bool(summed)
 
     def _home(self, operand: str) -> tuple[str, str, str]:
         """Return an operand's term, and the letters it keeps and sums."""

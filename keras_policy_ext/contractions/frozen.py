@@ -84,16 +84,16 @@ class FrozenPlan:
             constants: The codes or values of the kernel, its scales, and the
                 scale of the inputs if it is static.
         """
-        codes, scale, *known = constants
+        codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
         if self._asked("inputs") is None:
             x, wide = inputs, self.dtype
         elif (
             self._has_matrix and self._chosen[1].native and not _is_wide(codes)
         ):
-            return self._native(inputs, codes, scale, known, shapes)
+            return self._native(inputs, codes, scale, static_scale, shapes)
         else:
-            x, wide = self._rounded(inputs, known), "float32"
+            x, wide = self._rounded(inputs, static_scale), "float32"
         if self._is_einsum:
             equation = self.contraction.equation
             return self._einsum(equation, ops.cast(x, wide), codes, scale)
@@ -169,8 +169,8 @@ class FrozenPlan:
         )
 
     def _asked(self, operand: str) -> Quantization | None:
-        asked = self.recipe.quantization(operand, "forward")
-        return self.contraction.quantization(asked)
+        quantization = self.recipe.quantization(operand, "forward")
+        return self.contraction.quantization(quantization)
 
     @functools.cached_property
     def _chosen(self) -> tuple[Any, Choice]:
@@ -211,9 +211,9 @@ class FrozenPlan:
         """Return the dequantized kernel, in the kernel's own axes."""
         return dequantized(self.recipe, self.axes, codes, scale, dtype)
 
-    def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
+    def _rounded(self, inputs: Tensor, static_scale: list[Tensor]) -> Tensor:
         """Return the inputs, rounded to float8 values times their scale."""
-        scale = known[0] if known else self._scale(inputs)
+        scale = static_scale[0] if static_scale else self._scale(inputs)
         engine = backends.engine
         numbers = engine.cast(inputs, scale, _INPUTS, False)
         numbers = engine.widen(numbers, "float32")
@@ -232,16 +232,19 @@ class FrozenPlan:
         inputs: Tensor,
         codes: Tensor,
         scale: Tensor,
-        known: list[Tensor],
+        static_scale: list[Tensor],
         shapes: Any,
     ) -> Tensor:
         """Quantize the inputs; compute the outputs by a float8 matmul."""
         engine = backends.engine
         contraction: Any = self.contraction
-        asked: Any = self._asked("inputs")
-        home = contraction.operand("inputs", inputs, asked)
+        quantization: Any = self._asked("inputs")
+        home = contraction.operand("inputs", inputs, quantization)
         x, amax = quantized.quantize(
-            home, asked, known[0] if known else None, engine.narrow_cast
+            home,
+            quantization,
+            static_scale[0] if static_scale else None,
+            engine.narrow_cast,
         )
         x = contraction.read(
             "inputs", x if amax is None else x.with_nan_scales(amax)

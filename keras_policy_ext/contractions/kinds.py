@@ -49,7 +49,9 @@ class Contraction(Hashable, Protocol):
     ) -> tuple[Any, Choice]:
         """Select the kernel for operands quantized as `a` and `b`."""
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return how this contraction can do the quantization of a recipe."""
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
@@ -58,15 +60,15 @@ class Contraction(Hashable, Protocol):
         For a convolution, whose windows overlap: all axes but the first.
         """
 
-    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+    def operand(self, name: str, x: Tensor, quantization: Any) -> Tensor:
         """Return the tensor to quantize: an operand, perhaps as a matrix.
 
         Args:
             name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            asked: How it is quantized; None if it is not.
+            quantization: How it is quantized; None if it is not.
         """
 
-    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+    def kernel_axes(self, axes: Any, quantization: Any) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes.
 
         Args:
@@ -130,34 +132,36 @@ class Einsum:
         batched = bool(self.form.batch)
         return engine.select(Request(matmul, a, b, batched, **how))
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return a recipe's quantization unchanged: an einsum can do any."""
-        return asked
+        return requested
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
         """Return the inputs' axes that one output may depend on."""
         first, _, out = equations.split(self.equation)
         return tuple(i for i, letter in enumerate(first) if letter not in out)
 
-    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+    def operand(self, name: str, x: Tensor, quantization: Any) -> Tensor:
         """Return the tensor to quantize: an operand as a matrix or as is."""
         # A tensor with one scale keeps its own axes while it is quantized, so
         # that what is moved to make a matrix of it is narrow.
         form = self.form
         if axes_alone(form, name):
             is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
-            dtype = "float64" if asked is None and is_wide else "float32"
+            dtype = "float64" if quantization is None and is_wide else "float32"
             x = form.summed(name, x, dtype)
-        in_axes = asked is None or asked.keeps_axes
+        in_axes = quantization is None or quantization.keeps_axes
         return x if in_axes else form.matrix(name, x)
 
-    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+    def kernel_axes(self, axes: Any, quantization: Any) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes."""
-        if not in_one_scale(asked):
+        if not in_one_scale(quantization):
             return self.form.matrix_axes("kernel", axes)
         form = self.form
-        said = zip(form.second, axes, strict=True)
-        return tuple(each for c, each in said if c in form.first + form.out)
+        entries = zip(form.second, axes, strict=True)
+        return tuple(each for c, each in entries if c in form.first + form.out)
 
     def is_transposed_in_memory(self, name: str) -> bool:
         """Return True if an operand is in memory as its matrix transposed."""
@@ -213,16 +217,18 @@ class EinsumOfBank(Einsum):
 
     histories: int = 1
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return a recipe's quantization, with a scale for each matrix."""
-        return None if asked is None else asked.of_each_matrix
+        return None if requested is None else requested.of_each_matrix
 
-    def amaxes(self, name: str, x: Tensor, asked: Any) -> Tensor:
+    def amaxes(self, name: str, x: Tensor, quantization: Any) -> Tensor:
         """Return the amax of each matrix, float32 (matrices, 1, 1).
 
         `x` is what `operand` returns.
         """
-        matrix = self.form.matrix(name, x) if in_one_scale(asked) else x
+        matrix = self.form.matrix(name, x) if in_one_scale(quantization) else x
         return tile_amax(matrix, EACH_MATRIX)
 
 
@@ -331,19 +337,21 @@ class Conv:
             "emulated", engine.convolutions.reason
         )
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return a recipe's quantization, with one scale per tensor."""
-        return None if asked is None else asked.tensorwise
+        return None if requested is None else requested.tensorwise
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
         """Return the inputs' axes that one output may depend on."""
         return tuple(range(1, rank))
 
-    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+    def operand(self, name: str, x: Tensor, quantization: Any) -> Tensor:
         """Return the operand unchanged: a convolution needs its axes."""
         return x
 
-    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+    def kernel_axes(self, axes: Any, quantization: Any) -> tuple[Any, ...]:
         """Return `axes` as a tuple: a convolution keeps the kernel's axes."""
         return tuple(axes)
 
@@ -412,9 +420,9 @@ class ConvTranspose(Conv):
         Args:
             kernel_size: Per spatial axis.
         """
-        asked = self.output_padding or (None,) * len(self.strides)
+        paddings = self.output_padding or (None,) * len(self.strides)
         steps = zip(
-            kernel_size, self.strides, self.dilation_rate, asked, strict=True
+            kernel_size, self.strides, self.dilation_rate, paddings, strict=True
         )
         return [self._around_axis(*each) for each in steps]
 
@@ -433,9 +441,9 @@ class ConvTranspose(Conv):
         return before - reach, zeros - before - reach
 
 
-def in_one_scale(asked: Quantization | None) -> bool:
+def in_one_scale(quantization: Quantization | None) -> bool:
     """Return True for a quantization that needs no matrix, and for None."""
-    return asked is None or asked.keeps_axes
+    return quantization is None or quantization.keeps_axes
 
 
 _WORDS = {

@@ -69,20 +69,20 @@ class Operands:
         None unless both matmuls read the same values of one matrix, with one
         scale.
         """
-        found = {}
+        shared = {}
         for operand in OPERANDS:
-            asked = self.quantizations[operand, matmuls_of(operand)[0]]
+            quantization = self.quantizations[operand, matmuls_of(operand)[0]]
             can = (
-                asked is not None
-                and asked.keeps_axes
-                and asked.constant_scale is None
-                and asked.scale_format == "float32"
-                and asked.scale_rounding != "floor"
+                quantization is not None
+                and quantization.keeps_axes
+                and quantization.constant_scale is None
+                and quantization.scale_format == "float32"
+                and quantization.scale_rounding != "floor"
             )
             can = can and self.shares_quantization[operand]
             is_read = self.contraction.reads_one_matrix
-            found[operand] = asked if can and is_read else None
-        return found
+            shared[operand] = quantization if can and is_read else None
+        return shared
 
     @functools.cached_property
     def stored_transposed(self) -> dict[tuple[str, str], bool]:
@@ -93,10 +93,10 @@ class Operands:
         with large strides (up to ten times as slow, JAX 0.10, CPU).
         """
         return {
-            (operand, matmul): asked is not None
-            and not asked.keeps_axes
+            (operand, matmul): quantization is not None
+            and not quantization.keeps_axes
             and self.contraction.is_transposed_in_memory(operand)
-            for (operand, matmul), asked in self.quantizations.items()
+            for (operand, matmul), quantization in self.quantizations.items()
         }
 
     def reads_transpose(self, operand: str, matmul: str) -> bool:
@@ -106,10 +106,10 @@ class Operands:
 
     def quantized_as(self, operand: str, matmul: str) -> Quantization | None:
         """Return how an operand is quantized, in the layout that is stored."""
-        asked = self.quantizations[operand, matmul]
-        if asked is None or not self.reads_transpose(operand, matmul):
-            return asked
-        return asked.transposed
+        quantization = self.quantizations[operand, matmul]
+        if quantization is None or not self.reads_transpose(operand, matmul):
+            return quantization
+        return quantization.transposed
 
     def kernel_axes(self, axes: Any, matmul: str) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to the quantized axes.
@@ -117,15 +117,15 @@ class Operands:
         Args:
             axes: See `Contraction.kernel_axes`.
         """
-        asked = self.quantizations["kernel", matmul]
-        found = self.contraction.kernel_axes(axes, asked)
+        quantization = self.quantizations["kernel", matmul]
+        entries = self.contraction.kernel_axes(axes, quantization)
         if not self.stored_transposed["kernel", matmul]:
-            return found
-        batch, rows, columns = found
+            return entries
+        batch, rows, columns = entries
         return batch, columns, rows
 
     @functools.cached_property
-    def kept(self) -> dict[str, Quantization | None]:
+    def saved(self) -> dict[str, Quantization | None]:
         """By operand, the quantization in which the operand is saved."""
         return {
             operand: self.quantized_as(operand, matmuls_of(operand)[1])
@@ -165,13 +165,13 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
         cut = [() if size == 1 else names for size, names in sizes]
         return framework.gathered(x, gathering, cut)
 
-    asked: Any = reads[0].quantization
+    quantization: Any = reads[0].quantization
     # The amax over all shards has given the scales, which are equal on all
     # devices.
-    dtype = framework.kept_dtype(reads[0].values, asked.format)
+    dtype = framework.kept_dtype(reads[0].values, quantization.format)
     narrow = [each.encoded(dtype) for each in reads]
     values = along(narrow[0].values)
-    if asked.tile.is_whole:
+    if quantization.tile.is_whole:
         return tuple(each.with_values(values) for each in narrow)
     return tuple(
         dataclasses.replace(each, values=values, scale=along(each.scale))
@@ -249,7 +249,7 @@ class OperandUse:
         self,
         home: Tensor,
         amax: Amax,
-        known: StateReading | None,
+        reading: StateReading | None,
         cast: Any,
         slot: Slot = 0,
     ) -> tuple[Quantized, Quantized]:
@@ -274,13 +274,15 @@ class OperandUse:
             home = quantized.swapped(home)
         key = None
         if self.is_stochastic:
-            key = self.source.key(known, slot, amax, self.matmul)
-        scale = self.source.scale(self.operand, self.quantization, amax, known)
+            key = self.source.key(reading, slot, amax, self.matmul)
+        scale = self.source.scale(
+            self.operand, self.quantization, amax, reading
+        )
         if scale is not None and self._is_cast_alone:
             values = cast(home, scale, self._as_stored.format, False)
             scales = scale[None, None, None]
-            found = Quantized(values, scales, self._as_stored)
-            return found, found
+            operand = Quantized(values, scales, self._as_stored)
+            return operand, operand
         saturated, amaxes = quantized.quantize(
             home,
             self._as_stored,
@@ -387,7 +389,7 @@ class BoundOperand:
     def quantize(
         self,
         x: Tensor,
-        known: StateReading | None,
+        reading: StateReading | None,
         observe: bool,
         once: bool = False,
         sums: bool = False,
@@ -407,12 +409,12 @@ class BoundOperand:
             in_branch = not self._framework.on_cpu(x)
         wanted = observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
-        saturated, marked = self.first.quantize(home, amax, known, cast, slot)
+        saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)
-            _, marked = self.second.quantize(home, amax, known, cast, slot)
-        return QuantizedForBoth(first, marked, amax.known if observe else None)
+            _, marked = self.second.quantize(home, amax, reading, cast, slot)
+        return QuantizedForBoth(first, marked, amax.value if observe else None)
 
     def matrix(self, operand: Quantized) -> Quantized:
         """Return a quantized operand as its matrix (batch, rows, columns)."""
@@ -459,7 +461,7 @@ class OperandInBothLayouts(BoundOperand):
     def quantize(
         self,
         x: Tensor,
-        known: StateReading | None,
+        reading: StateReading | None,
         observe: bool,
         once: bool = False,
         sums: bool = False,
@@ -467,13 +469,13 @@ class OperandInBothLayouts(BoundOperand):
     ) -> QuantizedForBoth:
         """Quantize an operand by one cast in both layouts, if it can."""
         if not self.is_in_both_layouts(x):
-            return super().quantize(x, known, observe, slot=slot)
+            return super().quantize(x, reading, observe, slot=slot)
         home = self._home(x, self.first.quantization)
         home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
-        history: Any = known
+        scales: Any = reading
         wanted = Wanted(observe, self._is_transposed_in_memory, once, sums)
-        how = self._quantization, self._rule, history, wanted
+        how = self._quantization, self._rule, scales, wanted
         return read_both(self._both, matrix, self.operand, *how)
 
 
@@ -497,13 +499,13 @@ class OperandOfRows(BoundOperand):
         return not self._is_transposed_in_memory and self._can_cast(like)
 
     def _can_cast(self, x: Tensor) -> bool:
-        formats = [asked.format for asked in self._by_rows]
+        formats = [quantization.format for quantization in self._by_rows]
         return self._row_casts.supports(x, *formats) is None
 
     def quantize(
         self,
         x: Tensor,
-        known: StateReading | None,
+        reading: StateReading | None,
         observe: bool,
         once: bool = False,
         sums: bool = False,
@@ -512,18 +514,18 @@ class OperandOfRows(BoundOperand):
         """Quantize an operand by one cast for both matmuls, if it can."""
         home = self._home(x, self._by_rows[0])
         if home.shape[0] != 1 or not self._can_cast(home):
-            return super().quantize(x, known, observe, slot=slot)
+            return super().quantize(x, reading, observe, slot=slot)
         first, second = self._asked
         if once:
             second = None
         # The cast reads a matrix as it lies in memory.
         if self._is_transposed_in_memory:
             matrix = quantized.swapped(home)[0]
-            found = self._row_casts.cast(matrix, second, first)
-            casts = found.across, found.plain
+            result = self._row_casts.cast(matrix, second, first)
+            casts = result.across, result.plain
         else:
-            found = self._row_casts.cast(home[0], first, second, sums)
-            casts = found.plain, found.across
+            result = self._row_casts.cast(home[0], first, second, sums)
+            casts = result.plain, result.across
         (saturated, marked), (_, other) = (
             self._for_use(use, cast, x)
             for use, cast in zip(self._uses, casts, strict=True)
@@ -532,7 +534,7 @@ class OperandOfRows(BoundOperand):
             saturated if self._in_forward else marked,
             other,
             None,
-            found.column_sums,
+            result.column_sums,
         )
 
     def _for_use(
@@ -576,7 +578,7 @@ class OperandOfCodes(BoundOperand):
     def quantize(
         self,
         x: Tensor,
-        known: StateReading | None,
+        reading: StateReading | None,
         observe: bool,
         once: bool = False,
         sums: bool = False,
@@ -623,12 +625,12 @@ def _is_cast_by_rows(
         plan.operands.quantizations[operand, matmul]
         for matmul in matmuls_of(operand)
     ]
-    asked = [each for each in of_rows if each is not None]
+    quantizations = [each for each in of_rows if each is not None]
     rule = plan.source.rule
     return (
         engine.row_casts is not None
-        and bool(asked)
-        and all(each == _by_rows(each) for each in asked)
+        and bool(quantizations)
+        and all(each == _by_rows(each) for each in quantizations)
         and rule is not None
         and not rule.inverted
         and plan.source.state_shape is None
@@ -642,10 +644,12 @@ def _is_cast_by_rows(
     )
 
 
-def _by_rows(asked: Quantization) -> Quantization:
+def _by_rows(quantization: Quantization) -> Quantization:
     """Return the quantization with one float32 scale per row."""
     return Quantization(
-        format=asked.format, tile=ROW, scale_rounding=asked.scale_rounding
+        format=quantization.format,
+        tile=ROW,
+        scale_rounding=quantization.scale_rounding,
     )
 
 

@@ -134,8 +134,12 @@ class Plan:
     @functools.cached_property
     def histories(self) -> int:
         """The number of histories of each operand; 1 but for a bank."""
-        known = self.contraction
-        return known.histories if isinstance(known, EinsumOfBank) else 1
+        contraction = self.contraction
+        return (
+            contraction.histories
+            if isinstance(contraction, EinsumOfBank)
+            else 1
+        )
 
     def resolved(self) -> Plan:
         """Return a copy of this plan with the current value of `prefer`."""
@@ -213,12 +217,12 @@ def make_plan(
     The arguments are attributes of `Plan`.
     """
     framework = backends.current
-    known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
+    fields = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
         # All fields: torch 2.11 would look up defaults in each call.
-        return Plan(*known, None, False, None)
+        return Plan(*fields, None, False, None)
     here = _preferred.get(), framework.traces_for_xla()
-    return plan_of(*known, *here, gathering)
+    return plan_of(*fields, *here, gathering)
 
 
 def run(

@@ -106,17 +106,17 @@ class _Operands:
         plain = quantized.passthrough(ops.cast(home, plan.inputs_dtype))
         return plan.contraction.read(operand, plain)
 
-    def _decoded(self, operand: str, kept: Quantized) -> Quantized:
+    def _decoded(self, operand: str, saved: Quantized) -> Quantized:
         """Dequantize a saved operand, and return it as a matrix of floats."""
         bound = getattr(self._bound, operand)
         across = bound.second.reads_transpose
-        asked = kept.quantization
-        wide = kept.decoded(decode=self._bound.engine.decode)
+        quantization = saved.quantization
+        wide = saved.decoded(decode=self._bound.engine.decode)
         matrix = bound.matrix(wide)
-        values = matrix.values if asked is None else matrix.dequantize()
+        values = matrix.values if quantization is None else matrix.dequantize()
         if wide.tensor_scale is not None:
             values = ops.multiply(values, wide.tensor_scale)
-        if asked is not None and asked.hadamard is not None:
+        if quantization is not None and quantization.hadamard is not None:
             # The axis that it sums with the output gradient.
             axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2
             size = ops.shape(self.gradient.values)[summed]

@@ -68,14 +68,14 @@ def _scale_of_keys(
 
 def _for_weights(first: str, second: str, scale: Tensor) -> Tensor:
     """Transpose the scales of keys, so that they broadcast to weights."""
-    kept = [letter for letter in first if letter in second]
-    columns = [letter for letter in second if letter not in kept]
-    order = [second.index(letter) for letter in kept + columns]
+    keys = [letter for letter in first if letter in second]
+    columns = [letter for letter in second if letter not in keys]
+    order = [second.index(letter) for letter in keys + columns]
     scale = ops.transpose(scale, order)
     # By axes and not by sizes, of which a graph may not know some.
     for _ in columns:
         scale = ops.squeeze(scale, -1)
     for axis, letter in enumerate(first):
-        if letter not in kept:
+        if letter not in keys:
             scale = ops.expand_dims(scale, axis)
     return scale

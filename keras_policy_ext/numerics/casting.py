@@ -239,8 +239,8 @@ def view(x: Tensor, dtype: str) -> Tensor:
     It also works for a last axis of unknown size on TensorFlow, where
     `ops.view` fails (keras 3.15; for a scalar keras 3.12).
     """
-    known = len(x.shape) > 0 and x.shape[-1] is not None
-    if known or keras.backend.backend() != "tensorflow":
+    is_size_known = len(x.shape) > 0 and x.shape[-1] is not None
+    if is_size_known or keras.backend.backend() != "tensorflow":
         return ops.view(x, dtype)
     return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)
 
@@ -345,11 +345,11 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
     """Convert codes to values by the framework's cast; see `decode`."""
-    found = primitives.current.numbers(codes, format_name)
+    values = primitives.current.numbers(codes, format_name)
     if HALVES[format_name][0] == _BITS:
-        return found
+        return values
     magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)
-    return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, found)
+    return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, values)
 
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:

@@ -173,16 +173,18 @@ class StateLayout:
         is_rounded = ops.less_equal(ops.abs(first - VALID_MARK), ROUNDING)
         seal = ops.where(is_rounded, VALID_MARK, first)
         given = ops.where(columns == 0, seal, value[:, : self.width])
-        kept = ops.where(ops.less(uses, 0.0), given, previous)
+        unobserved = ops.where(ops.less(uses, 0.0), given, previous)
 
         unseen = ops.where(columns == 0, self.unseen, 0.0)
-        kept = ops.where(ops.greater(uses, 0.0), unseen, kept)
+        unobserved = ops.where(ops.greater(uses, 0.0), unseen, unobserved)
         sealed = ops.where(columns == 0, VALID_MARK, 0.0)
         scale = ops.expand_dims(used, 1)
         sealed = ops.where(columns == _FIRST - 1, scale, sealed)
         history = self._entered(uses, entries, previous)
         observed = ops.where(columns < _FIRST, sealed, history)
-        return ops.where(self._is_observation(uses, entries), observed, kept)
+        return ops.where(
+            self._is_observation(uses, entries), observed, unobserved
+        )
 
     def _columns(self) -> Tensor:
         """Return the index of each column, (1, width)."""

@@ -290,27 +290,27 @@ def quantize(
         x = hadamard(x, axis)
     tile, amax = quantization.tile, None
     has_one_scale = quantization.has_one_scale
-    found = Scales(scale)
+    scales = Scales(scale)
     if scale is None or quantization.constant_scale is not None:
         amax = whole_amax(x) if has_one_scale else tiles.tile_amax(x, tile)
         if quantization.four_over_six:
             x = ops.cast(x, "float32")
-            found = tiles.four_over_six(x, amax, quantization)
+            scales = tiles.four_over_six(x, amax, quantization)
         else:
-            found = scales_of(amax, quantization)
-    is_factor = found.factor is not None
-    each = found.factor if is_factor else found.scale
+            scales = scales_of(amax, quantization)
+    is_factor = scales.factor is not None
+    applied = scales.factor if is_factor else scales.scale
     if not has_one_scale:
-        each = tiles.spread(each, tile, x)
+        applied = tiles.spread(applied, tile, x)
     if quantization.rounding == "stochastic":
-        wide = casting.scaled(x, each, quantization.format, is_factor)
+        wide = casting.scaled(x, applied, quantization.format, is_factor)
         values = _at_random(wide, quantization.format, key, across)
     else:
-        values = cast(x, each, quantization.format, is_factor)
-    scale = found.scale
+        values = cast(x, applied, quantization.format, is_factor)
+    scale = scales.scale
     if has_one_scale:
         scale = scale[None, None, None]
-    return Quantized(values, scale, quantization, found.tensor_scale), amax
+    return Quantized(values, scale, quantization, scales.tensor_scale), amax
 
 
 def _at_random(

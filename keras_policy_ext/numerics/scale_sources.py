@@ -93,7 +93,7 @@ class Amax:
             not make a known scale wait for it.
 
     Attributes:
-        known: Float32 scalar; None if it is not always needed.
+        value: Float32 scalar; None if it is not always needed.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Amax:
         in_branch: bool = False,
     ):
         self._x, self._of, self.in_branch = x, of, in_branch
-        self.known: Tensor | None = of(x) if wanted else None
+        self.value: Tensor | None = of(x) if wanted else None
 
     def __call__(self) -> Tensor:
         """Return the operand's amax, a float32 scalar."""
-        return self.anew() if self.known is None else self.known
+        return self.anew() if self.value is None else self.value
 
     def anew(self) -> Tensor:
         """Compute the amax again, for use inside a compiled branch."""
@@ -147,7 +147,7 @@ class ScaleSource(Protocol):
     def history_scales(self, state: Tensor) -> StateReading:
         """Read the scales, or the count of steps, from a state."""
 
-    def known_of(
+    def reading_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
         """Take scales or step count from saved tensors; return the rest too.
@@ -160,18 +160,18 @@ class ScaleSource(Protocol):
         operand: str,
         quantization: Quantization,
         amax: Amax,
-        known: StateReading | None,
+        reading: StateReading | None,
     ) -> Tensor | None:
         """Return the scale of an operand; None to use the tensor's own amax.
 
         Args:
-            known: The reading of the state; None for a source without state.
+            reading: The reading of the state; None for a source without state.
 
         Returns:
             Float32 scalar; None to compute the scales from the tensor itself.
         """
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the values that a use of a layer reports to its state.
 
         Args:
@@ -200,7 +200,7 @@ class StateSource(ScaleSource, Protocol):
             Float32 (rows, width).
         """
 
-    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
+    def outgrown(self, amax: Tensor, reading: Any) -> Tensor:
         """Return True if a kernel's amax is too large for the stored scale.
 
         Args:
@@ -246,13 +246,13 @@ class CurrentSource:
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(inverted=False)
 
-    def known_of(
+    def reading_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
         """Return None, as there is no state, and all the saved tensors."""
         return None, leaves
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return an empty list: there is no state to report to."""
         return []
 
@@ -264,7 +264,7 @@ class CurrentSource:
         )
 
     def scale(
-        self, operand: str, quantization: Quantization, amax: Amax, known: Any
+        self, operand: str, quantization: Quantization, amax: Amax, reading: Any
     ) -> Tensor | None:
         """Return None: the scale comes from the tensor's own amax."""
         return None
@@ -293,7 +293,7 @@ class DelayedSource:
         ]
 
     def scale(
-        self, operand: str, quantization: Quantization, amax: Amax, known: Any
+        self, operand: str, quantization: Quantization, amax: Amax, reading: Any
     ) -> Tensor | None:
         """Return an operand's scale from its history or, at first, its amax."""
         # The amax counts only for what was never observed. Without a branch
@@ -302,24 +302,24 @@ class DelayedSource:
         # (JAX 0.10), which most others pay more for. So `Amax.in_branch` says
         # who gets a branch. From CUDA 12.3 XLA records it in the graph that
         # CUDA runs.
-        if known is None:
+        if reading is None:
             return None
         index = OPERANDS.index(operand)
-        scale = known.scales[index]
-        if known.unseen is None:
+        scale = reading.scales[index]
+        if reading.unseen is None:
             return scale
-        unseen = known.unseen[index]
+        unseen = reading.unseen[index]
         limit = self.limits[index]
         waits = not amax.in_branch or keras.backend.backend() != "jax"
-        if amax.known is not None and waits:
-            amax_of_now = ops.where(unseen, amax.known, 0.0)
+        if amax.value is not None and waits:
+            amax_of_now = ops.where(unseen, amax.value, 0.0)
             known_scale = ops.where(unseen, 1.0, scale)
             return self._scale(amax_of_now, limit, known_scale)
         return ops.cond(
             unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
 
-    def known_of(
+    def reading_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
         """Take `HistoryScales` from saved tensors; return the rest too."""
@@ -329,7 +329,7 @@ class DelayedSource:
         unseen = leaves[1] if count == 2 else None
         return HistoryScales(leaves[0], unseen), leaves[count:]
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the amaxes: a delayed-scaling state records them."""
         return amaxes
 
@@ -337,12 +337,12 @@ class DelayedSource:
         """Return the amaxes of one use of a layer as a state's gradient."""
         return self.layout.observation(ops.stack(amaxes), slot)
 
-    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
+    def outgrown(self, amax: Tensor, reading: Any) -> Tensor:
         """Return True if a kernel's amax is too large for the stored scale."""
         # A kernel that was never observed is scaled by its own amax already,
         # unless the recipe starts from a fixed scale.
         index = OPERANDS.index("kernel")
-        before = known.scales[index]
+        before = reading.scales[index]
         own = self._scale(amax, self.limits[index], 0.0)
         return ops.logical_and(before > 0.0, own > before)
 
@@ -400,17 +400,17 @@ class DelayedSourceOfBank(DelayedSource):
         self.limits = np.repeat(self.limits, matrices).tolist()
 
     def scale(
-        self, operand: str, quantization: Quantization, amax: Amax, known: Any
+        self, operand: str, quantization: Quantization, amax: Amax, reading: Any
     ) -> Tensor | None:
         """Return a scale for each matrix of an operand, (matrices, 1, 1)."""
-        if known is None:
+        if reading is None:
             return None
         first = OPERANDS.index(operand) * self.matrices
         rows = slice(first, first + self.matrices)
-        scale = ops.reshape(known.scales[rows], (-1, 1, 1))
-        if known.unseen is None:
+        scale = ops.reshape(reading.scales[rows], (-1, 1, 1))
+        if reading.unseen is None:
             return scale
-        unseen = ops.reshape(known.unseen[rows], (-1, 1, 1))
+        unseen = ops.reshape(reading.unseen[rows], (-1, 1, 1))
         amax_of_now = ops.where(unseen, amax(), 0.0)
         known_scale = ops.where(unseen, 1.0, scale)
         return self._scale(amax_of_now, self.limits[first], known_scale)
@@ -422,10 +422,10 @@ class DelayedSourceOfBank(DelayedSource):
         is_used = ops.expand_dims(ops.not_equal(flat, 0.0), 1)
         return ops.where(is_used, observation, 0.0)
 
-    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
+    def outgrown(self, amax: Tensor, reading: Any) -> Tensor:
         """Return, for each matrix of a kernel, whether it outgrew its scale."""
         first = OPERANDS.index("kernel") * self.matrices
-        before = known.scales[first : first + self.matrices]
+        before = reading.scales[first : first + self.matrices]
         amax = ops.reshape(amax, (-1,))
         own = self._scale(amax, self.limits[first], 0.0)
         return ops.logical_and(before > 0.0, own > before)
@@ -450,22 +450,22 @@ class CountingSource(CurrentSource):
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)
         return StepCount(steps[0], self.layout.scale(state)[0])
 
-    def known_of(
+    def reading_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
         """Take a `StepCount` from saved tensors; return the rest too."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
-    def key(self, known: Any, slot: Slot, amax: Amax, matmul: str) -> Tensor:
+    def key(self, reading: Any, slot: Slot, amax: Amax, matmul: str) -> Tensor:
         """Return the int32 random key to round an operand of a matmul."""
-        step = ops.cast(known.number, "int32")
-        kernel = ops.cast(known.kernel, "int32")
+        step = ops.cast(reading.number, "int32")
+        kernel = ops.cast(reading.kernel, "int32")
         key = key_of_use(step, self.seed, slot, kernel)
         return key_of_matmul(key, amax(), list(MATMULS).index(matmul))
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the number of the next step, for the state to record."""
-        return [following(known.number)]
+        return [following(reading.number)]
 
     def observation(self, numbers: list[Tensor], slot: Slot) -> Tensor:
         """Pack the number of the next step into the gradient of a state."""
@@ -507,8 +507,8 @@ def source_of(recipe: Recipe, matrices: int = 1) -> ScaleSource:
     check(recipe)
     if recipe.is_stochastic:
         return CountingSource(recipe)
-    found = next(b for b in type(recipe).__mro__ if b in _SOURCES)
-    source = _SOURCES[found](recipe)
+    base = next(b for b in type(recipe).__mro__ if b in _SOURCES)
+    source = _SOURCES[base](recipe)
     if matrices > 1 and type(source) is DelayedSource:
         return DelayedSourceOfBank(recipe, matrices)
     if recipe.history_length and source.state_shape is None:

@@ -124,17 +124,17 @@ def scale_for_limit(
         scale = previous if scale is None else scale
         return ops.convert_to_tensor(scale, "float32")
     amax = ops.cast(amax, "float32")
-    known = is_positive_finite(amax)
+    is_usable = is_positive_finite(amax)
     # XLA multiplies by the reciprocal of a constant divisor, which differs in
     # the last bit (seen on JAX 0.10); this one is no constant to it.
-    divisor = ops.where(known, with_margin(limit, margin), 1.0)
+    divisor = ops.where(is_usable, with_margin(limit, margin), 1.0)
     # JAX and TensorFlow on a CPU take a subnormal for 0, torch does not.
     normal = ops.maximum(amax, SMALLEST_SCALE)
     scale = primitives.current.divided(normal, divisor)
     scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
-    return ops.where(known, scale, previous)
+    return ops.where(is_usable, scale, previous)
 
 
 def _scale_of_number(
@@ -178,7 +178,7 @@ def scale_of_multiplier(
     if isinstance(limit, float) and number and 0.0 < number < math.inf:
         scale = inverted_of_number(number, with_margin(limit, margin))
         return ops.convert_to_tensor(scale, "float32")
-    known = is_positive_finite(amax)
+    is_usable = is_positive_finite(amax)
     # Without the clips XLA would turn 1 / (a / b) into b / a. Written `1 / x`,
     # torch (`a / x` for a number a) and TensorFlow's graphs (for 1) multiply
     # by a reciprocal, which TensorFlow even approximates.
@@ -186,8 +186,8 @@ def scale_of_multiplier(
     divided = primitives.current.divided
     multiplier = divided(with_margin(limit, margin), normal)
     multiplier = ops.clip(multiplier, SMALLEST_SCALE, 1.0 / SMALLEST_SCALE)
-    one = ops.where(known, 1.0, previous)
-    return divided(one, ops.where(known, multiplier, 1.0))
+    one = ops.where(is_usable, 1.0, previous)
+    return divided(one, ops.where(is_usable, multiplier, 1.0))
 
 
 def inverted_of_number(amax: float, divisor: float) -> float:

@@ -148,10 +148,10 @@ def stochastic_round(
     bits = keras.random.randint(
         ops.shape(x), 0, 2**RANDOM_BITS, dtype="int32", seed=seed
     )
-    (found,) = primitives.current.by_rows(
+    (rounded,) = primitives.current.by_rows(
         lambda _, x, bits: (round_with_bits(x, bits, dtype),), x, bits
     )
-    return found
+    return rounded
 
 
 def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:

@@ -155,16 +155,18 @@ def _two_level(
     limit = formats.get(quantization.format).max
     largest = formats.get(_E4M3).max if reach is None else LARGEST_OF_SIX
     tensor = scaling.amax(amax)
-    known = scaling.is_positive_finite(tensor)
+    is_usable = scaling.is_positive_finite(tensor)
 
     # The order of operations is Transformer Engine's. XLA would turn a division
     # by a constant into a multiplication, which differs in the last bit (JAX
     # 0.10). So no divisor is a constant for the compiler.
     def number(value: float) -> Tensor:
-        return ops.cast(ops.where(known, value, 1.0), "float32")
+        return ops.cast(ops.where(is_usable, value, 1.0), "float32")
 
-    wanted = ops.divide(number(largest * limit), ops.where(known, tensor, 1.0))
-    encode = ops.where(known, ops.minimum(wanted, _LARGEST), 1.0)
+    wanted = ops.divide(
+        number(largest * limit), ops.where(is_usable, tensor, 1.0)
+    )
+    encode = ops.where(is_usable, ops.minimum(wanted, _LARGEST), 1.0)
     divisor = ops.cast(ops.where(encode > 0.0, reach or limit, 1.0), "float32")
     finite = ops.where(scaling.is_positive_finite(amax), amax, 0.0)
     blocks = finite * ops.divide(encode, divisor)
@@ -172,11 +174,11 @@ def _two_level(
     scale = round_to_format(ops.minimum(blocks, highest), _E4M3)
     # Of a one that is a constant TensorFlow's graphs make a reciprocal, which
     # they approximate (TF 2.21).
-    one = ops.where(known, 1.0, encode)
+    one = ops.where(is_usable, 1.0, encode)
     inverse = scale * ops.divide(one, encode)
     factor = ops.minimum(ops.divide(one, inverse), _LARGEST)
     tensor_scale = ops.divide(
-        ops.where(known, tensor, 1.0), number(largest * limit)
+        ops.where(is_usable, tensor, 1.0), number(largest * limit)
     )
     return Scales(scale, factor, tensor_scale)
 

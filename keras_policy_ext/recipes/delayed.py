@@ -94,8 +94,10 @@ class DelayedScaling(Recipe):
             return super().spec
         if not changed:
             return ""
-        length = changed == ["amax_history_length"]
-        return str(self.amax_history_length) if length else super().spec
+        is_length_alone = changed == ["amax_history_length"]
+        return (
+            str(self.amax_history_length) if is_length_alone else super().spec
+        )
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

@@ -56,8 +56,8 @@ def _near(word: str, names: list[str]) -> str | None:
             return meant
     import difflib  # Only errors need it.
 
-    found = difflib.get_close_matches(_plain(word), plain, n=1)
-    return plain[found[0]] if found else None
+    matches = difflib.get_close_matches(_plain(word), plain, n=1)
+    return plain[matches[0]] if matches else None
 
 
 def _plain(word: str) -> str:
@@ -213,9 +213,9 @@ def _grammar(spec: str) -> str:
 
 
 def _class(name: object) -> type[Recipe]:
-    for known in (name, _ALIASES.get(str(name))):
-        if isinstance(known, str) and known in REGISTRY:
-            return REGISTRY[known]
+    for candidate in (name, _ALIASES.get(str(name))):
+        if isinstance(candidate, str) and candidate in REGISTRY:
+            return REGISTRY[candidate]
     raise ValueError(
         f"{name!r} is not a recipe. {did_you_mean(name, REGISTRY)}Allowed: "
         f"{', '.join(REGISTRY)}. Use one of these, or derive a dataclass from "

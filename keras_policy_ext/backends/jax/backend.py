@@ -267,8 +267,8 @@ class JaxBackend(Backend):
 
         with jax.disable_jit(step_by_step):
             run(mark)
-            found, kept = jax.grad(loss, has_aux=True)(zeros)
-        return kept, found
+            gradients, results = jax.grad(loss, has_aux=True)(zeros)
+        return results, gradients
 
     @override
     def run(
@@ -351,10 +351,12 @@ class JaxBackend(Backend):
             scales = lax.dynamic_slice_in_dim(scale, start, size, axis)
             return product(some, scales)
 
-        found = jnp.moveaxis(lax.map(part, jnp.arange(parts)), 0, out_axis)
-        shape = list(found.shape)
+        parts_of_result = jnp.moveaxis(
+            lax.map(part, jnp.arange(parts)), 0, out_axis
+        )
+        shape = list(parts_of_result.shape)
         shape[out_axis : out_axis + 2] = [parts * size]
-        return found.reshape(shape)
+        return parts_of_result.reshape(shape)
 
     @override
     def cuts(self, numbers: int) -> bool:
@@ -386,16 +388,16 @@ def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return `relu(x)`, and its mask packed into bits for the gradient."""
     mask = x > 0
     has_bits = x.ndim and 0 not in x.shape
-    kept = jnp.packbits(mask, axis=-1) if has_bits else mask
+    saved = jnp.packbits(mask, axis=-1) if has_bits else mask
     # Behind a barrier, so that XLA saves the bits and not the outputs.
-    return jax.nn.relu(x), lax.optimization_barrier(kept)
+    return jax.nn.relu(x), lax.optimization_barrier(saved)
 
 
-def _relu_backward(kept: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
-    if kept.dtype == jnp.uint8:
+def _relu_backward(saved: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
+    if saved.dtype == jnp.uint8:
         count = outputs_grad.shape[-1]
-        kept = jnp.unpackbits(kept, axis=-1, count=count).astype(bool)
-    return (jnp.where(kept, outputs_grad, jnp.zeros_like(outputs_grad)),)
+        saved = jnp.unpackbits(saved, axis=-1, count=count).astype(bool)
+    return (jnp.where(saved, outputs_grad, jnp.zeros_like(outputs_grad)),)
 
 
 _relu.defvjp(_relu_forward, _relu_backward)

@@ -156,8 +156,8 @@ def failing() -> str | None:
     # A compiler may raise anything on a device that nobody has tried. It is
     # the reason that users see.
     except Exception as error:
-        told = str(error).partition("\n")[0]
-        return f"lax.scaled_dot fails here: {type(error).__name__}: {told}"
+        message = str(error).partition("\n")[0]
+        return f"lax.scaled_dot fails here: {type(error).__name__}: {message}"
     return "lax.scaled_dot does not multiply here as it should"
 
 
@@ -170,9 +170,9 @@ def _gives_our_numbers() -> bool:
         scale = 2.0 ** rng.integers(-4, 5, (1, rows, 256 // MX_BLOCK))
         operands += [jnp.asarray(values, "float8_e4m3fn"), jnp.float32(scale)]
         exact.append((values * np.repeat(scale, MX_BLOCK, 2))[0])
-    found = np.asarray(jax.jit(_scaled_product)(*operands))[0]
+    computed = np.asarray(jax.jit(_scaled_product)(*operands))[0]
     expected = exact[0] @ exact[1].T
-    error = np.abs(found - expected).max() / np.abs(expected).max()
+    error = np.abs(computed - expected).max() / np.abs(expected).max()
     return bool(error < 2.0**-10)
 
 

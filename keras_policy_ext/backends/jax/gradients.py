@@ -157,20 +157,20 @@ def _run_forward(
 
 def _run_backward(
     operation: Operation,
-    kept: tuple[_SavedLeaves, State, Links, _Static],
+    residuals: tuple[_SavedLeaves, State, Links, _Static],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
-    *saved, bias_shape = kept
+    *saved, bias_shape = residuals
     shape = bias_shape.value
     if shape is None or saved[2] is None:
         return _backward_of(operation, shape, *saved, outputs_grad)
     # A gradient that is differentiated again is one of JAX's.
-    found = _backward_of(operation, None, *saved, outputs_grad)
+    gradients = _backward_of(operation, None, *saved, outputs_grad)
     rows = outputs_grad.ndim - len(shape)
     bias_grad = jnp.sum(outputs_grad, tuple(range(rows))).reshape(shape)
-    return *found[:3], bias_grad
+    return *gradients[:3], bias_grad
 
 
 run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
@@ -209,16 +209,16 @@ def _linked(
 
 
 def _linked_forward(
-    operation: Operation, outputs: Tensor, *kept: Any
+    operation: Operation, outputs: Tensor, *residuals: Any
 ) -> tuple[Tensor, Any]:
-    return _linked(operation, outputs, *kept), kept
+    return _linked(operation, outputs, *residuals), residuals
 
 
 def _linked_backward(
-    operation: Operation, kept: Any, outputs_grad: Tensor
+    operation: Operation, residuals: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
-    found = _backward_of(operation, None, *kept, outputs_grad)
-    *of_links, of_state, _ = found
+    gradients = _backward_of(operation, None, *residuals, outputs_grad)
+    *of_links, of_state, _ = gradients
     return None, None, of_state, tuple(of_links)
 
 
@@ -249,14 +249,14 @@ def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     codes = [
         leaf for leaf, is_large in zip(leaves, large, strict=True) if is_large
     ]
-    kept, _ = lax.while_loop(
+    after, _ = lax.while_loop(
         lambda carry: carry[1] > 0,
         lambda carry: ([~each for each in carry[0]], carry[1] - 1),
         (codes, times),
     )
-    found = iter(kept)
+    remaining = iter(after)
     return [
-        next(found) if is_large else leaf
+        next(remaining) if is_large else leaf
         for leaf, is_large in zip(leaves, large, strict=True)
     ]
 
@@ -278,29 +278,31 @@ def _gradients(
     inputs_grad, kernel_grad, *others = operation.bound.backward(
         residuals, outputs_grad, state, bias_shape=bias_shape, slot=slot
     )
-    found = map(_simplified_apart, (inputs_grad, kernel_grad))
-    return *found, *others
+    of_operands = map(_simplified_apart, (inputs_grad, kernel_grad))
+    return *of_operands, *others
 
 
 def _gradients_forward(
     how: tuple[Operation, None], *tensors: Any
 ) -> tuple[Any, Any]:
     *others, slot = tensors
-    found = _gradients(how, *others, how[0].another_slot(slot))
+    results = _gradients(how, *others, how[0].another_slot(slot))
     saved, _, links, outputs_grad = others
-    return found, (saved, found[2], links, outputs_grad)
+    return results, (saved, results[2], links, outputs_grad)
 
 
 def _gradients_backward(
-    how: tuple[Operation, None], kept: Any, gradients: Any
+    how: tuple[Operation, None], residuals: Any, gradients: Any
 ) -> tuple[Any, ...]:
     """Differentiate `_gradients`; return a gradient per argument."""
     # The gradient of the state is the observation of the backward pass.
-    saved, observed, links, outputs_grad = kept
+    saved, observed, links, outputs_grad = residuals
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
-    found = _second_derivatives(how[0], saved, outputs_grad, *gradients[:2])
-    of_outputs_grad, *of_operands = found
+    derivatives = _second_derivatives(
+        how[0], saved, outputs_grad, *gradients[:2]
+    )
+    of_outputs_grad, *of_operands = derivatives
     return None, observed, tuple(of_operands), of_outputs_grad, None
 
 
@@ -313,8 +315,8 @@ def _backward_of(
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     """Compute the gradients for one slot, by a pass that all slots share."""
     how = operation.first_use, bias_shape
-    found: Any = _backward(how, *tensors, np.int32(operation.slot))
-    return found
+    gradients: Any = _backward(how, *tensors, np.int32(operation.slot))
+    return gradients
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -38,7 +38,7 @@ from keras_policy_ext.recipes import Quantization
 
 # JAX says that it will be removed (0.11.2).
 try:
-    from jax.experimental.pallas import triton
+    from jax.experimental.pallas import triton as triton  # Also for `rows`.
 except ImportError:
     triton = None
 
@@ -132,22 +132,22 @@ class PallasCasts(BothLayouts):
     def quantize(
         self,
         matrix: Tensor,
-        asked: Quantization,
-        known: ScaleHint,
+        quantization: Quantization,
+        hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
         x = matrix.T if wanted.is_transposed_in_memory else matrix
         how = Cast(
-            asked.format,
-            known.rule,
-            asked.scale_rounding == "up",
+            quantization.format,
+            hint.rule,
+            quantization.scale_rounding == "up",
             self.interpreted or self._device().one_layout,
             wanted.column_sums,
             self.interpreted,
         )
         casts = ShardCast(how, wanted)
         codes, across, *others = partitioned.run(
-            casts, x, known.scale, known.unseen
+            casts, x, hint.scale, hint.unseen
         )
         if wanted.is_transposed_in_memory:
             codes, across = across, codes
@@ -184,17 +184,17 @@ class ShardCast(NamedTuple):
         """
         scale = self._scale(shards, x, *scalars)
         run = _by_xla if self.wanted.once or self.vmapped else cast
-        found = run(self.how, x, scale)
-        amax, sums = None, found.sums
+        result = run(self.how, x, scale)
+        amax, sums = None, result.sums
         if self.wanted.amax:
             if scalars[0] is None and shards.cut:
                 # That of all shards is known already.
                 amax = _largest(scale.amaxes)
             else:
-                amax = shards.amax(found.amax)
+                amax = shards.amax(result.amax)
         if sums is not None:
             sums = shards.column_sums(sums)
-        return found.codes, found.across, found.scale, amax, sums
+        return result.codes, result.across, result.scale, amax, sums
 
     def _scale(
         self, shards: Shards, x: Tensor, scale: Any, unseen: Any
@@ -202,8 +202,8 @@ class ShardCast(NamedTuple):
         """Return what is known of the scale of a matrix."""
 
         def amax() -> Tensor:
-            found = shards.amax(scaling.amax(x), early=True)
-            return lax.bitcast_convert_type(found, jnp.int32).reshape(1)
+            largest = shards.amax(scaling.amax(x), early=True)
+            return lax.bitcast_convert_type(largest, jnp.int32).reshape(1)
 
         one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
         if scale is None:
@@ -277,8 +277,10 @@ def _tried() -> str | None:
         # A compiler may raise any error on an untested device. The warning
         # shows it.
         except Exception as error:
-            told = str(error).partition("\n")[0]
-            return f"Pallas's casts fail here: {type(error).__name__}: {told}"
+            message = str(error).partition("\n")[0]
+            return (
+                f"Pallas's casts fail here: {type(error).__name__}: {message}"
+            )
     return "Pallas's casts do not round here as they should"
 
 
@@ -292,11 +294,11 @@ def _gives_our_codes(format_name: str) -> bool:
         quotient = x.astype("float32") / scale
     codes = np.clip(quotient, -limit, limit).astype(dtype)
     how = Cast(format_name)
-    known = Scale(jnp.full(1, scale), no, no)
-    found = jax.jit(cast, static_argnums=0)(how, jnp.asarray(x), known)
+    given = Scale(jnp.full(1, scale), no, no)
+    result = jax.jit(cast, static_argnums=0)(how, jnp.asarray(x), given)
     return all(
         _are_equal(expected, np.asarray(each))
-        for expected, each in ((codes, found.codes), (codes.T, found.across))
+        for expected, each in ((codes, result.codes), (codes.T, result.across))
     )
 
 
@@ -350,7 +352,7 @@ def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
         row = pl.BlockSpec((1, COLUMNS), lambda i, j: (i, j))
         outputs["sums"] = row, (rows, k), wide
     specs, shapes, dtypes = zip(*outputs.values(), strict=True)
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_cast_kernel, how, (m, k), tuple(outputs)),
         grid=(rows, columns),
         in_specs=[tile, *(_vector(each.size) for each in scale)],
@@ -360,7 +362,7 @@ def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
         interpret=how.interpreted,
         name="float8_cast",
     )(x, *scale)
-    named = dict(zip(outputs, found, strict=True))
+    named = dict(zip(outputs, results, strict=True))
     codes = named["codes"]
     return CastOfBoth(
         codes,
@@ -546,14 +548,14 @@ def _asm(instruction: str, *arguments: Tensor) -> Tensor:
     """Run an instruction of PTX on float32 tiles, element by element."""
     like = arguments[0]
     places = ", ".join(f"${i}" for i in range(len(arguments) + 1))
-    (found,) = triton.elementwise_inline_asm(
+    (result,) = triton.elementwise_inline_asm(
         f"{instruction} {places};",
         args=arguments,
         constraints=",".join(["=f"] + ["f"] * len(arguments)),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
     )
-    return found
+    return result
 
 
 def amax_if(wanted: Tensor, x: Tensor, interpreted: bool = False) -> Tensor:
@@ -605,12 +607,12 @@ def _amax_kernel(
 
     @pl.when(wanted_ref[0] != 0)
     def _() -> None:
-        def larger(i: Tensor, found: Tensor) -> Tensor:
+        def larger(i: Tensor, bits: Tensor) -> Tensor:
             # A program may read the last part again, so none is cut.
             start = jnp.minimum(first + i * PROGRAMS * PART, size - PART)
             x = x_ref[pl.ds(start, PART)].astype(jnp.float32)
-            return jnp.maximum(found, jnp.max(magnitude(x)))
+            return jnp.maximum(bits, jnp.max(magnitude(x)))
 
         times = pl.cdiv(size, PROGRAMS * PART)
-        found = lax.fori_loop(0, times, larger, jnp.int32(0))
-        found_ref[...] = jnp.full((1,), found)
+        bits = lax.fori_loop(0, times, larger, jnp.int32(0))
+        found_ref[...] = jnp.full((1,), bits)

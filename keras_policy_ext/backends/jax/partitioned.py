@@ -114,16 +114,16 @@ def run(kernel: Kernel, x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
 
     @jax.custom_batching.custom_vmap
     def of_one(*operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = _on_shards(kernel, *operands)
-        return found
+        results: tuple[Any, ...] = _on_shards(kernel, *operands)
+        return results
 
     @of_one.def_vmap
     def _(size: int, batched: Sequence[Any], *operands: Any) -> Any:
         # JAX has no `vmap` of what is partitioned.
         axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         of_xla = functools.partial(kernel.of_xla, WHOLE)
-        found = jax.vmap(of_xla, tuple(axes), axis_size=size)(*operands)
-        return found, jax.tree.map(lambda _: True, found)
+        results = jax.vmap(of_xla, tuple(axes), axis_size=size)(*operands)
+        return results, jax.tree.map(lambda _: True, results)
 
     return of_one(x, *scalars)
 
@@ -185,8 +185,13 @@ def _partition(
         return kernel(partition.shards, x, *scalars)
 
     of_scalars = jax.tree.map(lambda _: partition.of(""), operands[1:])
-    found = tuple(map(partition.of, kernel.results))
-    return partition.mesh, on_shard, found, (partition.of("ij"), *of_scalars)
+    shardings = tuple(map(partition.of, kernel.results))
+    return (
+        partition.mesh,
+        on_shard,
+        shardings,
+        (partition.of("ij"), *of_scalars),
+    )
 
 
 def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:

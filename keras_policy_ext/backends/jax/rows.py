@@ -92,14 +92,16 @@ class PallasRowCasts(RowCasts):
         across: Quantization | None,
         sums: bool = False,
     ) -> RowCastsOfBoth:
-        asked = plain, across
-        formats = [None if each is None else each.format for each in asked]
+        quantizations = plain, across
+        formats = [
+            None if each is None else each.format for each in quantizations
+        ]
         how = How(formats[0], formats[1], sums, self._interpreted)
         kernel = CastsOfRows(how, plain, across)
-        *found, column_sums = partitioned.run(kernel, matrix)
+        *casts, column_sums = partitioned.run(kernel, matrix)
         first, second = (
             None if cast[0] is None else RowCast(*cast)
-            for cast in (found[:3], found[3:])
+            for cast in (casts[:3], casts[3:])
         )
         return RowCastsOfBoth(first, second, column_sums)
 
@@ -141,19 +143,19 @@ class CastsOfRows(NamedTuple):
             shards.largest(of_rows, shards.columns),
             shards.largest(of_columns, shards.rows),
         )
-        asked = self.plain, self.across
+        quantizations = self.plain, self.across
         scales = [
             jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
-            for each, amax in zip(asked, amaxes, strict=True)
+            for each, amax in zip(quantizations, amaxes, strict=True)
         ]
         codes = write(self.how, x, *scales)
-        found: list[Any] = []
+        results: list[Any] = []
         for values, scale, amax, size in zip(
             codes, scales, amaxes, x.shape, strict=True
         ):
             cast = [values, scale[:size], amax[:size]]
-            found += [None] * 3 if values is None else cast
-        return *found, None if sums is None else shards.column_sums(sums)
+            results += [None] * 3 if values is None else cast
+        return *results, None if sums is None else shards.column_sums(sums)
 
 
 def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -224,7 +226,7 @@ def _amaxes_by_pallas(
     if how.sums:
         specs.append(pl.BlockSpec((1, side), lambda i, j: (i, j)))
         shapes.append(jax.ShapeDtypeStruct((grid[0], k), jnp.float32))
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_amaxes_kernel, how, (m, k)),
         grid=grid,
         in_specs=[_tile(how), whole],
@@ -235,8 +237,8 @@ def _amaxes_by_pallas(
         interpret=how.interpreted,
         name="float8_row_amaxes",
     )(x, zeros)
-    amaxes, rows = found[0], side * grid[0]
-    sums = jnp.sum(found[1], 0) if how.sums else None
+    amaxes, rows = results[0], side * grid[0]
+    sums = jnp.sum(results[1], 0) if how.sums else None
     return amaxes[:rows], amaxes[rows:], sums
 
 
@@ -283,7 +285,7 @@ def _codes_by_pallas(
     if how.across:
         specs.append(pl.BlockSpec((side, side), lambda i, j: (j, i)))
         shapes.append(jax.ShapeDtypeStruct((k, m), how.across))
-    found = pl.pallas_call(
+    codes = pl.pallas_call(
         functools.partial(_codes_kernel, how, (m, k)),
         grid=(pl.cdiv(m, side), pl.cdiv(k, side)),
         in_specs=[
@@ -297,9 +299,9 @@ def _codes_by_pallas(
         interpret=how.interpreted,
         name="float8_row_casts",
     )(x, of_rows, of_columns)
-    written = iter(found)
-    plain = next(written) if how.plain else None
-    return plain, next(written) if how.across else None
+    each_codes = iter(codes)
+    plain = next(each_codes) if how.plain else None
+    return plain, next(each_codes) if how.across else None
 
 
 def _codes_kernel(

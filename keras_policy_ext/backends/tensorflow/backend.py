@@ -317,9 +317,9 @@ class TensorFlowBackend(Backend):
                 marked.append(x)
                 return x
 
-            loss, kept = run(mark)
+            loss, results = run(mark)
         wanted = list(marked)
-        return kept, list(tape.gradient(loss, wanted))
+        return results, list(tape.gradient(loss, wanted))
 
     @override
     def run(
@@ -337,17 +337,19 @@ class TensorFlowBackend(Backend):
         def differentiable(
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
-            outputs, *kept = forward(inputs, kernel, state)
+            outputs, *saved = forward(inputs, kernel, state)
             # XLA compiles for each size. Were one a result of the graph, it
             # would compile for each value of the inputs, of which that is made.
             sizes = sizes_of(inputs), sizes_of(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
-                leaves = kept
+                leaves = saved
                 if operation.training is not True:
-                    seen = operation.bound.residuals(kept, sizes)
-                    seen = operation.bound.observed(seen, inputs, kernel)
-                    leaves = seen.leaves(narrow=False)
+                    residuals = operation.bound.residuals(saved, sizes)
+                    residuals = operation.bound.observed(
+                        residuals, inputs, kernel
+                    )
+                    leaves = residuals.leaves(narrow=False)
                 backward = Backward(operation, shapes, sizes, leaves)
                 return backward.gradients(outputs_grad, inputs, kernel, state)
 

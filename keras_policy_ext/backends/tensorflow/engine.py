@@ -101,10 +101,10 @@ def cast_in_training(
 
 def _like(x: Tensor, compiled: Any, flat: Tensor, *others: Tensor) -> Tensor:
     """Call `compiled` on a flattened tensor; reshape the result like `x`."""
-    found = compiled(tf.reshape(flat, [-1]), *others)
-    found = tf.reshape(found, tf.shape(x))
-    found.set_shape(x.shape)
-    return found
+    result = compiled(tf.reshape(flat, [-1]), *others)
+    result = tf.reshape(result, tf.shape(x))
+    result.set_shape(x.shape)
+    return result
 
 
 @functools.cache
@@ -329,8 +329,8 @@ _HLO_TYPES = {
 
 
 def _format_of(operand: Quantized) -> str:
-    asked: Any = operand.quantization
-    return str(asked.format)
+    quantization: Any = operand.quantization
+    return str(quantization.format)
 
 
 ENGINE = Engine(

@@ -87,17 +87,17 @@ class Backward:
         @tf.custom_gradient
         def gradients(outputs_grad: Tensor, *operands: Tensor) -> Any:
             slot = self._operation.another_slot(self._slot)
-            found = self._passed(slot, outputs_grad, operands[2:])
+            results = self._passed(slot, outputs_grad, operands[2:])
 
             def again(*gradients: Tensor) -> Gradients:
                 derivatives = self._differentiated(outputs_grad, *gradients[:2])
                 of_operands = map(_last, derivatives)
-                return [*of_operands, *found[2:]]
+                return [*of_operands, *results[2:]]
 
-            return found, again
+            return results, again
 
-        found: Gradients = gradients(*tensors)
-        return found
+        results: Gradients = gradients(*tensors)
+        return results
 
     def _passed(
         self, slot: int, outputs_grad: Tensor, state: tuple[Tensor, ...]
@@ -106,16 +106,16 @@ class Backward:
         graph = _shared_backward(self._operation, self._shapes, self._dtypes)
         # A number would be compiled in.
         number = tf.constant(slot, tf.int32)
-        found: Gradients = graph(
+        results: Gradients = graph(
             self._leaves, self._unknown, outputs_grad, state, number
         )
-        return found
+        return results
 
     def _differentiated(self, *gradients: Tensor) -> Gradients:
         """Run the compiled second derivatives; return them."""
         graph = _shared_second(self._operation, self._shapes, self._dtypes)
-        found: Gradients = graph(self._leaves, self._unknown, *gradients)
-        return found
+        results: Gradients = graph(self._leaves, self._unknown, *gradients)
+        return results
 
 
 def is_recorded(*tensors: Tensor) -> bool:
@@ -124,8 +124,8 @@ def is_recorded(*tensors: Tensor) -> bool:
     False in a graph that TensorFlow makes for the gradient of a function or of
     a loop's body. False in forward mode, in which no tape records.
     """
-    asked = getattr(record, "should_record_backprop", None)
-    if asked is None or not asked(list(tensors)):
+    is_recording = getattr(record, "should_record_backprop", None)
+    if is_recording is None or not is_recording(list(tensors)):
         return False
     graph = tf.compat.v1.get_default_graph()
     # A tensor that has its numbers has no graph.
@@ -260,10 +260,10 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
         outputs = tf.nn.relu(x)
-        kept = _packed(outputs > 0, for_xla)
+        mask = _packed(outputs > 0, for_xla)
 
         def gradient(outputs_grad: Tensor) -> Tensor:
-            passes = tf.cast(_unpacked(kept), outputs_grad.dtype)
+            passes = tf.cast(_unpacked(mask), outputs_grad.dtype)
             passes = tf.reshape(passes, tf.shape(outputs_grad))
             return tf.raw_ops.ReluGrad(gradients=outputs_grad, features=passes)
 
@@ -311,8 +311,8 @@ def behind_barrier(*tensors: Tensor) -> list[Tensor]:
     return list(optimization_barrier(*tensors))
 
 
-def _unpacked(kept: Tensor) -> Tensor:
+def _unpacked(packed: Tensor) -> Tensor:
     """Unpack a mask of `_packed`: nonzero where the mask is True."""
-    if kept.dtype == tf.bool:
-        return kept
-    return tf.bitwise.bitwise_and(kept[..., tf.newaxis], _BITS)
+    if packed.dtype == tf.bool:
+        return packed
+    return tf.bitwise.bitwise_and(packed[..., tf.newaxis], _BITS)

@@ -280,8 +280,8 @@ class TorchBackend(Backend):
     def known_any(self, flags: Tensor) -> bool | None:
         # A choice of scales that is already made saves three of the five
         # computations of scales in a step.
-        known = type(flags) is torch.Tensor and flags.device.type == "cpu"
-        return bool(flags.any()) if known else None
+        is_on_cpu = type(flags) is torch.Tensor and flags.device.type == "cpu"
+        return bool(flags.any()) if is_on_cpu else None
 
     @override
     def seen_lately(self, state: Tensor) -> bool:
@@ -325,18 +325,23 @@ class TorchBackend(Backend):
 
     def _assigned(self, variable: Any, value: Tensor) -> Tensor | None:
         with torch.no_grad():
-            found, state = observations.taken(variable, value), variable.value
+            observed, state = (
+                observations.taken(variable, value),
+                variable.value,
+            )
             merge = self._merge_of(variable, state)
             if merge is not None:
-                merge(value, found, state)
+                merge(value, observed, state)
                 return None
-            value = observations.merged(value, found)
+            value = observations.merged(value, observed)
             return super().settle(variable.settling, value, state)
 
     def _merge_of(self, variable: Any, state: Tensor) -> Any:
         """Return what changes a state in place, in one kernel; or None."""
-        known: Any = backends.engine.states[:1]
-        if not (state.is_cuda or any(each.interpreted for each in known)):
+        triton_states: Any = backends.engine.states[:1]
+        if not (
+            state.is_cuda or any(each.interpreted for each in triton_states)
+        ):
             return None
         source = source_of(variable.recipe, variable.matrices)
         states: Any = backends.engine.state_kernels_for(source, state)
@@ -482,12 +487,12 @@ class TorchBackend(Backend):
             return x
 
         with torch.enable_grad():
-            loss, kept = run(mark)
+            loss, results = run(mark)
             wanted = list(marked)
             if not (wanted and loss.requires_grad):
-                return kept, [None] * len(wanted)
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return kept, list(found)
+                return results, [None] * len(wanted)
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return results, list(gradients)
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
@@ -561,8 +566,8 @@ class TorchBackend(Backend):
         table = _TABLES[format_name].to(codes.device)
         if torch.compiler.is_compiling():
             return table[codes.int()]
-        found = table.index_select(0, codes.flatten().int())
-        return found.view(codes.shape)
+        values = table.index_select(0, codes.flatten().int())
+        return values.view(codes.shape)
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:

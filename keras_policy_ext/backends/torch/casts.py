@@ -72,15 +72,15 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
     Bfloat16 is for a CPU that multiplies in it. It is written in parts, so that
     the float32 values of the whole tensor never exist at once.
     """
-    few = q.numel() <= _FEW
+    is_small = q.numel() <= _FEW
     narrow = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
     if not (narrow and _is_on_cpu(q) and backend.multiplies_bfloat16()):
-        return q.float() if few else _widened(q)
-    if few:
+        return q.float() if is_small else _widened(q)
+    if is_small:
         return q.to(torch.bfloat16)
     wide = torch.empty_like(q, dtype=torch.bfloat16)
-    for numbers, part in _in_parts(q, wide):
-        part.copy_(_widened(numbers))
+    for codes, part in _in_parts(q, wide):
+        part.copy_(_widened(codes))
     return wide
 
 
@@ -135,8 +135,8 @@ def _is_on_cpu(x: Tensor) -> bool:
 
 
 def _is_castable(dtype: str, device: torch.device) -> bool:
-    casts = device.type == "cpu" or backend.casts_to_float8(device)
-    return casts and dtype in HALVES
+    has_casts = device.type == "cpu" or backend.casts_to_float8(device)
+    return has_casts and dtype in HALVES
 
 
 def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
@@ -218,18 +218,18 @@ class TritonCasts(BothLayouts):
     def quantize(
         self,
         matrix: Tensor,
-        asked: Quantization,
-        known: ScaleHint,
+        quantization: Quantization,
+        hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
         if is_real(matrix):
             return triton_casts.quantize_both_ways(
-                matrix, asked, known, wanted, self.interpreted
+                matrix, quantization, hint, wanted, self.interpreted
             )
-        dtype, wide = getattr(torch, asked.format), torch.float32
+        dtype, wide = getattr(torch, quantization.format), torch.float32
         m, k = matrix.shape
         tiles = (triton_casts.number_of_tiles(m, k),)
-        parts = () if known.scale is None else tiles
+        parts = () if hint.scale is None else tiles
         return Both(
             matrix.new_empty((m, k), dtype=dtype),
             matrix.new_empty((k, m), dtype=dtype),
@@ -266,9 +266,9 @@ class TritonStates(StateKernels):
     @override
     def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
         tells = self.interpreted or tells_the_host()
-        told = observations.told(state) if tells else None
+        flags = observations.told(state) if tells else None
         matrix = state.contiguous()
-        return triton_states.history_scales(source, matrix, told)
+        return triton_states.history_scales(source, matrix, flags)
 
     @override
     def observation(
@@ -348,10 +348,10 @@ def tells_the_host() -> bool:
         with _numbers():
             state = torch.zeros(source.state_shape, device="cuda")
             state[:, 0], state[:, -1] = -1.0, 1.0
-            told = observations.pinned_flags(len(state))
-            triton_states.history_scales(source, state, told)
+            flags = observations.pinned_flags(len(state))
+            triton_states.history_scales(source, state, flags)
             torch.cuda.synchronize()
-            return not told.any()
+            return not flags.any()
     # See `lacking`. The numbers are the same, so this is no error.
     except Exception as error:
         warnings.warn(
@@ -371,14 +371,16 @@ def _gives_our_codes() -> bool:
     for name in FAMILIES["ocp"]:
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
             expected = _bits(narrow_cast(x, scale, name))
-            known = ScaleHint(scale, None, ScaleRule(inverted=True))
-            asked = Quantization(format=name)
+            hint = ScaleHint(scale, None, ScaleRule(inverted=True))
+            quantization = Quantization(format=name)
             wanted = Wanted(amax=True)
-            both = triton_casts.quantize_both_ways(x, asked, known, wanted)
-            found, across = _bits(both.values), _bits(both.across)
-            if not torch.equal(found, expected):
+            both = triton_casts.quantize_both_ways(
+                x, quantization, hint, wanted
+            )
+            codes, across = _bits(both.values), _bits(both.across)
+            if not torch.equal(codes, expected):
                 return False
-            if not torch.equal(across.t(), found):
+            if not torch.equal(across.t(), codes):
                 return False
     return True
 

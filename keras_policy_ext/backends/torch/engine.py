@@ -191,10 +191,10 @@ class CpuStates(StateKernels):
     def observation(
         self, source: Any, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        found = np.zeros(source.state_shape, "float32")
-        found[:, 0] = UNIT
-        found[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
-        return torch.from_numpy(found)
+        rows = np.zeros(source.state_shape, "float32")
+        rows[:, 0] = UNIT
+        rows[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
+        return torch.from_numpy(rows)
 
     @override
     def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
     amaxes = history[:, 0].tolist() if newest_only else largest
     heads = state[:, :FIRST].tolist()
     initial: float = source.initial
-    found = []
+    rows = []
     for head, most, amax, limit in zip(
         heads, largest, amaxes, source.limits_with_margin, strict=True
     ):
@@ -232,8 +232,8 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
             scale = inverted_of_number(amax, limit)
         else:
             scale = stored if is_intact and stored > 0.0 else initial
-        found.append((is_intact, scale))
-    return found
+        rows.append((is_intact, scale))
+    return rows
 
 
 def _is_observation(numbers: list[float]) -> bool:
@@ -388,8 +388,8 @@ def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
 
 
 def _in_one_scale(*operands: Quantized) -> bool:
-    asked = [each.quantization for each in operands]
-    return all(each is not None and each.keeps_axes for each in asked)
+    quantizations = [each.quantization for each in operands]
+    return all(each is not None and each.keeps_axes for each in quantizations)
 
 
 def _bfloat16_product(a: Quantized, b: Quantized, scale: float) -> Tensor:

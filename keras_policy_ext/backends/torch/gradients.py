@@ -91,18 +91,20 @@ class ByExample(ReverseMode):
         """Call the function per example; return stacked outputs and axes."""
         leaves, structure = pytree.tree_flatten(arguments)
         axes = pytree.tree_leaves(in_dims, is_leaf=lambda axis: axis is None)
-        found = []
+        results = []
         for number in range(info.batch_size):
             example = [
                 x if axis is None else x.select(axis, number)
                 for x, axis in zip(leaves, axes, strict=True)
             ]
-            found.append(cls.apply(*pytree.tree_unflatten(example, structure)))
-        if isinstance(found[0], torch.Tensor):
-            return torch.stack(found), 0
+            results.append(
+                cls.apply(*pytree.tree_unflatten(example, structure))
+            )
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
         outputs = tuple(
             None if each[0] is None else torch.stack(each)
-            for each in zip(*found, strict=True)
+            for each in zip(*results, strict=True)
         )
         return outputs, tuple(None if x is None else 0 for x in outputs)
 
@@ -299,8 +301,8 @@ def linked(
     pairs = zip(how.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
         # Of operands of a type that has no links.
-        found = _gradients(how, outputs_grad, saved)
-        return *last(found[:2], outputs_grad), *found[2:]
+        gradients = _gradients(how, outputs_grad, saved)
+        return *last(gradients[:2], outputs_grad), *gradients[2:]
     how = how._replace(slot=how.operation.another_slot(how.slot))
     return _Gradients.apply(how, outputs_grad, *links, *saved)
 
@@ -316,8 +318,10 @@ class _Gradients(ByExample):
         kernel_link: Tensor | None,
         *saved: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        found = _gradients(how, outputs_grad, saved)
-        return *(x if x is None else _no_view(x) for x in found[:2]), *found[2:]
+        gradients = _gradients(how, outputs_grad, saved)
+        return *(
+            x if x is None else _no_view(x) for x in gradients[:2]
+        ), *gradients[2:]
 
     @staticmethod
     def setup_context(
@@ -337,7 +341,7 @@ class _Gradients(ByExample):
         bound = ctx.how.operation.bound
         leaves = saved[ctx.how.uses_state :]
         with torch.no_grad(), no_autocast(outputs_grad):
-            found = bound.second_derivatives(
+            derivatives = bound.second_derivatives(
                 bound.residuals(leaves, ctx.how.shapes),
                 outputs_grad,
                 inputs_grad_grad,
@@ -346,8 +350,10 @@ class _Gradients(ByExample):
             )
         if torch.is_grad_enabled():
             of_gradients = inputs_grad_grad, kernel_grad_grad
-            found = last(found, outputs_grad, *ctx.links, *of_gradients)
-        return None, *found, *ctx.observed, *(None for _ in leaves)
+            derivatives = last(
+                derivatives, outputs_grad, *ctx.links, *of_gradients
+            )
+        return None, *derivatives, *ctx.observed, *(None for _ in leaves)
 
 
 class Frozen(ReverseMode):
@@ -449,8 +455,8 @@ class Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
         """Return the gradient of `x`: `outputs_grad` where the mask is True."""
-        (kept,) = ctx.saved_tensors
-        mask = _mask(kept, outputs_grad.permute(ctx.axes).shape)
+        (saved,) = ctx.saved_tensors
+        mask = _mask(saved, outputs_grad.permute(ctx.axes).shape)
         # Back to the order in memory of the outputs: the gradient gets the
         # order of the mask, and sums over it depend on the order.
         back = [ctx.axes.index(axis) for axis in range(mask.dim())]
@@ -470,11 +476,11 @@ def _kept(outputs: Tensor) -> Tensor:
     return bits.to(torch.uint8)
 
 
-def _mask(kept: Tensor, shape: Shape) -> Tensor:
+def _mask(saved: Tensor, shape: Shape) -> Tensor:
     """Return as bool, in this shape, the mask that `_kept` returned."""
-    if kept.dtype == torch.bool:
-        return kept
-    eights = _EIGHTS.index_select(0, kept.int())
+    if saved.dtype == torch.bool:
+        return saved
+    eights = _EIGHTS.index_select(0, saved.int())
     return eights.view(torch.bool).view(shape)
 
 

@@ -78,8 +78,8 @@ class Observed:
     def taken(self) -> Tensor | None:
         """Return the merged observations, and clear them; None if none."""
         self.keep()
-        found, self.earlier = self.earlier, None
-        return found
+        observation, self.earlier = self.earlier, None
+        return observation
 
     def replaced(self) -> None:
         """Clear all observations, after another state was assigned."""
@@ -114,9 +114,9 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
     reference = weakref.ref(variable)
 
     def take(parameter: Tensor) -> None:
-        found = reference()
-        if found is not None:
-            found.observed.take_from(parameter)
+        state = reference()
+        if state is not None:
+            state.observed.take_from(parameter)
 
     parameter.register_post_accumulate_grad_hook(take)
 
@@ -132,29 +132,29 @@ def taken(variable: Any, value: Tensor) -> list[Tensor]:
         observed.keep()
         return []
     if observed.group is not None and not _is_settled(value):
-        found = _over_replicas([variable], [observed.taken()])
+        observations = _over_replicas([variable], [observed.taken()])
     else:
-        found = [observed.latest, observed.earlier]
+        observations = [observed.latest, observed.earlier]
         observed.latest = observed.earlier = observed.gradient = None
     observed.group = None
-    return [each for each in found if each is not None]
+    return [each for each in observations if each is not None]
 
 
-def merged(value: Tensor, found: list[Tensor]) -> Tensor:
+def merged(value: Tensor, observations: list[Tensor]) -> Tensor:
     """Return a value for a state, merged with observations.
 
     Args:
         value: Float32 (operands, width): an observation, a settled state or
             zeros; or the tensor in the variable itself, which an optimizer that
             accumulates gradients assigns until it takes its step.
-        found: From `taken`.
+        observations: From `taken`.
 
     Returns:
         The same shape; rows that are settled are those of `value`.
     """
-    if not found:
+    if not observations:
         return value
-    largest = functools.reduce(torch.maximum, [value, *found])
+    largest = functools.reduce(torch.maximum, [value, *observations])
     return torch.where(value[:, :1] < 0.0, value, _counted(largest))
 
 
@@ -168,11 +168,11 @@ def enter(states: Iterable[Any]) -> None:
     for state in states:
         if state.value.grad is None:  # the loop has cleared it
             state.observed.latest = state.observed.gradient = None
-    found = [state.observed.taken() for state in states]
-    found = _over_replicas(states, found)
+    observations = [state.observed.taken() for state in states]
+    observations = _over_replicas(states, observations)
     for state in states:
         state.observed.group = None
-    for state, observation in zip(states, found, strict=True):
+    for state, observation in zip(states, observations, strict=True):
         gradient, state.value.grad = state.value.grad, None
         if observation is None:
             observation = gradient
@@ -187,9 +187,11 @@ def changed_value(variable: Any) -> Tensor | None:
     """
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
-    known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    known = known and tensor.dtype == torch.float32  # not cast by `to`
-    if observed is None or not known or tensor.device.type != "cpu":
+    is_float32 = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    is_float32 = (
+        is_float32 and tensor.dtype == torch.float32
+    )  # not cast by `to`
+    if observed is None or not is_float32 or tensor.device.type != "cpu":
         return None
     if tensor._version == observed.version:
         return None
@@ -232,8 +234,8 @@ def pinned_flags(count: int, pinned: bool = True) -> Tensor:
 def seen_lately(parameter: Tensor) -> bool:
     """Return True if a GPU reported that all operands were observed."""
     state = _STATES.get(id(parameter))
-    told = None if state is None else _TOLD.get(state.observed)
-    return told is not None and True not in told[1]
+    flags = None if state is None else _TOLD.get(state.observed)
+    return flags is not None and True not in flags[1]
 
 
 def know_replicas(parameter: Tensor) -> None:
@@ -291,8 +293,8 @@ def _active_module() -> Any:
 def _know_replicas(module: Any, state: Any) -> None:
     """Record a module's process group in all its states, once."""
     joining = getattr(getattr(module, "_join_config", None), "enable", False)
-    known = state.observed.group is not None
-    if known or joining or module.process_group.size() == 1:
+    is_known = state.observed.group is not None
+    if is_known or joining or module.process_group.size() == 1:
         return
     for each in module.parameters():
         state = _STATES.get(id(each))
@@ -319,7 +321,7 @@ def _is_settled(value: Tensor) -> bool:
 
 
 def _over_replicas(
-    states: list[Any], found: list[Tensor | None]
+    states: list[Any], observations: list[Tensor | None]
 ) -> list[Tensor | None]:
     """Combine each observation with those of its replicas, by all-reduce."""
     # There is one all-reduce per process group, of the maximum of each entry.
@@ -327,9 +329,9 @@ def _over_replicas(
     for place, state in enumerate(states):
         if state.observed.group is not None:
             places.setdefault(state.observed.group, []).append(place)
-    combined = list(found)
+    combined = list(observations)
     for group, chosen in places.items():
-        parts = [_filled(found[i], states[i]) for i in chosen]
+        parts = [_filled(observations[i], states[i]) for i in chosen]
         flat = torch.cat([part.reshape(-1) for part in parts])
         # A maximum may lose NaN, and infinity is not entered either.
         flat = torch.nan_to_num(flat, nan=torch.inf, posinf=torch.inf)
@@ -392,8 +394,8 @@ def _enter_states_of(optimizer: Any) -> None:
 def _all_states() -> list[Any]:
     """Return all state variables; other threads may create more meanwhile."""
     references = _STATES.valuerefs()
-    found = (reference() for reference in references)
-    return [state for state in found if state is not None]
+    states = (reference() for reference in references)
+    return [state for state in states if state is not None]
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -145,11 +145,11 @@ def _forward(
         )
         if keep and not observe:
             residuals = operation.bound.observed(residuals, inputs, kernel)
-    found = [inputs, kernel, *_listed(state)]
-    before = len(found)
+    tensors = [inputs, kernel, *_listed(state)]
+    before = len(tensors)
     for tensor in [outputs, *(residuals.leaves() if keep else ())]:
-        found.append(unshared(tensor, found))
-    return found[before:]
+        tensors.append(unshared(tensor, tensors))
+    return tensors[before:]
 
 
 @torch.library.register_fake("keras_policy_ext::forward")
@@ -196,10 +196,10 @@ def _backward(
     passes = straight and straight.of(*sizes, outputs_grad.device)
     if passes:
         with no_autocast(outputs_grad):
-            found = passes.backward(
+            tensors = passes.backward(
                 leaves, outputs_grad, state, needed, operation.slot
             )
-        return [x for x in found if x is not None]
+        return [x for x in tensors if x is not None]
     residuals = bound.residuals(leaves, sizes)
     bias_grad = None
     with no_autocast(outputs_grad):
@@ -212,12 +212,12 @@ def _backward(
         )
         if needed[2]:
             bias_grad = outputs_grad.sum_to_size(tuple(bias_shape))
-    found = [outputs_grad, *_listed(state), *leaves]
-    before = len(found)
+    tensors = [outputs_grad, *_listed(state), *leaves]
+    before = len(tensors)
     for tensor in (inputs_grad, kernel_grad, bias_grad, *state_grad):
         if tensor is not None:
-            found.append(unshared(tensor.contiguous(), found))
-    return found[before:]
+            tensors.append(unshared(tensor.contiguous(), tensors))
+    return tensors[before:]
 
 
 @torch.library.register_fake("keras_policy_ext::backward")
@@ -268,7 +268,7 @@ class _Passes(ReverseMode):
         state = saved[0] if ctx.uses_state else None
         needs = ctx.needs_input_grad
         needed = [needs[1], needs[2], needs[4]]
-        found = _backward(
+        gradients = _backward(
             ctx.name,
             list(saved[ctx.uses_state :]),
             outputs_grad,
@@ -279,12 +279,12 @@ class _Passes(ReverseMode):
             needed,
         )
         if torch.is_grad_enabled():
-            found = last(found, outputs_grad)
-        found = iter(found)
+            gradients = last(gradients, outputs_grad)
+        gradients = iter(gradients)
         inputs_grad, kernel_grad, bias_grad = (
-            next(found) if wanted else None for wanted in needed
+            next(gradients) if wanted else None for wanted in needed
         )
-        return None, inputs_grad, kernel_grad, next(found, None), bias_grad
+        return None, inputs_grad, kernel_grad, next(gradients, None), bias_grad
 
 
 @_operator("contraction", "CompositeImplicitAutograd")

@@ -75,8 +75,8 @@ class Cast:
     ):
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
-        asked = straight.quantizations[operand]
-        self._dtype = getattr(torch, asked.format)
+        quantization = straight.quantizations[operand]
+        self._dtype = getattr(torch, quantization.format)
         self._shape, self._across = (m, k), (k, m)
         self._tiles = grid[0] * grid[1]
         self._sums = (grid[0], k) if sums else None
@@ -95,7 +95,7 @@ class Cast:
             lately,
         )
         constants = triton_casts.cast_constants(
-            asked,
+            quantization,
             hint,
             (m, k),
             straight.interpreted,
@@ -137,10 +137,10 @@ class Cast:
             amaxes = _empty(self._tiles, dtype=_FLOAT32, device=device)
         if self._sums is not None:
             sums = _empty(self._sums, dtype=_FLOAT32, device=device)
-        found = amaxes if self._has_state else scales
+        own_amaxes = amaxes if self._has_state else scales
         if self._find_amax is not None:
-            self._find_amax(stream, x, unseen, found, *self._sizes)
-        made = values, across, found, sums
+            self._find_amax(stream, x, unseen, own_amaxes, *self._sizes)
+        made = values, across, own_amaxes, sums
         self._launch(stream, x, scales, unseen, used, *made, *self._sizes)
         return values, across, amaxes, sums
 
@@ -156,8 +156,8 @@ class CastOfRows:
     ):
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
-        asked = straight.quantizations[operand]
-        self._dtype = getattr(torch, asked.format)
+        quantization = straight.quantizations[operand]
+        self._dtype = getattr(torch, quantization.format)
         self._shape, self._across, self._count = (m, k), (k, m), m + k
         # As the matmuls want them: a column of the first operand's scales.
         is_kernel, is_inputs = operand == "kernel", operand == "inputs"
@@ -167,7 +167,7 @@ class CastOfRows:
         self._sizes = m, k, *matrix.stride()
         tile = {"TILE": triton_casts.tile_of((m, k))}
         constants = {
-            **triton_casts.format_constants(asked, straight.interpreted),
+            **triton_casts.format_constants(quantization, straight.interpreted),
             # The outputs use saturated values: see `OperandUse.quantize`.
             "MARKS_ROWS": not is_inputs,
             "MARKS_COLUMNS": not is_kernel,
@@ -301,33 +301,42 @@ class Straight:
         m, k, n = self.sizes(inputs.shape, kernel.shape)
         rows = inputs.shape[: len(inputs.shape) - self.contracted]
         shape = *rows, *kernel.shape[self.contracted :]
-        found = [(shape, self.outputs_dtype)]
+        shapes = [(shape, self.outputs_dtype)]
         if keep:
-            x, w = (
+            inputs_format, kernel_format = (
                 getattr(torch, self.quantizations[operand].format)
                 for operand in ("inputs", "kernel")
             )
-            found += [((k, m), x), ((k, n), w), *self.scales_saved(m, k, n)]
-        return [inputs.new_empty(size, dtype=dtype) for size, dtype in found]
+            shapes += [
+                ((k, m), inputs_format),
+                ((k, n), kernel_format),
+                *self.scales_saved(m, k, n),
+            ]
+        return [inputs.new_empty(size, dtype=dtype) for size, dtype in shapes]
 
     def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
         """Return shapes and dtypes of what is saved after the codes."""
-        found: list[Any] = [((2, _WIDTH), _FLOAT32)]
+        shapes: list[Any] = [((2, _WIDTH), _FLOAT32)]
         if self.source is not None:
             tiles = triton_casts.number_of_tiles
-            found += [((3,), _FLOAT32), ((3,), torch.bool)]
-            found += [((tiles(*each),), _FLOAT32) for each in ((m, k), (k, n))]
-        return found
+            shapes += [((3,), _FLOAT32), ((3,), torch.bool)]
+            shapes += [((tiles(*each),), _FLOAT32) for each in ((m, k), (k, n))]
+        return shapes
 
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return saved tensors in the form of `Residuals.leaves`."""
-        each = Saved(*saved)
-        found = []
-        for codes, used in zip(each[:2], each.used.unbind(0), strict=True):
-            found += [codes.mT[None], used[self.column].reshape(1, 1, 1)]
-        known = [each.scales, each.unseen if self.may_be_unseen else None]
-        known += [each.inputs_amax, each.kernel_amax]
-        return found + [x for x in known if x is not None]
+        tensors = Saved(*saved)
+        leaves = []
+        for codes, used in zip(
+            tensors[:2], tensors.used.unbind(0), strict=True
+        ):
+            leaves += [codes.mT[None], used[self.column].reshape(1, 1, 1)]
+        others = [
+            tensors.scales,
+            tensors.unseen if self.may_be_unseen else None,
+        ]
+        others += [tensors.inputs_amax, tensors.kernel_amax]
+        return leaves + [x for x in others if x is not None]
 
 
 class StraightOfRows(Straight):
@@ -458,11 +467,11 @@ class Passes:
 
     def _bias_grad(self, sums: Tensor) -> Tensor:
         dtype = self._straight.sums_dtype
-        found = _empty(self._n, dtype=dtype, device=self._device)
-        self._add_up(self._stream(), sums, found, sums.shape[0], self._n)
+        bias_grad = _empty(self._n, dtype=dtype, device=self._device)
+        self._add_up(self._stream(), sums, bias_grad, sums.shape[0], self._n)
         if dtype != self._straight.outputs_dtype:
-            found = found.to(self._straight.outputs_dtype)
-        return _shaped(found, self.columns)
+            bias_grad = bias_grad.to(self._straight.outputs_dtype)
+        return _shaped(bias_grad, self.columns)
 
     def _operands(
         self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
@@ -470,17 +479,17 @@ class Passes:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
         used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
-        lately, known = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
+        lately, reading = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
         if state is None:
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
             scales = _empty(3, dtype=_FLOAT32, device=device)
             unseen = _empty(3, dtype=torch.bool, device=device)
-            told = observations.told(state) if self._tells else None
-            flags = unseen if told is None else told
+            host_flags = observations.told(state) if self._tells else None
+            flags = unseen if host_flags is None else host_flags
             self._read(stream, aligned(state), scales, unseen, flags)
             lately = observations.seen_lately(state)
-            known = scales, unseen
+            reading = scales, unseen
         observe = observe and state is not None
         how, read = (lately, observe, False), (scales, unseen, used)
         cast = self._cast(Cast, "inputs", x, how)
@@ -488,7 +497,7 @@ class Passes:
         wv, wa, w_amax = self._codes_of(kernel, how, stream, *read)
         x_scale, w_scale = used.select(1, 0).unbind(0)
         amaxes = (x_amax, w_amax) if observe else ()
-        saved = xa, wv, used, *known, *amaxes
+        saved = xa, wv, used, *reading, *amaxes
         return (xv, wa.t(), x_scale, w_scale), saved
 
     def _codes_of(
@@ -514,30 +523,30 @@ class Passes:
         # The results are the arguments of `_scaled_mm` for the gradients of
         # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()
-        kept, column = Saved(*saved), self._straight.column
+        residuals, column = Saved(*saved), self._straight.column
         used = _empty(_WIDTH, dtype=_FLOAT32, device=device)
-        scales, unseen, lately = kept.scales, kept.unseen, True
+        scales, unseen, lately = residuals.scales, residuals.unseen, True
         if state is None:
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
             lately = observations.seen_lately(state)
-        observe = kept.inputs_amax is not None
+        observe = residuals.inputs_amax is not None
         cast = self._cast(Cast, "outputs_grad", g, (lately, observe, sums))
         gv, ga, g_amax, parts = cast(stream, g, scales, unseen, used)
-        x_scale, w_scale = kept.used.select(1, column).unbind(0)
+        x_scale, w_scale = residuals.used.select(1, column).unbind(0)
         g_scale = used.select(0, column)
         state_grad = None
         if state is not None and observe:
             state_grad = _empty((3, self._width), dtype=_FLOAT32, device=device)
-            amaxes: Any = kept.inputs_amax, kept.kernel_amax, g_amax
+            amaxes: Any = residuals.inputs_amax, residuals.kernel_amax, g_amax
             counts = [amax.numel() for amax in amaxes]
             observe_slot = self._observe[slot % SLOTS]
             column = 1 + slot % SLOTS
             observe_slot(stream, *amaxes, *counts, state_grad, column)
         elif state is not None:
             state_grad = torch.zeros_like(state)
-        of_inputs = gv, kept.kernel.t(), g_scale, w_scale
-        of_kernel = kept.inputs, ga.t(), x_scale, g_scale
+        of_inputs = gv, residuals.kernel.t(), g_scale, w_scale
+        of_kernel = residuals.inputs, ga.t(), x_scale, g_scale
         return of_inputs, of_kernel, parts, state_grad
 
     def _cast(
@@ -627,14 +636,16 @@ def bind(bound: Any) -> Straight | None:
     both, plan = bound.engine.both_layouts, bound.plan
     if not casts.HAS_TRITON or type(both) is not casts.TritonCasts:
         return None
-    asked = [
+    quantizations = [
         plan.operands.quantizations[operand, matmul]
         for matmul, operands in MATMULS.items()
         for operand in operands
     ]
-    if any(each is None or each.rounding != "nearest" for each in asked):
+    if any(
+        each is None or each.rounding != "nearest" for each in quantizations
+    ):
         return None
-    formats = {each.format for each in asked}
+    formats = {each.format for each in quantizations}
     dtypes = {plan.inputs_dtype, plan.kernel_dtype}
     if not formats <= {*FAMILIES["ocp"]} or not dtypes <= {*_DTYPES}:
         return None
@@ -643,7 +654,9 @@ def bind(bound: Any) -> Straight | None:
     chosen = {type(kernel) for kernel, _ in bound.selections.values()}
     if chosen == {ScaledMM} and _in_both_layouts(plan):
         return Straight(bound, both.interpreted)
-    if chosen == {ScaledMMOfRows} and _in_rows(plan, asked, bound.device):
+    if chosen == {ScaledMMOfRows} and _in_rows(
+        plan, quantizations, bound.device
+    ):
         return StraightOfRows(bound, both.interpreted)
     return None
 
@@ -655,16 +668,16 @@ def _in_both_layouts(plan: Any) -> bool:
     )
 
 
-def _in_rows(plan: Any, asked: list[Any], device: Any) -> bool:
+def _in_rows(plan: Any, quantizations: list[Any], device: Any) -> bool:
     """Return True if the rows that matmuls read have scales in the matmul."""
     return (
         type(plan.source) is CurrentSource
-        and len({*asked}) == 1
-        and asked[0].format == "float8_e4m3fn"
-        and asked[0].tile == ROW
-        and asked[0].scale_format == "float32"
-        and asked[0].hadamard is None
-        and asked[0].constant_scale is None
+        and len({*quantizations}) == 1
+        and quantizations[0].format == "float8_e4m3fn"
+        and quantizations[0].tile == ROW
+        and quantizations[0].scale_format == "float32"
+        and quantizations[0].hadamard is None
+        and quantizations[0].constant_scale is None
         and plan.inputs_dtype == "bfloat16"
         and backend.scales_rows(
             torch.device("cpu" if device.maker == "cpu" else "cuda")

@@ -54,11 +54,11 @@ class _Run(ByExample):
             )
             if not observe:
                 residuals = operation.bound.observed(residuals, inputs, kernel)
-        found = [inputs, kernel, *state]
-        before = len(found)
+        tensors = [inputs, kernel, *state]
+        before = len(tensors)
         for tensor in (outputs, *residuals.leaves()):
-            found.append(operators.unshared(tensor, found))
-        return tuple(found[before:])
+            tensors.append(operators.unshared(tensor, tensors))
+        return tuple(tensors[before:])
 
     @staticmethod
     def setup_context(
@@ -90,8 +90,8 @@ class _RunFrozen(ByExample):
     def forward(
         operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        found = operation.forward(inputs, constants)
-        return operators.unshared(found, [inputs, *constants])
+        outputs = operation.forward(inputs, constants)
+        return operators.unshared(outputs, [inputs, *constants])
 
     @staticmethod
     def setup_context(

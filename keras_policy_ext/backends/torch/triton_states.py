@@ -76,12 +76,12 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def history_scales(
-    source: Any, state: Tensor, told: Tensor | None = None
+    source: Any, state: Tensor, host_flags: Tensor | None = None
 ) -> HistoryScales:
     """Read the scales of the three operands from a state, on a GPU.
 
-    `unseen` is also written to `told`, bool (3,), in memory that the host can
-    read. The state is (3, width), contiguous.
+    `unseen` is also written to `host_flags`, bool (3,), in memory that the host
+    can read. The state is (3, width), contiguous.
     """
     scales = torch.empty(3, dtype=torch.float32, device=state.device)
     unseen = torch.empty(3, dtype=torch.bool, device=state.device)
@@ -89,7 +89,7 @@ def history_scales(
         state,
         scales,
         unseen,
-        unseen if told is None else told,
+        unseen if host_flags is None else host_flags,
         **state_constants(source),
     )
     if source.starts_from_current:
