@@ -366,7 +366,7 @@ def _fits_bfloat16(a: Quantized, b: Quantized) -> bool:
 
 def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
     """Return True if a GPU can multiply these operands exactly in 16 bits."""
-    if a.values.device.type != "cuda":
+    if not _is_cuda(a.values):
         return False
     narrow = backend.here().multiplies_in
     return (
@@ -375,6 +375,10 @@ def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
         and is_real(a.values)
         and backend.sums_in_float32(narrow)
     )
+
+
+def _is_cuda(x: Tensor) -> bool:
+    return bool(x.device.type == "cuda")
 
 
 def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
