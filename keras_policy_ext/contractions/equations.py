@@ -114,7 +114,7 @@ def _form_error(equation: object, why: str) -> str:
 Sizes = dict[str, Any]
 
 
-class Form(NamedTuple):
+class EinsumForm(NamedTuple):
     """The letters of an equation, grouped by their role in the matmul.
 
     Attributes:
@@ -240,10 +240,10 @@ class Form(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def form_of(equation: str) -> Form:
-    """Return the `Form` of an explicit equation, such as `"abc,cd->abd"`."""
+def form_of(equation: str) -> EinsumForm:
+    """Return the `EinsumForm` of an explicit equation, such as `"abc,cd->abd"`."""
     first, second, out = split(equation)
-    return Form(
+    return EinsumForm(
         first,
         second,
         out,
@@ -255,7 +255,7 @@ def form_of(equation: str) -> Form:
 
 
 @functools.lru_cache(maxsize=4096)
-def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
+def axes_alone(form: EinsumForm, operand: str) -> tuple[int, ...]:
     """Return the axes of an operand whose letters no other term has."""
     term, *groups = form._home(operand)
     order = "".join((form.batch, *groups))
@@ -264,7 +264,7 @@ def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _home_axes(
-    form: Form, operand: str
+    form: EinsumForm, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
     """Return how to permute an operand (None: not) and to flatten it."""
     term, *groups = form._home(operand)

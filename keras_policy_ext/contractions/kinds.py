@@ -22,7 +22,11 @@ from keras_policy_ext.backends.matmuls import (
     Shapes,
 )
 from keras_policy_ext.contractions import equations
-from keras_policy_ext.contractions.equations import Form, axes_alone, form_of
+from keras_policy_ext.contractions.equations import (
+    EinsumForm,
+    axes_alone,
+    form_of,
+)
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.tiles import tile_amax
@@ -113,8 +117,8 @@ class Einsum:
     reads_what_is_quantized: ClassVar[bool] = True
 
     @functools.cached_property
-    def form(self) -> Form:
-        """The `Form` of the equation: its letters by role."""
+    def form(self) -> EinsumForm:
+        """The `EinsumForm` of the equation: its letters by role."""
         return form_of(self.equation)
 
     @property

@@ -54,10 +54,8 @@ def quantize_both_ways(
     grid = grid_of((m, k))
     strides = x.stride(0), x.stride(1)
     # One for each tile, which its program writes, or one that all raise.
-    if given:
-        amaxes = _empty(x, (number_of_tiles(m, k),), torch.float32)
-    else:
-        amaxes = torch.zeros((), dtype=torch.int32, device=x.device)
+    tiles = (number_of_tiles(m, k),)
+    amaxes = _empty(x, tiles, torch.float32) if given else _zero(x)
     unseen = hint.unseen if hint.unseen is not None else amaxes
     if not given or (hint.unseen is not None and not hint.seen_lately):
         amax_kernel[grid](
@@ -120,6 +118,10 @@ def number_of_tiles(m: Any, k: Any) -> Any:
 
 def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=x.device)
 
 
 SUMMED = 32
