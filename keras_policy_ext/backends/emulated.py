@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from keras import ops
@@ -12,6 +12,7 @@ from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import (
+    Convolution,
     Convolutions,
     MatmulKernel,
     Request,
@@ -19,6 +20,8 @@ from keras_policy_ext.backends.matmuls import (
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class KerasConvolutions(Convolutions):
@@ -32,12 +35,12 @@ class KerasConvolutions(Convolutions):
         self.reason = reason
 
     @override
-    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+    def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
         return conv.of(x, w)
 
     @override
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
+        self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         return backends.current.transpose(
             lambda x: self.outputs(conv, x, w), shape, g
@@ -45,7 +48,7 @@ class KerasConvolutions(Convolutions):
 
     @override
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
+        self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         return backends.current.transpose(
             lambda w: self.outputs(conv, x, w), shape, g
@@ -70,7 +73,7 @@ class Emulated(MatmulKernel):
 
     native = False
 
-    def __init__(self, product: Any):
+    def __init__(self, product: Product):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
@@ -100,7 +103,7 @@ class Plain(MatmulKernel):
 
     native = False
 
-    def __init__(self, product: Any):
+    def __init__(self, product: Product):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
@@ -199,7 +202,10 @@ def exact_in(dtype: str, *operands: Quantized) -> bool:
 
 
 def times_scales(
-    product: Tensor, a: Quantized, b: Quantized, multiply: Any = ops.multiply
+    product: Tensor,
+    a: Quantized,
+    b: Quantized,
+    multiply: Product = ops.multiply,
 ) -> Tensor:
     """Multiply a matmul's float32 result by the scales of both operands.
 

@@ -313,7 +313,7 @@ class Replicas:
         flag: Tensor,
         update: Callable[..., None],
         arguments: tuple[Any, ...],
-        variables: Sequence[Any],
+        variables: Sequence[keras.Variable],
     ) -> None:
         """Call `update(*arguments)` if a flag is set, also in compiled code.
 
@@ -342,7 +342,7 @@ class Replicas:
         """
         return observation
 
-    def gathering_of(self, variable: Any) -> Any:
+    def gathering_of(self, variable: keras.Variable) -> Any:
         """Return how a sharded kernel is gathered for a matmul, or None.
 
         It is hashable. Its tuple `axes` has the mesh axes that shard each axis
@@ -503,28 +503,32 @@ class States(Replicas):
         """Return the count of in-place changes of a tensor; None if unknown."""
         return None
 
-    def as_value_of(self, variable: Any, value: Any) -> Tensor:
+    def as_value_of(self, variable: keras.Variable, value: Tensor) -> Tensor:
         """Return a value as a tensor that can be assigned to a variable."""
         return ops.convert_to_tensor(value, dtype=variable.dtype)
 
-    def assigned(self, variable: Any, value: Tensor) -> Tensor | None:
+    def assigned(
+        self, variable: keras.Variable, value: Tensor
+    ) -> Tensor | None:
         """Return the new state of `variable` after `value` is assigned.
 
         None if that is stored already.
         """
         return self.settle(variable.settling, value, variable.value)
 
-    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
+    def keep_observations(
+        self, variable: keras.Variable, tensor: Tensor
+    ) -> None:
         """Store a state's observations in the variable, not in `.grad`.
 
         It does nothing on a framework that returns gradients to the caller.
         `variable` was just initialized with `tensor`.
         """
 
-    def let_go(self, variables: Sequence[Any]) -> None:
+    def let_go(self, variables: Sequence[keras.Variable]) -> None:
         """Free the memory of variables as soon as nothing refers to them."""
 
-    def is_compiled(self, function: Any) -> bool:
+    def is_compiled(self, function: object) -> bool:
         """Return True if `function` is compiled and may reuse an old trace.
 
         False also if the framework checks what has changed since.
@@ -537,7 +541,7 @@ class States(Replicas):
         `owner` is the object whose method it is; None for none.
         """
 
-    def earlier_observation(self, variable: Any) -> Tensor | None:
+    def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
         """Return the observations of micro-batches since the last update.
 
         Float32 (operands, width); None if there are none, or if the optimizer
@@ -545,10 +549,12 @@ class States(Replicas):
         """
         return None
 
-    def put_earlier_observation(self, variable: Any, value: Tensor) -> None:
+    def put_earlier_observation(
+        self, variable: keras.Variable, value: Tensor
+    ) -> None:
         """Restore into a state what `earlier_observation` returned for it."""
 
-    def known_value(self, variable: Any) -> Tensor | None:
+    def known_value(self, variable: keras.Variable) -> Tensor | None:
         """Return a state variable's value; None if it cannot be read now.
 
         It cannot while it is traced, or if reading it would stall each step.
@@ -556,7 +562,9 @@ class States(Replicas):
         return None
 
     def follow_shards(
-        self, variables: Sequence[Any], modules: Sequence[Any]
+        self,
+        variables: Sequence[keras.Variable],
+        modules: Sequence[keras.Layer],
     ) -> None:
         """Make variables read the sharded parameters of `fully_shard`.
 
@@ -590,7 +598,7 @@ class States(Replicas):
             "here; on JAX `ModelParallel` gathers float8 without it."
         )
 
-    def settle_observed(self, variables: Sequence[Any]) -> None:
+    def settle_observed(self, variables: Sequence[keras.Variable]) -> None:
         """Update state variables with the observations stored for them.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.both_layouts import BothLayouts
@@ -12,19 +12,21 @@ from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.row_casts import RowCasts
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.casting import Cast, Codec
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
 from keras_policy_ext.recipes import EACH_MATRIX, Quantization, Tile
 
 Shapes = tuple[Any, Any]
-Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
-
 OTHER_SCALES = "its scales are those of other tiles"
 """The reason of a kernel that does not support the scales of a matmul."""
 
 ROW = Tile(free=1)
 """One scale per row of the matrix that a matmul reads."""
 
+
+Convolution: TypeAlias = Any
+"""A `contractions.kinds.Conv`: strides, padding and the like."""
 
 E8M0 = "float8_e8m0fnu"
 """The format of the scales of MX blocks."""
@@ -174,16 +176,16 @@ class Convolutions(Protocol):
     reason: str
     """Why there is no float8 convolution."""
 
-    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+    def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
         """Compute the outputs of the convolution of inputs and a kernel."""
 
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
+        self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         """Compute the gradient of a convolution's inputs, of this shape."""
 
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
+        self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         """Compute the gradient of a convolution's kernel, of this shape."""
 
@@ -195,18 +197,22 @@ class StateKernels(Protocol):
     values.
     """
 
-    def supports(self, source: Any, state: Tensor) -> str | None:
+    def supports(self, source: object, state: Tensor) -> str | None:
         """Return why these kernels do not support a source's state, or None."""
 
-    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+    def history_scales(
+        self, source: DelayedSource, state: Tensor
+    ) -> HistoryScales:
         """Read the scales of the coming step from a state."""
 
     def observation(
-        self, source: Any, amaxes: list[Tensor], slot: int
+        self, source: DelayedSource, amaxes: list[Tensor], slot: int
     ) -> Tensor:
         """Return the amaxes of one use of a layer as a state's gradient."""
 
-    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    def settle(
+        self, source: DelayedSource, value: Tensor, previous: Tensor
+    ) -> Tensor:
         """Return the new state after `value` is assigned to it."""
 
 
@@ -249,12 +255,12 @@ class Engine:
     convolutions: Convolutions
     cast: Cast = casting.quantize_float32
     narrow_cast: Cast = casting.quantize
-    widen: Callable[[Tensor, str], Tensor] = casting.widen
+    widen: Codec = casting.widen
     both_layouts: BothLayouts | None = None
     row_casts: RowCasts | None = None
     training_cast: Cast | None = None
-    encode: Callable[[Tensor, str], Tensor] = casting.encode
-    decode: Callable[[Tensor, str], Tensor] = casting.decode
+    encode: Codec = casting.encode
+    decode: Codec = casting.decode
     states: tuple[StateKernels, ...] = ()
     straight: Callable[[Any], Any] = lambda bound: None
 
@@ -264,7 +270,7 @@ class Engine:
         return self.training_cast or self.cast
 
     def state_kernels_for(
-        self, source: Any, state: Tensor
+        self, source: object, state: Tensor
     ) -> StateKernels | None:
         """Return the first kernels that support a source's state, or None."""
         for states in self.states:

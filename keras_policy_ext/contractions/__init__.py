@@ -101,9 +101,9 @@ def settling(recipe: Recipe, matrices: int = 1) -> Callable[[Any, Any], Any]:
         state or zeros; `previous`, (rows, width), is the state before. The
         same object for equal arguments.
     """
-    source = state_source_of(recipe, matrices)
+    source: Any = state_source_of(recipe, matrices)
 
-    def settle(value: Tensor, previous: Any) -> Any:
+    def settle(value: Tensor, previous: Tensor) -> Any:
         states = backends.engine.state_kernels_for(source, previous)
         # An observation of several replicas is wider.
         if states is None or value.shape != previous.shape:
@@ -170,7 +170,7 @@ def select(
     return plan.choice
 
 
-def compute_dtype(dtype: Any) -> str:
+def compute_dtype(dtype: object) -> str:
     """Return a dtype's name; raise if matmuls cannot compute in the dtype."""
     with contextlib.suppress(ValueError, TypeError):
         name: str = keras.backend.standardize_dtype(dtype)

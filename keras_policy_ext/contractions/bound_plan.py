@@ -419,7 +419,11 @@ class BoundPlan:
         return found
 
     def _of_kernel(
-        self, amax: Tensor, reading: Any, state: Tensor, slot: Slot
+        self,
+        amax: Tensor,
+        reading: StateReading | None,
+        state: Tensor,
+        slot: Slot,
     ) -> Tensor:
         """Return an observation of an outgrown kernel's amax, or zeros."""
         outgrown = self._source.outgrown(amax, reading)

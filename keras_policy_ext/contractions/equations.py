@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import string
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_policy_ext import backends
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 
 
 class Terms(NamedTuple):
@@ -87,7 +88,9 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
     return f"{first},{second}->{terms.out.replace('...', letters)}"
 
 
-def outputs_shape(equation: str, first: Any, second: Any) -> tuple[Any, ...]:
+def outputs_shape(
+    equation: str, first: Sequence[Size], second: Sequence[Size]
+) -> tuple[Size, ...]:
     """Return the shape of the result of an explicit equation.
 
     `keras.ops.einsum` infers none of an equation with capital letters
@@ -145,7 +148,7 @@ class EinsumForm(NamedTuple):
         is_matrix = bool(rows and columns and contracted)
         return is_matrix and terms == (self.first, self.second, self.out)
 
-    def sizes(self, inputs: Tensor, kernel: Any) -> Sizes:
+    def sizes(self, inputs: Sequence[Size], kernel: Sequence[Size]) -> Sizes:
         """Return the size of each letter of the equation, from both shapes."""
         letters = self.first + self.second
         return dict(zip(letters, (*inputs, *kernel), strict=True))
@@ -180,7 +183,9 @@ class EinsumForm(NamedTuple):
             x = framework.permute(x, axes)
         return framework.reshape(x, shape)
 
-    def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
+    def matrix_axes(
+        self, operand: str, axes: Sequence[tuple[str, ...]]
+    ) -> tuple[Any, ...]:
         """Convert a list with an entry per operand axis to its matrix's axes.
 
         A matrix axis gets the entry of the first axis flattened into it. It is
@@ -241,7 +246,7 @@ class EinsumForm(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def form_of(equation: str) -> EinsumForm:
-    """Return the `EinsumForm` of an explicit equation, such as `"abc,cd->abd"`."""
+    """Return the form of an explicit equation, such as `"abc,cd->abd"`."""
     first, second, out = split(equation)
     return EinsumForm(
         first,

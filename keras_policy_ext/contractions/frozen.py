@@ -11,7 +11,8 @@ from keras import ops
 
 from keras_policy_ext import backends, formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.matmuls import Choice, Request
+from keras_policy_ext.backends.interface import Shape
+from keras_policy_ext.backends.matmuls import Choice, Request, Shapes
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Contraction, Einsum
@@ -105,7 +106,7 @@ class FrozenPlan:
         return self._product("forward", *reads, shapes)
 
     def inputs_grad(
-        self, outputs_grad: Tensor, constants: Constants, shape: Any
+        self, outputs_grad: Tensor, constants: Constants, shape: Shape
     ) -> Tensor:
         """Return the gradient of the inputs, in the compute dtype.
 
@@ -194,7 +195,7 @@ class FrozenPlan:
         return set(summed) == set(form.contracted) and not form.batch
 
     def _product(
-        self, matmul: str, a: Quantized, b: Quantized, shapes: Any
+        self, matmul: str, a: Quantized, b: Quantized, shapes: Shapes
     ) -> Tensor:
         kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
         return self.contraction.product(
@@ -233,7 +234,7 @@ class FrozenPlan:
         codes: Tensor,
         scale: Tensor,
         static_scale: list[Tensor],
-        shapes: Any,
+        shapes: Shapes,
     ) -> Tensor:
         """Quantize the inputs; compute the outputs by a float8 matmul."""
         engine = backends.engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import keras
@@ -32,6 +32,9 @@ from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.tiles import tile_amax
 from keras_policy_ext.recipes import EACH_MATRIX, Quantization
 
+AxisNames = Sequence[tuple[str, ...]]
+"""For each axis of a tensor the mesh axes that shard it, perhaps none."""
+
 
 class Contraction(Hashable, Protocol):
     """A contraction: three matmuls of inputs, kernel and outputs gradient.
@@ -49,7 +52,12 @@ class Contraction(Hashable, Protocol):
         """True if `reads_what_is_quantized` and no operand is a batch."""
 
     def choose(
-        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+        self,
+        engine: Engine,
+        matmul: str,
+        a: Quantization | None,
+        b: Quantization | None,
+        **how: Any,
     ) -> tuple[Any, Choice]:
         """Select the kernel for operands quantized as `a` and `b`."""
 
@@ -64,7 +72,9 @@ class Contraction(Hashable, Protocol):
         For a convolution, whose windows overlap: all axes but the first.
         """
 
-    def operand(self, name: str, x: Tensor, quantization: Any) -> Tensor:
+    def operand(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
         """Return the tensor to quantize: an operand, perhaps as a matrix.
 
         Args:
@@ -72,7 +82,9 @@ class Contraction(Hashable, Protocol):
             quantization: How it is quantized; None if it is not.
         """
 
-    def kernel_axes(self, axes: Any, quantization: Any) -> tuple[Any, ...]:
+    def kernel_axes(
+        self, axes: AxisNames, quantization: Quantization | None
+    ) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes.
 
         Args:
@@ -127,7 +139,12 @@ class Einsum:
         return not self.form.batch
 
     def choose(
-        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+        self,
+        engine: Engine,
+        matmul: str,
+        a: Quantization | None,
+        b: Quantization | None,
+        **how: Any,
     ) -> tuple[MatmulKernel, Choice]:
         """Select a matmul kernel for operands quantized as `a` and `b`."""
         if a is None or b is None:
@@ -147,7 +164,9 @@ class Einsum:
         first, _, out = equations.split(self.equation)
         return tuple(i for i, letter in enumerate(first) if letter not in out)
 
-    def operand(self, name: str, x: Tensor, quantization: Any) -> Tensor:
+    def operand(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
         """Return the tensor to quantize: an operand as a matrix or as is."""
         # A tensor with one scale keeps its own axes while it is quantized, so
         # that what is moved to make a matrix of it is narrow.
@@ -159,7 +178,9 @@ class Einsum:
         in_axes = quantization is None or quantization.keeps_axes
         return x if in_axes else form.matrix(name, x)
 
-    def kernel_axes(self, axes: Any, quantization: Any) -> tuple[Any, ...]:
+    def kernel_axes(
+        self, axes: AxisNames, quantization: Quantization | None
+    ) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes."""
         if not in_one_scale(quantization):
             return self.form.matrix_axes("kernel", axes)
@@ -227,7 +248,9 @@ class EinsumOfBank(Einsum):
         """Return a recipe's quantization, with a scale for each matrix."""
         return None if requested is None else requested.of_each_matrix
 
-    def amaxes(self, name: str, x: Tensor, quantization: Any) -> Tensor:
+    def amaxes(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
         """Return the amax of each matrix, float32 (matrices, 1, 1).
 
         `x` is what `operand` returns.
@@ -334,7 +357,12 @@ class Conv:
         return ops.conv(x, w, **self.arguments)
 
     def choose(
-        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+        self,
+        engine: Engine,
+        matmul: str,
+        a: Quantization | None,
+        b: Quantization | None,
+        **how: Any,
     ) -> tuple[Convolutions, Choice]:
         """Select how to convolve operands quantized as `a` and `b`."""
         return engine.convolutions, Choice(
@@ -351,11 +379,15 @@ class Conv:
         """Return the inputs' axes that one output may depend on."""
         return tuple(range(1, rank))
 
-    def operand(self, name: str, x: Tensor, quantization: Any) -> Tensor:
+    def operand(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
         """Return the operand unchanged: a convolution needs its axes."""
         return x
 
-    def kernel_axes(self, axes: Any, quantization: Any) -> tuple[Any, ...]:
+    def kernel_axes(
+        self, axes: AxisNames, quantization: Quantization | None
+    ) -> tuple[Any, ...]:
         """Return `axes` as a tuple: a convolution keeps the kernel's axes."""
         return tuple(axes)
 

@@ -19,8 +19,9 @@ from keras_policy_ext.backends.both_layouts import (
 )
 from keras_policy_ext.backends.matmuls import ROW, Choice, Engine
 from keras_policy_ext.backends.row_casts import RowCast
-from keras_policy_ext.contractions.kinds import Contraction
+from keras_policy_ext.contractions.kinds import AxisNames, Contraction
 from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics.casting import Cast
 from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import Amax, StateReading
@@ -111,7 +112,7 @@ class Operands:
             return quantization
         return quantization.transposed
 
-    def kernel_axes(self, axes: Any, matmul: str) -> tuple[Any, ...]:
+    def kernel_axes(self, axes: AxisNames, matmul: str) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to the quantized axes.
 
         Args:
@@ -250,7 +251,7 @@ class OperandUse:
         home: Tensor,
         amax: Amax,
         reading: StateReading | None,
-        cast: Any,
+        cast: Cast,
         slot: Slot = 0,
     ) -> tuple[Quantized, Quantized]:
         """Quantize an operand; return one copy for outputs, one for gradients.

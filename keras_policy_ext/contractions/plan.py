@@ -226,7 +226,11 @@ def make_plan(
 
 
 def run(
-    plan: Plan, inputs: Tensor, kernel: Any, *state: Any, bias: Any = None
+    plan: Plan,
+    inputs: Tensor,
+    kernel: Tensor,
+    *state: Any,
+    bias: Tensor | None = None,
 ) -> Any:
     """Compute the outputs of a planned contraction; its plan has the gradients.
 

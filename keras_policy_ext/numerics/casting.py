@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -22,6 +22,13 @@ EXPONENT_BITS = 0x7F800000
 
 format_of = functools.cache(formats.get)
 """Return the `Format` of this name, from a cache."""
+
+Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
+"""Takes a tensor, the scale of each element, the name of a format, and whether
+to multiply by the scale instead of dividing by it. Returns the values."""
+
+Codec = Callable[[Tensor, str], Tensor]
+"""Takes values and the name of a format or dtype; returns them converted."""
 
 MAGNITUDE_BITS = 0x7FFFFFFF
 SIGN_BIT = -0x80000000
@@ -192,7 +199,7 @@ def quantize_dequantize(
     return dequantize(quantize(x, scale, dtype), scale, out_dtype)
 
 
-def _limit(dtype: Any) -> float:
+def _limit(dtype: object) -> float:
     if not isinstance(dtype, str) or dtype not in CASTABLE:
         hint = formats.ALIASES.get(str(dtype))
         step = (

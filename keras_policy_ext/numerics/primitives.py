@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
 """How to decode a format by way of float16: a shift and a factor.
@@ -46,7 +46,7 @@ class Primitives:
 
     numbers_of_a_part = 1 << 16
 
-    def reshape(self, x: Tensor, shape: Any) -> Tensor:
+    def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
         """Reshape a tensor as `ops.reshape` does."""
         return ops.reshape(x, shape)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import casting, primitives, scaling, tiles
+from keras_policy_ext.numerics.casting import Cast, Codec
 from keras_policy_ext.numerics.stochastic import random_bits, round_to_neighbour
 from keras_policy_ext.numerics.tiles import Scales, scales_of
 from keras_policy_ext.recipes import WHOLE, Quantization, Tile
@@ -56,7 +56,7 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     return axes.reshape(x, shape) * 0.25
 
 
-def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
+def inverse(matrix: Tensor, size: Size, axis: int = 2) -> Tensor:
     """Undo `hadamard`; crop the axis to `size`.
 
     Args:
@@ -132,7 +132,7 @@ class Quantized:
             return self.scale
         return tiles.spread(self.scale, quantization.tile, self.values)
 
-    def encoded(self, dtype: str, encode: Any = casting.encode) -> Quantized:
+    def encoded(self, dtype: str, encode: Codec = casting.encode) -> Quantized:
         """Return a copy whose values are in a narrow dtype, or codes.
 
         This is the form saved for the backward pass. Unquantized and narrow
@@ -164,8 +164,8 @@ class Quantized:
 
     def decoded(
         self,
-        widen: Any = casting.widen,
-        decode: Any = casting.decode,
+        widen: Codec = casting.widen,
+        decode: Codec = casting.decode,
         compute_dtype: str = "float32",
     ) -> Quantized:
         """Return a copy whose values and scales are in float32.
@@ -259,8 +259,8 @@ def quantize(
     x: Tensor,
     quantization: Quantization,
     scale: Tensor | None = None,
-    cast: Any = casting.quantize_float32,
-    whole_amax: Any = scaling.amax,
+    cast: Cast = casting.quantize_float32,
+    whole_amax: Callable[[Tensor], Tensor] = scaling.amax,
     key: Tensor | None = None,
     across: bool = False,
 ) -> tuple[Quantized, Tensor | None]:

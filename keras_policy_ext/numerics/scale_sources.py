@@ -100,7 +100,7 @@ class Amax:
         self,
         x: Tensor,
         wanted: bool,
-        of: Any = scaling.amax,
+        of: Callable[[Tensor], Tensor] = scaling.amax,
         in_branch: bool = False,
     ):
         self._x, self._of, self.in_branch = x, of, in_branch
@@ -200,7 +200,7 @@ class StateSource(ScaleSource, Protocol):
             Float32 (rows, width).
         """
 
-    def outgrown(self, amax: Tensor, reading: Any) -> Tensor:
+    def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
         """Return True if a kernel's amax is too large for the stored scale.
 
         Args:
@@ -241,7 +241,7 @@ class CurrentSource:
 
     observes_amaxes = False
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(inverted=False)
@@ -337,7 +337,7 @@ class DelayedSource:
         """Return the amaxes of one use of a layer as a state's gradient."""
         return self.layout.observation(ops.stack(amaxes), slot)
 
-    def outgrown(self, amax: Tensor, reading: Any) -> Tensor:
+    def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
         """Return True if a kernel's amax is too large for the stored scale."""
         # A kernel that was never observed is scaled by its own amax already,
         # unless the recipe starts from a fixed scale.
@@ -375,7 +375,9 @@ class DelayedSource:
         unseen = scales == 0.0 if self.starts_from_current else None
         return HistoryScales(scales, unseen)
 
-    def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
+    def _scale(
+        self, amax: Tensor, limit: float | Tensor, previous: Tensor
+    ) -> Tensor:
         margin = self.recipe.margin
         return scaling.scale_of_multiplier(amax, limit, margin, previous)
 
@@ -422,7 +424,7 @@ class DelayedSourceOfBank(DelayedSource):
         is_used = ops.expand_dims(ops.not_equal(flat, 0.0), 1)
         return ops.where(is_used, observation, 0.0)
 
-    def outgrown(self, amax: Tensor, reading: Any) -> Tensor:
+    def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
         """Return, for each matrix of a kernel, whether it outgrew its scale."""
         first = OPERANDS.index("kernel") * self.matrices
         before = reading.scales[first : first + self.matrices]
@@ -438,7 +440,7 @@ class CountingSource(CurrentSource):
     number of the next step.
     """
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.layout = Counting(length=1, constant=(True,))
         self.state_shape = (1, self.layout.width)
@@ -456,7 +458,9 @@ class CountingSource(CurrentSource):
         """Take a `StepCount` from saved tensors; return the rest too."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
-    def key(self, reading: Any, slot: Slot, amax: Amax, matmul: str) -> Tensor:
+    def key(
+        self, reading: StepCount, slot: Slot, amax: Amax, matmul: str
+    ) -> Tensor:
         """Return the int32 random key to round an operand of a matmul."""
         step = ops.cast(reading.number, "int32")
         kernel = ops.cast(reading.kernel, "int32")

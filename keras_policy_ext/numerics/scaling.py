@@ -26,7 +26,9 @@ LARGEST_MARGIN = 127
 _MANTISSA_BITS = 0x007FFFFF
 
 
-def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
+def amax(
+    x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False
+) -> Tensor:
     """Return the largest magnitude along axes of a tensor, in float32.
 
     Args:
@@ -111,7 +113,7 @@ def scale_from_amax(
 
 def scale_for_limit(
     amax: Tensor,
-    limit: Any,
+    limit: float | Tensor,
     margin: int = 0,
     power_of_two: bool = False,
     previous: Tensor = 1.0,
@@ -154,7 +156,7 @@ def _scale_of_number(
 
 
 def scale_of_multiplier(
-    amax: Tensor, limit: Any, margin: int = 0, previous: Tensor = 1.0
+    amax: Tensor, limit: float | Tensor, margin: int = 0, previous: Tensor = 1.0
 ) -> Tensor:
     """Return `1 / (limit / 2**margin / amax)`, delayed scaling's scale.
 
@@ -201,7 +203,7 @@ def inverted_of_number(amax: float, divisor: float) -> float:
     return float(np.float32(1.0 / float(np.float32(multiplier))))
 
 
-def with_margin(limit: Any, margin: int) -> Any:
+def with_margin(limit: float | Tensor, margin: int) -> Any:
     """Divide a format's largest value by `2**margin`, the headroom."""
     # An exact division. Applied to the quotient instead it might go through
     # a subnormal, which JAX and TensorFlow on a CPU flush to 0, and XLA

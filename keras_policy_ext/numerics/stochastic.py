@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import (
     EXPONENT_BITS,
@@ -30,7 +30,9 @@ def mix(x: Tensor) -> Tensor:
     return ops.bitwise_xor(x, shifted_right(x, 16))
 
 
-def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
+def random_bits(
+    shape: Sequence[Size], key: Tensor, across: bool = False
+) -> Tensor:
     """Return sixteen random bits per element of a matrix.
 
     They depend on the index of an element in the matrix that a matmul reads,
@@ -46,7 +48,7 @@ def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
     """
     _, m, k = shape
     steps = (m * k, 1, m) if across else (m * k, k, 1)
-    index: Any = 0
+    index: Tensor | int = 0
     for axis, (size, step) in enumerate(zip(shape, steps, strict=True)):
         places = ops.arange(size, dtype="int32") * step
         index = index + ops.reshape(

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import casting, primitives, scaling
 from keras_policy_ext.numerics.casting import round_to_format, view
 from keras_policy_ext.recipes import Quantization, Tile
@@ -231,7 +231,7 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     return primitives.current.reshape(matrix, blocks)
 
 
-def _counted(size: Any, of: int | None) -> tuple[Any, Any]:
+def _counted(size: Size, of: int | None) -> tuple[Any, Any]:
     """Return the number of tiles along an axis, and the tile's size."""
     # In this form JAX sees that a padded symbolic size divides evenly.
     return (1, size) if of is None else ((size + of - 1) // of, of)

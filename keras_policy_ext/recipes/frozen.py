@@ -85,7 +85,9 @@ class FrozenKernels(Recipe):
         return Quantization(format=formats.ALIASES["e4m3"], tile=tile)
 
 
-def _check(recipe: FrozenKernels, name: str, allowed: Any) -> None:
+def _check(
+    recipe: FrozenKernels, name: str, allowed: tuple[str | None, ...]
+) -> None:
     value = getattr(recipe, name)
     if value not in allowed:
         raise ValueError(

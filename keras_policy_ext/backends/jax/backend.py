@@ -20,6 +20,7 @@ from keras_policy_ext.backends.interface import (
     FrozenOperation,
     Mark,
     Operation,
+    Settle,
     Shape,
 )
 from keras_policy_ext.backends.jax import gradients, tracing
@@ -98,7 +99,7 @@ class JaxBackend(Backend):
         return isinstance(lax.neg(0.0), jax.core.Tracer)
 
     @override
-    def is_compiled(self, function: Any) -> bool:
+    def is_compiled(self, function: object) -> bool:
         # What `jax.jit` and `jax.pmap` return.
         return callable(getattr(function, "clear_cache", None)) and callable(
             getattr(function, "lower", None)
@@ -190,14 +191,17 @@ class JaxBackend(Backend):
 
     @override
     def settle_here(
-        self, settle: Any, value: Tensor, previous: Tensor
+        self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
         # Traced once for each shape.
         return _settled(settle, value, previous)
 
     @override
     def transpose(
-        self, function: Any, shape: Shape, cotangent: Tensor
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: Shape,
+        cotangent: Tensor,
     ) -> Tensor:
         like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
         return jax.linear_transpose(function, like)(cotangent)[0]
@@ -375,7 +379,7 @@ BACKEND = JaxBackend()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _settled(settle: Any, value: Tensor, previous: Tensor) -> Tensor:
+def _settled(settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
     return settle(value, previous)
 
 

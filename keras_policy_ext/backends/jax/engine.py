@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +84,7 @@ def found() -> Device:
     return devices.of_nvidia(numbers, title)
 
 
-def _numbers(capability: Any) -> tuple[int, ...] | None:
+def _numbers(capability: str) -> tuple[int, ...] | None:
     """Convert a compute capability such as `"9.0"` to (9, 0), or None."""
     numbers = capability.split(".")
     if len(numbers) != 2 or not all(each.isdigit() for each in numbers):
@@ -181,7 +180,7 @@ def _scaled_product(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    dtype: Any = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed, with scales of MX blocks."""
     scales = [
@@ -210,8 +209,8 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 def _product(
     a: Tensor,
     b: Tensor,
-    precision: Any = lax.Precision.DEFAULT,
-    dtype: Any = jnp.float32,
+    precision: lax.PrecisionLike = lax.Precision.DEFAULT,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed, accumulated in float32."""
     single = a.shape[0] == 1 and b.shape[0] == 1

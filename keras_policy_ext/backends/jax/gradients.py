@@ -125,9 +125,9 @@ def run(
 def _run_forward(
     operation: Operation,
     inputs: Tensor,
-    kernel: Any,
-    state: tuple[Any, ...],
-    bias: Any,
+    kernel: Tensor,
+    state: State,
+    bias: Tensor | None,
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
     """Return the outputs, and what is saved for the backward pass.
 

@@ -11,7 +11,8 @@ import concurrent.futures
 import functools
 import math
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,9 @@ PART, PROGRAMS = 4096, 256
 
 MOST = 1 << 31
 """The number of elements from which a place does not fit an int32."""
+
+Ref: TypeAlias = Any
+"""A reference to a block of a tensor, in a kernel."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -117,7 +121,7 @@ class PallasCasts(BothLayouts):
 
     sums_columns = True
 
-    def __init__(self, device: Any, interpreted: bool = False):
+    def __init__(self, device: Callable[[], Device], interpreted: bool = False):
         self._device, self.interpreted = device, interpreted
 
     @override
@@ -197,7 +201,11 @@ class ShardCast(NamedTuple):
         return result.codes, result.across, result.scale, amax, sums
 
     def _scale(
-        self, shards: Shards, x: Tensor, scale: Any, unseen: Any
+        self,
+        shards: Shards,
+        x: Tensor,
+        scale: Tensor | None,
+        unseen: Tensor | None,
     ) -> Scale:
         """Return what is known of the scale of a matrix."""
 
@@ -302,7 +310,7 @@ def _gives_our_codes(format_name: str) -> bool:
     )
 
 
-def _are_equal(codes: Any, others: Any) -> bool:
+def _are_equal(codes: np.ndarray, others: np.ndarray) -> bool:
     """Return True if two arrays of float8 have the same bits, or are NaN."""
     same = codes.view(np.uint8) == others.view(np.uint8)
     nan = np.isnan(codes.astype("float32"))
@@ -381,10 +389,10 @@ def _cast_kernel(
     how: Cast,
     sizes: tuple[int, int],
     names: tuple[str, ...],
-    x_ref: Any,
-    given_ref: Any,
-    unseen_ref: Any,
-    amaxes_ref: Any,
+    x_ref: Ref,
+    given_ref: Ref,
+    unseen_ref: Ref,
+    amaxes_ref: Ref,
     *refs: Any,
 ) -> None:
     """Quantize a tile; write what is asked for."""
@@ -470,14 +478,14 @@ def places_inside(sizes: tuple[int, int], tile: tuple[int, int]) -> Inside:
     return Inside(elements, elements.T, columns[None, :])
 
 
-def read(ref: Any, inside: Inside) -> Tensor:
+def read(ref: Ref, inside: Inside) -> Tensor:
     """Return a tile in float32, with zeros outside of the matrix."""
     if inside.elements is None:
         return ref[...].astype(jnp.float32)
     return triton.load(ref, mask=inside.elements, other=0.0).astype(jnp.float32)
 
 
-def store(ref: Any, x: Tensor, inside: Tensor | None) -> None:
+def store(ref: Ref, x: Tensor, inside: Tensor | None) -> None:
     """Store a tile, or only what is inside of the matrix."""
     if inside is None:
         ref[...] = x
@@ -598,7 +606,7 @@ def _amaxes_by_pallas(
 
 
 def _amax_kernel(
-    size: int, wanted_ref: Any, x_ref: Any, found_ref: Any
+    size: int, wanted_ref: Ref, x_ref: Ref, found_ref: Ref
 ) -> None:
     """Write the amax of some parts if it is wanted; return at once if not."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)

@@ -201,7 +201,7 @@ def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:
     return f"{', '.join(read)} -> {', '.join(written)}"
 
 
-def names_of(entry: Any) -> Names:
+def names_of(entry: str | Names | None) -> Names:
     """Return the mesh axes in one `PartitionSpec` entry, as a tuple."""
     if entry is None:
         return ()

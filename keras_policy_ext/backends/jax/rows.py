@@ -22,6 +22,7 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.jax import partitioned
 from keras_policy_ext.backends.jax.pallas_casts import (
+    Ref,
     codes_of,
     lacking,
     magnitude,
@@ -245,10 +246,10 @@ def _amaxes_by_pallas(
 def _amaxes_kernel(
     how: How,
     sizes: tuple[int, int],
-    x_ref: Any,
-    zeros_ref: Any,
-    amaxes_ref: Any,
-    *sums_ref: Any,
+    x_ref: Ref,
+    zeros_ref: Ref,
+    amaxes_ref: Ref,
+    *sums_ref: Ref,
 ) -> None:
     """Take the maximum with the amaxes of the rows and columns of a tile."""
     side = how.side
@@ -307,9 +308,9 @@ def _codes_by_pallas(
 def _codes_kernel(
     how: How,
     sizes: tuple[int, int],
-    x_ref: Any,
-    rows_ref: Any,
-    columns_ref: Any,
+    x_ref: Ref,
+    rows_ref: Ref,
+    columns_ref: Ref,
     *refs: Any,
 ) -> None:
     """Quantize a tile by rows; quantize it by columns and transpose it."""

@@ -20,6 +20,7 @@ from keras_policy_ext.backends.interface import (
     FrozenOperation,
     Mark,
     Operation,
+    Settle,
     Shape,
 )
 from keras_policy_ext.backends.tensorflow import gradients, tracing
@@ -147,7 +148,7 @@ class TensorFlowBackend(Backend):
                 tf.config.run_functions_eagerly(before)
 
     @override
-    def is_compiled(self, function: Any) -> bool:
+    def is_compiled(self, function: object) -> bool:
         # What `tf.function` returns.
         return isinstance(function, tf.types.experimental.PolymorphicFunction)
 
@@ -247,7 +248,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def settle_here(
-        self, settle: Any, value: Tensor, previous: Tensor
+        self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
         # One graph for all of a shape.
         value = tf.convert_to_tensor(value)
@@ -273,7 +274,10 @@ class TensorFlowBackend(Backend):
 
     @override
     def transpose(
-        self, function: Any, shape: Shape, cotangent: Tensor
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: Shape,
+        cotangent: Tensor,
     ) -> Tensor:
         point = tf.zeros(shape, tf.float32)
         with tf.GradientTape() as tape:
@@ -432,14 +436,16 @@ def _in_a_loop() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shared_forward(
-    operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
+    operation: Operation, shapes: tuple[Shape, Shape], in_a_loop: bool
 ) -> CompiledPass:
     """Return a forward pass compiled for an operation and shapes."""
     # All that the graph depends on is in the cache key: the shapes, and whether
     # a loop stacks its results.
     observe = operation.training is True
 
-    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
+    def forward(
+        inputs: Tensor, kernel: Tensor, state: tuple[Tensor, ...]
+    ) -> list[Tensor]:
         outputs, residuals = operation.bound.forward(
             inputs, kernel, state, observe
         )
@@ -459,7 +465,7 @@ def _narrows(operation: Operation, *operands: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _shared_settle(settle: Any, shapes: Any) -> CompiledPass:
+def _shared_settle(settle: Settle, shapes: tuple[Shape, Shape]) -> CompiledPass:
     # A pass is traced for the shapes of its first call, so each has its own:
     # `shapes` is part of the key of the cache.
     return CompiledPass(settle)

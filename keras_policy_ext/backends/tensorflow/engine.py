@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +28,7 @@ from keras_policy_ext.backends.matmuls import Engine, NativeMatmul, Request
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
 from keras_policy_ext.backends.tensorflow.gradients import behind_barrier
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.casting import Codec
 from keras_policy_ext.numerics.quantized import Quantized
 
 
@@ -99,7 +101,9 @@ def cast_in_training(
     return _like(x, compiled, x, tf.reshape(scale, ()))
 
 
-def _like(x: Tensor, compiled: Any, flat: Tensor, *others: Tensor) -> Tensor:
+def _like(
+    x: Tensor, compiled: Callable[..., Tensor], flat: Tensor, *others: Tensor
+) -> Tensor:
     """Call `compiled` on a flattened tensor; reshape the result like `x`."""
     result = compiled(tf.reshape(flat, [-1]), *others)
     result = tf.reshape(result, tf.shape(x))
@@ -108,7 +112,7 @@ def _like(x: Tensor, compiled: Any, flat: Tensor, *others: Tensor) -> Tensor:
 
 
 @functools.cache
-def _flat(function: Any, format_name: str, dtype: Any) -> Any:
+def _flat(function: Codec, format_name: str, dtype: tf.DType) -> Any:
     return tf.function(
         lambda flat: function(flat, format_name),
         jit_compile=True,
@@ -118,7 +122,7 @@ def _flat(function: Any, format_name: str, dtype: Any) -> Any:
 
 
 @functools.cache
-def _flat_cast(format_name: str, is_factor: bool, dtype: Any) -> Any:
+def _flat_cast(format_name: str, is_factor: bool, dtype: tf.DType) -> Any:
     def cast(flat: Tensor, scale: Tensor) -> Tensor:
         return casting.quantize_float32(flat, scale, format_name, is_factor)
 

@@ -10,7 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN, Operation
+from keras_policy_ext.backends.interface import (
+    DIFFERENTIATED_AGAIN,
+    Operation,
+    Shape,
+)
 
 # TensorFlow has no public way to ask whether a tape records (TF 2.21). Where
 # this one is gone, gradients are taken once.
@@ -49,8 +53,8 @@ class Backward:
     def __init__(
         self,
         operation: Operation,
-        shapes: tuple[Any, ...],
-        sizes: tuple[Any, ...],
+        shapes: tuple[Shape, Shape],
+        sizes: tuple[Shape, Shape],
         leaves: Sequence[Tensor],
     ):
         # All slots share compiled passes.
@@ -186,7 +190,7 @@ class CompiledPass:
     Python function.
     """
 
-    def __init__(self, function: Any):
+    def __init__(self, function: Callable[..., object]):
         self._function = tf.function(function, autograph=False)
         self._concrete: Any = None
 
@@ -199,15 +203,17 @@ class CompiledPass:
 
 @functools.lru_cache(maxsize=1024)
 def _shared_backward(
-    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+    operation: Operation,
+    shapes: tuple[Shape, Shape],
+    dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
     """Return a backward pass compiled for an operation, shapes and dtypes."""
 
     def backward(
-        leaves: Any,
-        unknown: Any,
+        leaves: Sequence[Tensor],
+        unknown: Sequence[Tensor],
         outputs_grad: Tensor,
-        state: Any,
+        state: tuple[Tensor, ...],
         slot: Tensor,
     ) -> Gradients:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
@@ -221,18 +227,24 @@ def _shared_backward(
 
 @functools.lru_cache(maxsize=1024)
 def _shared_second(
-    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+    operation: Operation,
+    shapes: tuple[Shape, Shape],
+    dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
     """Return second derivatives compiled for an operation and shapes."""
 
-    def second(leaves: Any, unknown: Any, *gradients: Tensor) -> Any:
+    def second(
+        leaves: Sequence[Tensor], unknown: Sequence[Tensor], *gradients: Tensor
+    ) -> Any:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
         return operation.bound.second_derivatives(residuals, *gradients)
 
     return CompiledPass(second)
 
 
-def _whole(shapes: tuple[Any, ...], unknown: Any) -> tuple[Any, Any]:
+def _whole(
+    shapes: tuple[Shape, Shape], unknown: Sequence[Tensor]
+) -> tuple[Any, Any]:
     """Return the shapes of inputs and kernel, with unknown sizes filled in."""
     sizes = iter(unknown)
     inputs, kernel = (

@@ -254,7 +254,7 @@ class TritonStates(StateKernels):
         )
 
     @override
-    def supports(self, source: Any, state: Tensor) -> str | None:
+    def supports(self, source: object, state: Tensor) -> str | None:
         if type(source) is not DelayedSource:
             return "Triton's arithmetic is that of delayed scaling"
         if not self.interpreted and state.device.type != "cuda":
@@ -264,7 +264,9 @@ class TritonStates(StateKernels):
         return _refusal(state, self.interpreted)
 
     @override
-    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+    def history_scales(
+        self, source: DelayedSource, state: Tensor
+    ) -> HistoryScales:
         tells = self.interpreted or tells_the_host()
         flags = observations.told(state) if tells else None
         matrix = state.contiguous()
@@ -272,12 +274,14 @@ class TritonStates(StateKernels):
 
     @override
     def observation(
-        self, source: Any, amaxes: list[Tensor], slot: int
+        self, source: DelayedSource, amaxes: list[Tensor], slot: int
     ) -> Tensor:
         return triton_states.observation(source, amaxes, slot)
 
     @override
-    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    def settle(
+        self, source: DelayedSource, value: Tensor, previous: Tensor
+    ) -> Tensor:
         previous = previous.contiguous()
         settled = torch.empty_like(previous)
         settle = self._settling(source, 0, previous.device)
@@ -285,7 +289,11 @@ class TritonStates(StateKernels):
         return settled
 
     def merge(
-        self, source: Any, value: Tensor, observed: list[Tensor], state: Tensor
+        self,
+        source: DelayedSource,
+        value: Tensor,
+        observed: list[Tensor],
+        state: Tensor,
     ) -> None:
         """Change a state in place, as the assignment of a value changes it.
 

@@ -22,7 +22,7 @@ from keras_policy_ext.backends.emulated import (
     unscaled,
 )
 from keras_policy_ext.backends.interface import Shape
-from keras_policy_ext.backends.matmuls import Engine, StateKernels
+from keras_policy_ext.backends.matmuls import Convolution, Engine, StateKernels
 from keras_policy_ext.backends.torch import backend, casts, straight
 from keras_policy_ext.backends.torch.backend import is_known, is_real
 from keras_policy_ext.backends.torch.scaled_mm import (
@@ -54,7 +54,7 @@ class TorchConvolutions(KerasConvolutions):
     """
 
     @override
-    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+    def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
         if not conv.is_transposed:
             return super().outputs(conv, x, w)
         pads = conv.around(tuple(w.shape[:-2]))
@@ -65,19 +65,19 @@ class TorchConvolutions(KerasConvolutions):
 
     @override
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
+        self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         return _conv_backward(conv, g, g.new_zeros(tuple(shape)), w, 0)
 
     @override
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
+        self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         return _conv_backward(conv, g, x, g.new_zeros(tuple(shape)), 1)
 
 
 def _conv_backward(
-    conv: Any, g: Tensor, x: Tensor, w: Tensor, operand: int
+    conv: Convolution, g: Tensor, x: Tensor, w: Tensor, operand: int
 ) -> Tensor:
     """Return the gradient of a convolution's operand: 0 inputs, 1 kernel."""
     # All tensors have Keras's layouts: `(batch, *spatial, channels)` or
@@ -110,18 +110,18 @@ def _conv_backward(
     return _as_lying(conv, gradient)
 
 
-def _how(conv: Any) -> tuple[Any, ...]:
+def _how(conv: Convolution) -> tuple[Any, ...]:
     """Return strides, padding, dilation, transposed and output padding."""
     none = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
     return list(conv.strides), none, rates, conv.is_transposed, none
 
 
-def _channels_first(conv: Any, x: Tensor) -> Tensor:
+def _channels_first(conv: Convolution, x: Tensor) -> Tensor:
     return x.movedim(-1, 1) if conv.data_format == "channels_last" else x
 
 
-def _as_lying(conv: Any, x: Tensor) -> Tensor:
+def _as_lying(conv: Convolution, x: Tensor) -> Tensor:
     """Move channels from axis 1 back to where Keras has them."""
     return x.movedim(1, -1) if conv.data_format == "channels_last" else x
 
@@ -138,7 +138,7 @@ def _flat(pads: Pads) -> list[int]:
 
 
 def _same_padding(
-    conv: Any, sizes: torch.Size, kernel_sizes: torch.Size
+    conv: Convolution, sizes: torch.Size, kernel_sizes: torch.Size
 ) -> Pads:
     """Return the zeros to pad before and after each spatial axis."""
     pads = []
@@ -165,7 +165,7 @@ class CpuStates(StateKernels):
     """NumPy arithmetic of scales and states on a CPU; see `StateKernels`."""
 
     @override
-    def supports(self, source: Any, state: Tensor) -> str | None:
+    def supports(self, source: object, state: Tensor) -> str | None:
         if type(source) is not DelayedSource:
             return "this arithmetic is that of delayed scaling"
         there = is_real(state) and state.device.type == "cpu"
@@ -177,7 +177,9 @@ class CpuStates(StateKernels):
         return None
 
     @override
-    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+    def history_scales(
+        self, source: DelayedSource, state: Tensor
+    ) -> HistoryScales:
         before = _before(source, state.detach().numpy())
         _, scales_before = zip(*before, strict=True)
         scales = np.array(scales_before, np.float32)
@@ -189,15 +191,17 @@ class CpuStates(StateKernels):
 
     @override
     def observation(
-        self, source: Any, amaxes: list[Tensor], slot: int
+        self, source: DelayedSource, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        rows = np.zeros(source.state_shape, "float32")
+        rows = np.zeros((len(OPERANDS), source.layout.width), "float32")
         rows[:, 0] = UNIT
         rows[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
         return torch.from_numpy(rows)
 
     @override
-    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    def settle(
+        self, source: DelayedSource, value: Tensor, previous: Tensor
+    ) -> Tensor:
         value, previous = value.detach(), previous.detach()
         values, settled = value.numpy(), previous.numpy().copy()
         before = _before(source, settled)
@@ -214,7 +218,7 @@ class CpuStates(StateKernels):
         return torch.from_numpy(settled)
 
 
-def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
+def _before(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
     """Return, per row of a state, whether it is valid, and its scale."""
     history = state[:, FIRST:]
     largest = history.max(axis=1).tolist()

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from keras_policy_ext._types import Tensor
@@ -71,7 +72,7 @@ class ReverseMode(torch.autograd.Function):
     """An autograd function that raises in forward-mode differentiation."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:
         """Raise: forward-mode differentiation is not supported."""
         raise NotImplementedError(FORWARD_MODE)
 
@@ -138,11 +139,11 @@ class _Link(ReverseMode):
     """A tensor of an operand's shape, never read, that passes a gradient on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         return x.new_empty_strided(x.shape, (0,) * x.dim())
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Tensor:
         return outputs_grad
 
 
@@ -169,7 +170,7 @@ class Differentiable(ReverseMode):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         operation: Operation,
         links: Links,
         bias: Tensor | None,
@@ -205,7 +206,7 @@ class Differentiable(ReverseMode):
         return _no_view(outputs)
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> tuple[Any, ...]:
         """Return a gradient, or None, for each argument of `forward`."""
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
@@ -325,7 +326,7 @@ class _Gradients(ByExample):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.how, outputs_grad, *ctx.links = inputs[:4]
         ctx.observed = output[2:]
@@ -335,7 +336,7 @@ class _Gradients(ByExample):
 
     @staticmethod
     def backward(
-        ctx: Any, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
+        ctx: FunctionCtx, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
     ) -> tuple[Any, ...]:
         outputs_grad, *saved = ctx.saved_tensors
         bound = ctx.how.operation.bound
@@ -361,7 +362,10 @@ class Frozen(ReverseMode):
 
     @staticmethod
     def forward(
-        ctx: Any, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+        ctx: FunctionCtx,
+        operation: FrozenOperation,
+        inputs: Tensor,
+        *constants: Tensor,
     ) -> Tensor:
         """Return the outputs; save the constants for the gradient."""
         ctx.operation, ctx.shape = operation, tuple(inputs.shape)
@@ -369,7 +373,7 @@ class Frozen(ReverseMode):
         return _no_view(operation.forward(inputs, constants))
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> tuple[Any, ...]:
         """Return the gradient of the inputs, and None for each constant."""
         constants = ctx.saved_tensors
         inputs_grad = ctx.operation.inputs_grad(
@@ -387,12 +391,12 @@ class _Last(ByExample):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
@@ -444,7 +448,7 @@ class Relu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         """Return `relu(x)`; save the mask of positive outputs."""
         outputs = torch.relu(x)
         # From the largest stride to the smallest.
@@ -453,7 +457,7 @@ class Relu(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Tensor:
         """Return the gradient of `x`: `outputs_grad` where the mask is True."""
         (saved,) = ctx.saved_tensors
         mask = _mask(saved, outputs_grad.permute(ctx.axes).shape)

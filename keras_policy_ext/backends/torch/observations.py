@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -103,7 +104,7 @@ The memory is never freed, since a pending kernel may still write into it.
 """
 
 
-def keep_apart(variable: Any, parameter: Tensor) -> None:
+def keep_apart(variable: keras.Variable, parameter: Tensor) -> None:
     """Install a hook that moves a state's observations out of `.grad`."""
     variable.observed = Observed()
     if not (parameter.is_leaf and parameter.requires_grad):
@@ -121,7 +122,7 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(take)
 
 
-def taken(variable: Any, value: Tensor) -> list[Tensor]:
+def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
     """Return a state's stored observations, at most two, and clear them.
 
     `value` is what is assigned to it, as for `merged`. Replicas share one
@@ -158,7 +159,7 @@ def merged(value: Tensor, observations: list[Tensor]) -> Tensor:
     return torch.where(value[:, :1] < 0.0, value, _counted(largest))
 
 
-def enter(states: Iterable[Any]) -> None:
+def enter(states: Iterable[keras.Variable]) -> None:
     """Update states with their observations, and clear their gradients.
 
     If gradients are averaged over replicas, every replica must call this for
@@ -180,7 +181,7 @@ def enter(states: Iterable[Any]) -> None:
             state.assign(observation)
 
 
-def changed_value(variable: Any) -> Tensor | None:
+def changed_value(variable: keras.Variable) -> Tensor | None:
     """Return a state on a CPU as an array if it has changed, else None.
 
     It has changed if the tensor's version is not that of the last call.
@@ -257,7 +258,9 @@ def know_replicas(parameter: Tensor) -> None:
         _know_replicas(module, state)
 
 
-def know_group(variables: Iterable[Any], group: Any) -> None:
+def know_group(
+    variables: Iterable[keras.Variable], group: dist.ProcessGroup
+) -> None:
     """Set the process group over which a model's observations are reduced.
 
     `variables` are those of a model that `fully_shard` has sharded.
@@ -290,7 +293,9 @@ def _active_module() -> Any:
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
-def _know_replicas(module: Any, state: Any) -> None:
+def _know_replicas(
+    module: DistributedDataParallel, state: keras.Variable
+) -> None:
     """Record a module's process group in all its states, once."""
     joining = getattr(getattr(module, "_join_config", None), "enable", False)
     is_known = state.observed.group is not None
@@ -321,7 +326,7 @@ def _is_settled(value: Tensor) -> bool:
 
 
 def _over_replicas(
-    states: list[Any], observations: list[Tensor | None]
+    states: list[keras.Variable], observations: list[Tensor | None]
 ) -> list[Tensor | None]:
     """Combine each observation with those of its replicas, by all-reduce."""
     # There is one all-reduce per process group, of the maximum of each entry.
@@ -342,14 +347,16 @@ def _over_replicas(
     return combined
 
 
-def _filled(observation: Tensor | None, state: Any) -> Tensor:
+def _filled(observation: Tensor | None, state: keras.Variable) -> Tensor:
     if observation is None:
         return torch.zeros_like(state.value.detach())
     return observation
 
 
 def _before_step(
-    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Update the float8 states of an optimizer's kernels before its step."""
     if not _STATES:
@@ -368,7 +375,9 @@ def _before_step(
     )
 
 
-def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
+def _followed(
+    closure: Callable[..., Any], optimizer: torch.optim.Optimizer
+) -> Any:
     """Wrap an optimizer's closure to update float8 states after each call."""
 
     @functools.wraps(closure)
@@ -380,7 +389,7 @@ def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
     return call
 
 
-def _enter_states_of(optimizer: Any) -> None:
+def _enter_states_of(optimizer: torch.optim.Optimizer) -> None:
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
     with torch.no_grad(), variable_values.untold():

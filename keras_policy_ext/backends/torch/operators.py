@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import FrozenOperation, Operation
@@ -54,7 +55,7 @@ def _straight(bound: Any, keep: bool) -> Any:
     return straight
 
 
-def _written(operation: Any) -> str:
+def _written(operation: Operation | FrozenOperation) -> str:
     """Return the name under which an operation is registered."""
     return _name_of(_in_pieces(operation))
 
@@ -248,7 +249,7 @@ class _Passes(ReverseMode):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         name: str,
         inputs: Tensor,
         kernel: Tensor,
@@ -263,7 +264,7 @@ class _Passes(ReverseMode):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
         saved = ctx.saved_tensors
         state = saved[0] if ctx.uses_state else None
         needs = ctx.needs_input_grad
@@ -362,13 +363,15 @@ def _(
     return outputs_grad.new_empty(shape)
 
 
-def _save_frozen(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_frozen(
+    ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
+) -> None:
     ctx.name, x, constants = inputs
     ctx.shape = list(x.shape)
     ctx.save_for_backward(*constants)
 
 
-def _frozen_gradients(ctx: Any, outputs_grad: Tensor) -> Any:
+def _frozen_gradients(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
     constants = list(ctx.saved_tensors)
     gradient = _frozen_grad(ctx.name, outputs_grad, constants, ctx.shape)
     return None, gradient, [None] * len(constants)

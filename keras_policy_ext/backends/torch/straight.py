@@ -17,6 +17,7 @@ import torch
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.both_layouts import ScaleHint
+from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import ROW
 from keras_policy_ext.backends.torch import backend, casts, observations
@@ -29,7 +30,7 @@ from keras_policy_ext.backends.torch.scaled_mm import (
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import CurrentSource, DelayedSource
-from keras_policy_ext.recipes import MATMULS, OPERANDS, matmuls_of
+from keras_policy_ext.recipes import MATMULS, OPERANDS, Quantization, matmuls_of
 
 if casts.HAS_TRITON:
     from keras_policy_ext.backends.torch import triton_casts, triton_states
@@ -668,7 +669,9 @@ def _in_both_layouts(plan: Any) -> bool:
     )
 
 
-def _in_rows(plan: Any, quantizations: list[Any], device: Any) -> bool:
+def _in_rows(
+    plan: Any, quantizations: list[Quantization], device: Device
+) -> bool:
     """Return True if the rows that matmuls read have scales in the matmul."""
     return (
         type(plan.source) is CurrentSource

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.autograd.function import FunctionCtx
+
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import FrozenOperation, Operation
 from keras_policy_ext.backends.torch import gradients as torch_gradients
@@ -62,7 +64,7 @@ class _Run(ByExample):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.operation, ctx.links, x, kernel, *state = inputs
         ctx.shapes = tuple(x.shape), tuple(kernel.shape)
@@ -71,7 +73,9 @@ class _Run(ByExample):
         ctx.save_for_backward(*state, *output[1:])
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(
+        ctx: FunctionCtx, outputs_grad: Tensor, *_: Any
+    ) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[2:4]
         slot = ctx.operation.slot
         how = torch_gradients.Pass(
@@ -95,7 +99,7 @@ class _RunFrozen(ByExample):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.operation, x, *constants = inputs
         ctx.shape = tuple(x.shape)

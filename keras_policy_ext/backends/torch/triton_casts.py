@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.backends.both_layouts import Both, ScaleHint, Wanted
 from keras_policy_ext.backends.torch.triton_states import largest_of, scale_of
 from keras_policy_ext.numerics import casting
@@ -105,13 +105,13 @@ def quantize_both_ways(
     return Both(values, across, scale, amax, sums)
 
 
-def grid_of(shape: tuple[Any, Any]) -> tuple[Any, Any]:
+def grid_of(shape: tuple[Size, Size]) -> tuple[Size, Size]:
     """Return the numbers of tiles along the axes of a matrix, rounded up."""
     m, k = shape
     return -(-m // ROWS), -(-k // COLUMNS)
 
 
-def number_of_tiles(m: Any, k: Any) -> Any:
+def number_of_tiles(m: Size, k: Size) -> Size:
     """Return the number of tiles of an (m, k) matrix."""
     return math.prod(grid_of((m, k)))
 

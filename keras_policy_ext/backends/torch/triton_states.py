@@ -18,7 +18,7 @@ from keras_policy_ext.numerics.observations import (
     UNSEEN,
     VALID_MARK,
 )
-from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
 from keras_policy_ext.recipes import OPERANDS
 
 _ROUNDING = tl.constexpr(ROUNDING)
@@ -76,7 +76,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def history_scales(
-    source: Any, state: Tensor, host_flags: Tensor | None = None
+    source: DelayedSource, state: Tensor, host_flags: Tensor | None = None
 ) -> HistoryScales:
     """Read the scales of the three operands from a state, on a GPU.
 
@@ -97,7 +97,9 @@ def history_scales(
     return HistoryScales(scales, None)
 
 
-def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
+def observation(
+    source: DelayedSource, amaxes: list[Tensor], slot: int
+) -> Tensor:
     """Return the amaxes of one use of a layer as a state's gradient.
 
     An operand's amax is a float32 scalar, or the amaxes of its tiles.
@@ -124,7 +126,7 @@ class Settling:
         count: How many observations are merged with the value first; at most 2.
     """
 
-    def __init__(self, source: Any, count: int, device: torch.device):
+    def __init__(self, source: DelayedSource, count: int, device: torch.device):
         constants = {
             **state_constants(source),
             "OBSERVED": count,
@@ -152,10 +154,10 @@ class Settling:
             settled.copy_(made)
 
 
-def state_constants(source: Any) -> dict[str, Any]:
+def state_constants(source: DelayedSource) -> dict[str, Any]:
     """Return the compile-time constants of the state kernels."""
     width = source.layout.width
-    tops = [limit / 2.0**source.rule.margin for limit in source.limits]
+    tops = [limit / 2.0**source.recipe.margin for limit in source.limits]
     return {
         "TOPS": tuple(tops),
         "INITIAL": source.initial,
