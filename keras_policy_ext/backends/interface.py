@@ -122,10 +122,24 @@ class BoundOperation(Protocol):
         bias_shape: Shape | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, Shape, Tensor | None]:
-        """Return the gradients of the inputs, the kernel, state and bias."""
+        """Return the gradients of the inputs, the kernel, state and bias.
+
+        Args:
+            residuals: What `forward` saved.
+            outputs_grad: In the compute dtype.
+            state: As for `forward`.
+            needed: Whether to compute the gradients of the inputs and the
+                kernel.
+            bias_shape: The shape of the bias that `forward` added, if its
+                gradient is computed here; see `takes_bias`.
+            slot: As for `forward`.
+
+        Returns:
+            The four gradients; None for one that is not needed.
+        """
 
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
-        """Return True if `backward` computes a bias's gradient at no cost."""
+        """Return True if the cast for `backward` sums a bias's gradient."""
 
     def second_derivatives(
         self,

@@ -19,7 +19,7 @@ from keras_policy_ext.recipes import EACH_MATRIX, Quantization, Tile
 
 Shapes = tuple[Any, Any]
 OTHER_SCALES = "its scales are those of other tiles"
-"""The reason of a kernel that does not support the scales of a matmul."""
+"""The reason of a kernel that is for other scales; users do not see it."""
 
 ROW = Tile(free=1)
 """One scale per row of the matrix that a matmul reads."""
@@ -295,8 +295,10 @@ class Engine:
             return kernel, Choice(kind, kernel.reason(request))
         reasons = [each for each in refusals if each != OTHER_SCALES]
         kinds = dict.fromkeys(map(_described, request.tiles))
-        none = f"no float8 matmul of {self.name} has {' with '.join(kinds)}"
-        return kernel, Choice("emulated", reasons[0] if reasons else none)
+        if not reasons:
+            scales = " with ".join(kinds)
+            reasons = [f"no float8 matmul of {self.name} has {scales}"]
+        return kernel, Choice("emulated", reasons[0])
 
 
 def _described(tile: Tile) -> str:

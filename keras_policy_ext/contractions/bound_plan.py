@@ -9,8 +9,9 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import backends
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.interface import BoundOperation
 from keras_policy_ext.backends.matmuls import Choice, Engine, Shapes
 from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Einsum
@@ -186,7 +187,7 @@ def simplified(
     )
 
 
-class BoundPlan:
+class BoundPlan(BoundOperation):
     """A `Plan` bound to a device, with its kernels, casts and layouts.
 
     Attributes:
@@ -233,6 +234,7 @@ class BoundPlan:
             "outputs_grad": self.outputs_grad,
         }
 
+    @override
     def forward(
         self,
         inputs: Tensor,
@@ -243,20 +245,6 @@ class BoundPlan:
         once: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
-        """Compute the outputs; return the tensors to save for gradients too.
-
-        Args:
-            inputs: Of dtype `Plan.inputs_dtype`.
-            kernel: Of dtype `Plan.kernel_dtype`.
-            state: The state matrix of the recipe, or nothing.
-            observe: Whether amaxes are needed for the state.
-            bias: Of dtype `Plan.inputs_dtype`; None for no bias.
-            once: Whether no backward pass follows.
-            slot: The number of this use of the kernel in the step.
-
-        Returns:
-            The outputs, of dtype `Plan.inputs_dtype`, and residuals.
-        """
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
         reading = simplified(history, state)
@@ -270,8 +258,8 @@ class BoundPlan:
             x.second, w.second, history, amaxes, shapes, self.engine
         )
 
+    @override
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """Rebuild `Residuals` from the tensors of `Residuals.leaves`."""
         tensors = iter(leaves)
         quantizations = self.plan.operands.saved
         x = quantized.of_leaves(tensors, quantizations["inputs"])
@@ -280,18 +268,20 @@ class BoundPlan:
         amaxes = (rest[0], rest[1]) if rest else None
         return Residuals(x, w, reading, amaxes, shapes, self.engine)
 
+    @override
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """Add the operands' amaxes to residuals saved without them."""
         if not self._observes_amaxes or residuals.reading is None:
             return residuals
-        # Outside of training only the kernel is observed.
-        x = w = self.kernel.amax(kernel)
+        kernel_amax = self.kernel.amax(kernel)
+        # Outside of training the amax of the inputs is not used.
+        inputs_amax = kernel_amax
         if not self._is_inference:
-            x = self.inputs.amax(inputs)
-        return dataclasses.replace(residuals, amaxes=(x, w))
+            inputs_amax = self.inputs.amax(inputs)
+        return dataclasses.replace(residuals, amaxes=(inputs_amax, kernel_amax))
 
+    @override
     def backward(
         self,
         residuals: Residuals,
@@ -301,21 +291,6 @@ class BoundPlan:
         bias_shape: tuple[int, ...] | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
-        """Compute the gradients of inputs, kernel, state and bias.
-
-        Args:
-            residuals: From `forward`.
-            outputs_grad: Of dtype `Plan.inputs_dtype`.
-            state: As for `forward`.
-            needed: Whether to compute the gradients of the inputs and of the
-                kernel.
-            bias_shape: The shape of the bias that `forward` added, if its
-                gradient is computed here; see `takes_bias`.
-            slot: As for `forward`.
-
-        Returns:
-            The four gradients; None for one that is not needed.
-        """
         reading, shapes = simplified(residuals.reading, state), residuals.shapes
         observe = residuals.amaxes is not None and not self._is_inference
         g = self.outputs_grad.quantize(
@@ -344,8 +319,8 @@ class BoundPlan:
             bias_grad = ops.reshape(bias_grad, bias_shape)
         return inputs_grad, kernel_grad, state_grad, bias_grad
 
+    @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
-        """Return True if the cast for `backward` sums a bias's gradient."""
         contraction = self.plan.contraction
         if not self.outputs_grad.sums_columns_of(inputs):
             return False
@@ -355,18 +330,18 @@ class BoundPlan:
             and contraction.of_columns(bias, shapes) is not None
         )
 
+    @override
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the states; raise a scale that is too small for the kernel."""
         if not self._observes_amaxes:
             return state
         apart = self.plan.histories > 1
         amax = (self.kernel.amax if apart else scaling.amax)(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 
+    @override
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
-        """Return the gradients of the gradients; see `gradients`."""
         return gradients(self, *arguments)
 
     def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:

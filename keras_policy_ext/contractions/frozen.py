@@ -191,6 +191,7 @@ class FrozenPlan:
             "".join(form.second[axis] for axis in group) for group in self.axes
         )
         if self.recipe.per == "block":
+            # Blocks are cut along the axes in this order.
             return (summed, free) == (form.contracted, form.columns)
         return set(summed) == set(form.contracted) and not form.batch
 

@@ -213,37 +213,24 @@ class OperandUse:
         self.is_stored_in_float8 = self.native
         self.reads_transpose = operands.reads_transpose(operand, matmul)
         self.amax_of = amax_of(operand)
-        self._as_stored = (
-            operands.quantized_as(operand, matmul) or self.quantization
-        )
+        self._as_stored = operands.quantized_as(operand, matmul)
         self._stored_transposed = operands.stored_transposed[operand, matmul]
-        self.is_stochastic = (
-            self.quantization is not None
-            and self.quantization.rounding == "stochastic"
-        )
         self._engine = engine
-        self._folds_scales = (
-            self._as_stored is not None
-            and not (
-                self._as_stored.transposed
-                if self.reads_transpose
-                else self._as_stored
-            ).scale_leaves_sum
-        )
-        # With a scale that is known: what `quantized.quantize` would do.
-        self._is_cast_alone = (
-            self._as_stored is not None
-            and self._as_stored.has_one_scale
-            and self._as_stored.rounding == "nearest"
-            and self._as_stored.hadamard is None
-            and self._as_stored.constant_scale is None
-            and not (plan.gathering is not None and operand == "kernel")
-        )
         self._gathering, self._gathered_axes = None, ()
-        if plan.gathering is not None and operand == "kernel":
+        if _is_gathered(plan, operand):
             self._gathering = plan.gathering
             self._gathered_axes = operands.kernel_axes(
                 plan.gathering.axes, matmul
+            )
+        self.is_stochastic = self._folds_scales = self._is_cast_alone = False
+        if self.quantization is not None:
+            self.is_stochastic = self.quantization.rounding == "stochastic"
+            self._folds_scales = not self.quantization.scale_leaves_sum
+            # If the scale is known, `quantized.quantize` would only cast.
+            self._is_cast_alone = (
+                self.quantization.keeps_axes
+                and self.quantization.constant_scale is None
+                and self._gathering is None
             )
 
     def quantize(
@@ -347,6 +334,7 @@ class BoundOperand:
     Attributes:
         first: The operand in the first matmul that reads it.
         second: The operand in the second matmul that reads it.
+        is_shared: Whether both matmuls read one quantized matrix.
     """
 
     use: type[OperandUse] = OperandUse
@@ -362,19 +350,29 @@ class BoundOperand:
         self.first, self.second = uses
         self.is_shared = plan.operands.shares_quantization[operand]
         if self.is_shared:
+            # What is quantized for the first matmul is read by the second too.
             self.first.is_stored_in_float8 |= self.second.native
+        # Takes the operand and its quantization.
         self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
         self._framework = backends.current
         self._amax_of = self.first.amax_of
         if plan.histories > 1:
-            asked = self.first.quantization
-            of = functools.partial(plan.contraction.amaxes, operand)
-            self._amax_of = lambda home: of(home, asked)
-        self._is_stochastic = any(
-            use.is_stochastic for use in (self.first, self.second)
+            # One amax for each matrix of a bank.
+            self._amax_of = functools.partial(
+                plan.contraction.amaxes,
+                operand,
+                quantization=self.first.quantization,
+            )
+        self._is_stochastic = (
+            self.first.is_stochastic or self.second.is_stochastic
         )
-        self._cast = _cast_of(plan, engine, self.first, self.second)
+        if self.first.native or self.second.native:
+            self._cast = engine.narrow_cast
+        else:
+            self._cast = (
+                engine.cast_in_training if plan.training else engine.cast
+            )
 
     def sums_columns_of(self, like: Tensor) -> bool:
         """Return True if `quantize` can sum the columns of its matrix.
@@ -652,12 +650,3 @@ def _by_rows(quantization: Quantization) -> Quantization:
         tile=ROW,
         scale_rounding=quantization.scale_rounding,
     )
-
-
-def _cast_of(
-    plan: Any, engine: Engine, first: OperandUse, second: OperandUse
-) -> Any:
-    """Return the cast of an operand: to float8 if a native matmul reads it."""
-    if first.native or second.native:
-        return engine.narrow_cast
-    return engine.cast_in_training if plan.training else engine.cast

@@ -171,10 +171,11 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 
 def as_dtype(x: Tensor, dtype: str) -> Tensor:
     """Cast a tensor, also to and from formats that Keras does not know."""
-    before = str(x.dtype)
-    if "fnuz" in f"{before} {dtype}":
+    dtype_before = str(x.dtype)
+    if "fnuz" in f"{dtype_before} {dtype}":
         return primitives.current.as_dtype(x, dtype)
-    if "float8" in before:
+    if "float8" in dtype_before:
+        # A compiler may drop this cast together with the one to float8.
         x = primitives.current.before_widening(x)
     return ops.cast(x, dtype)
 

@@ -88,16 +88,17 @@ class DelayedScaling(Recipe):
 
     @property
     def spec(self) -> str:
-        """The short string of a recipe in policy names; see `Recipe.spec`."""
-        changed = self._changed_fields
-        if type(self) is not DelayedScaling or changed[1:]:
-            return super().spec
-        if not changed:
-            return ""
-        is_length_alone = changed == ["amax_history_length"]
-        return (
-            str(self.amax_history_length) if is_length_alone else super().spec
-        )
+        """The short string of this recipe in policy names; see `Recipe.spec`.
+
+        It is the history length alone if only that differs from its default.
+        """
+        # A number stands for this class and no subclass.
+        if type(self) is DelayedScaling:
+            if not self._changed_fields:
+                return ""
+            if self._changed_fields == ["amax_history_length"]:
+                return str(self.amax_history_length)
+        return super().spec
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

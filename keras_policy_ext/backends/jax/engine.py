@@ -212,7 +212,8 @@ def _product(
     precision: lax.PrecisionLike = lax.Precision.DEFAULT,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Tensor:
-    """Multiply (b, m, k) by (b, n, k) transposed, accumulated in float32."""
+    """Multiply (b, m, k) by (b, n, k) transposed; write and sum in `dtype`."""
+    # A batch of one is a plain matrix, as in `quantized.swapped`.
     single = a.shape[0] == 1 and b.shape[0] == 1
     if single:
         a, b = a[0], b[0]

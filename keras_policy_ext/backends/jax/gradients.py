@@ -129,12 +129,7 @@ def _run_forward(
     state: State,
     bias: Tensor | None,
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
-    """Return the outputs, and what is saved for the backward pass.
-
-    Links are added where gradients are differentiated; the residuals are then
-    computed from constants. If the kernel gets a gradient and its state does
-    not, observations are discarded.
-    """
+    """Return the outputs, and what is saved for the backward pass."""
     learns, observes = kernel.perturbed, any(x.perturbed for x in state)
     inputs, kernel = inputs.value, kernel.value
     state = tuple(x.value for x in state)
@@ -142,13 +137,18 @@ def _run_forward(
     if bias is not None:
         bias, bias_shape = bias.value, bias.value.shape
     if learns and not observes:
+        # The observation of this pass, a gradient, is discarded. So a scale
+        # that is too small for the kernel is raised here.
         state = operation.bound.caught_up(kernel, state)
-    how = operation.first_use, operation.training is not False
+    observe = operation.training is not False
+    forward = functools.partial(_forward, operation.first_use, observe)
     tensors = inputs, kernel, state
     if not _are_differentiated(*tensors):
-        outputs, saved = _forward(*how, *tensors, bias)
+        outputs, saved = forward(*tensors, bias)
         return outputs, (saved, state, None, _Static(bias_shape))
-    outputs, saved = _forward(*how, *lax.stop_gradient(tensors), None)
+    # The residuals are constants: second derivatives go through the links. JAX
+    # differentiates the addition of the bias.
+    outputs, saved = forward(*lax.stop_gradient(tensors), None)
     links = _link(inputs), _link(kernel)
     outputs = _linked(operation, outputs, saved, state, links)
     outputs = outputs if bias is None else outputs + bias
@@ -338,11 +338,12 @@ def _last_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:
     return _last(operation, *arguments), None
 
 
-def _refuse(operation: Operation, kept: None, gradients: Any) -> Any:
+def _refuse_third(operation: Operation, residuals: None, gradients: Any) -> Any:
+    """Raise: the backward rule of the second derivatives."""
     raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-_last.defvjp(_last_forward, _refuse)
+_last.defvjp(_last_forward, _refuse_third)
 _second_derivatives = jax.jit(_last, static_argnums=0)
 
 

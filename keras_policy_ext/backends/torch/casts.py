@@ -116,7 +116,7 @@ def _has_nan_of_e4m3fn(q: Tensor) -> bool:
 
 
 _FEW = 1 << 12
-"""Up to this many elements one cast is faster than several operations."""
+"""Up to this many elements PyTorch's own cast is faster."""
 
 _PART = 1 << 18
 """The number of elements of a part, which fits a cache in float32."""
@@ -135,6 +135,7 @@ def _is_on_cpu(x: Tensor) -> bool:
 
 
 def _is_castable(dtype: str, device: torch.device) -> bool:
+    """Return True if PyTorch casts to this format on a device, and back."""
     has_casts = device.type == "cpu" or backend.casts_to_float8(device)
     return has_casts and dtype in HALVES
 

@@ -346,6 +346,7 @@ def _frozen_grad(
     shape: Sequence[int],
 ) -> torch.Tensor:
     """Return the gradient of a frozen operation's inputs, of this shape."""
+    # By its name, since an operator takes no objects.
     operation: Any = _OPERATIONS[name]
     gradient = operation.inputs_grad(
         outputs_grad, tuple(constants), tuple(shape)
@@ -385,7 +386,10 @@ def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def unshared(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return the tensor, cloned if it shares memory with one of `others`."""
+    """Return the tensor, cloned if it shares memory with one of `others`.
+
+    The result of an operator may not share memory with its arguments.
+    """
     memory = tensor.untyped_storage()
     shared = any(memory is other.untyped_storage() for other in others)
     return tensor.clone() if shared else tensor

@@ -159,11 +159,15 @@ class ScaledMMOfRows(NativeMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         x, y = _matrices(a, b)
-        # All that PyTorch's own kernel is made for on every device.
-        plain = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
-        if plain and torch_devices.scales_rows(x.device):
-            how = *(_row_scales(a), _row_scales(b)), torch.bfloat16, fast
-            return _scaled_mm(x, y, *how, self._bias).unsqueeze(0)
+        # On every device PyTorch's kernel with row scales writes bfloat16, and
+        # takes a second operand of e4m3fn.
+        is_allowed = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
+        if is_allowed and torch_devices.scales_rows(x.device):
+            scales = _row_scales(a), _row_scales(b)
+            product = _scaled_mm(
+                x, y, *scales, torch.bfloat16, fast, self._bias
+            )
+            return product.unsqueeze(0)
         one = a.scale.new_ones(())
         product = _scaled_mm(x, y, one, one, torch.float32, fast).unsqueeze(0)
         product = times_scales(product, a, b, torch.Tensor.mul_)
@@ -201,10 +205,10 @@ class ScaledMMOfBlocks(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        # PyTorch tests exact sums only.
+        # `fast` is ignored: PyTorch's own test covers exact sums only.
         x, y = (_padded(each.values.squeeze(0), BLOCK) for each in (a, b))
         if b.tile.free == BLOCK:
-            # The blocks of 128 rows one after another, 4 scales or more each.
+            # One row of scales for 128 rows of `b`, padded to a multiple of 4.
             scale = _contiguous(b.scale.squeeze(0))
             column_scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0).t()
             kind = F.ScalingType.BlockWise128x128

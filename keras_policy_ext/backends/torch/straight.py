@@ -297,7 +297,8 @@ class Straight:
     def empty(self, inputs: Tensor, kernel: Tensor, keep: bool) -> list[Tensor]:
         """Return tensors of the shapes of the outputs and what is saved.
 
-        The operands need no data. If `keep` is not set, nothing is saved.
+        They are for the compiler, which asks for shapes. The operands need no
+        data. If `keep` is not set, nothing is saved.
         """
         m, k, n = self.sizes(inputs.shape, kernel.shape)
         rows = inputs.shape[: len(inputs.shape) - self.contracted]
