@@ -21,8 +21,6 @@ class ScaleHint(NamedTuple):
         scale: Float32 scalar; None for a recipe without state.
         unseen: Bool scalar, True if the operand was never observed. Its scale
             is then computed from its own amax. None if it was always observed.
-        rule: How a scale is computed from an amax.
-        seen_lately: See `HistoryScales`.
     """
 
     scale: Tensor | None
@@ -69,21 +67,17 @@ class Wanted(NamedTuple):
 
 
 class BothLayouts(Protocol):
-    """A kernel that quantizes a matrix, and writes it and its transpose.
-
-    Attributes:
-        sums_columns: Whether it can sum the columns of the matrix too.
-    """
+    """A kernel that quantizes a matrix, and writes it and its transpose."""
 
     sums_columns: bool = False
+    """Whether it can sum the columns of the matrix too."""
 
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
         """Return why the kernel cannot quantize an operand; None if it can.
 
-        Args:
-            like: A tensor on the device of the operand.
+        `like` is a tensor on the device of the operand.
         """
 
     def quantize(
@@ -93,11 +87,7 @@ class BothLayouts(Protocol):
         hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
-        """Quantize a matrix with one scale; write it and its transpose.
-
-        Args:
-            matrix: (m, k).
-        """
+        """Quantize a matrix (m, k) with one scale; write its transpose too."""
 
 
 class QuantizedForBoth(NamedTuple):
@@ -105,12 +95,10 @@ class QuantizedForBoth(NamedTuple):
 
     Attributes:
         first: For the first matmul; the home matrix if cast in both layouts.
-        second: For the second matmul. If cast in both layouts, this is the
-            home matrix too; its transpose has the memory layout of that
-            matmul.
+        second: For the second matmul. If cast in both layouts, this is the home
+            matrix too; its transpose has the memory layout of that matmul.
         amax: Float32, the amax of the operand or of each tile; None if it was
             not requested.
-        column_sums: See `Both`.
     """
 
     first: Quantized
@@ -128,12 +116,10 @@ def read_both(
     history: StateReading | None,
     wanted: Wanted,
 ) -> QuantizedForBoth:
-    """Quantize an operand's matrix with one scale, once for both matmuls.
+    """Quantize an operand's home matrix (1, m, k), once for both matmuls.
 
-    Args:
-        matrix: (1, m, k), the home matrix.
-        history: What was read from the state; None for a source without one. A
-            count of steps has no scales: they are computed from amaxes.
+    `history` is the reading of the state; None for a source without one. A
+    count of steps has no scales: they are computed from amaxes.
     """
     scales = history if isinstance(history, HistoryScales) else None
     hint = ScaleHint(None, None, rule)

@@ -22,14 +22,11 @@ from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
 Product = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies matrices (b, m, k) and (b, n, k) to (b, m, n)."""
 
 
 class KerasConvolutions(Convolutions):
-    """Keras's convolutions; their gradients are computed by transposition.
-
-    Args:
-        reason: Why there is no float8 convolution; for the user.
-    """
+    """Keras's convolutions; their gradients are computed by transposition."""
 
     def __init__(self, reason: str):
         self.reason = reason
@@ -65,10 +62,6 @@ class Emulated(MatmulKernel):
 
     Scales that are constant along the contracted axis multiply the output.
     Other scales multiply the operands first.
-
-    Args:
-        product: Function that multiplies float32 matrices (b, m, k) and (b, n,
-            k) to (b, m, n).
     """
 
     native = False
@@ -96,9 +89,6 @@ class Plain(MatmulKernel):
     """A kernel that multiplies operands that are not quantized.
 
     It accumulates in float32, or in float64 for float64 operands.
-
-    Args:
-        product: As for `Emulated`, of any floating dtype.
     """
 
     native = False
@@ -133,15 +123,11 @@ def unscaled(operand: Quantized) -> Tensor:
 
 
 def folded(operand: Quantized, across: bool) -> Quantized:
-    """Apply to an operand's values the scales that vary along the sum.
+    """Apply to an operand's home matrix the scales that vary along the sum.
 
     This is done before transposing. A compiler that multiplies and transposes
     in one kernel reads memory with large strides (three times as slow, JAX
-    0.10, CPU).
-
-    Args:
-        operand: The operand as its home matrix, values in float32.
-        across: Whether the matmul reads the transpose.
+    0.10, CPU). `across` says that the matmul reads the transpose.
     """
     quantization = operand.quantization
     if quantization is None:

@@ -23,15 +23,6 @@ from keras_policy_ext.numerics.primitives import Primitives
 Shape = tuple[Any, ...]
 
 
-class SavedTensors(Protocol):
-    """The tensors that an operation saves for its backward pass."""
-
-    shapes: tuple[Shape, Shape]
-
-    def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """Return the saved tensors in a fixed order, if `narrow` as codes."""
-
-
 class Operation(Hashable, Protocol):
     """A function of tensors with a gradient of its own; hashable data.
 
@@ -331,11 +322,8 @@ class Replicas:
     ) -> None:
         """Call `update(*arguments)` if a flag is set, also in compiled code.
 
-        Args:
-            flag: Bool scalar, the same on every replica.
-            update: Function without a result.
-            arguments: Nested tensors and variables.
-            variables: All variables that `update` assigns.
+        The flag, a bool scalar, is the same on every replica. The arguments may
+        be nested. `variables` are all that `update` assigns.
         """
         ops.cond(flag, lambda: update(*arguments), lambda: None)
 
@@ -346,13 +334,8 @@ class Replicas:
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """Combine this replica's observation with those of all replicas.
 
-        Args:
-            observation: (rows, width), the observation of this replica, or a
-                settled state.
-
-        Returns:
-            (rows, width or more), for `StateLayout.settle`; the same on every
-            replica.
+        It is (rows, width), or a settled state. The result is (rows, width or
+        more), for `StateLayout.settle`, and the same on every replica.
         """
         return observation
 
@@ -370,11 +353,9 @@ class Replicas:
     ) -> Tensor:
         """Gather the shards of a tensor that each device needs for a matmul.
 
-        Args:
-            x: The tensor; each device has computed one shard of it.
-            gathering: From `gathering_of`.
-            axes: The sharding of this tensor, like `gathering.axes` of the
-                kernel; None for an axis whose sharding is not known.
+        Each device has computed one shard. `axes` is the sharding of this
+        tensor, like `gathering.axes` of the kernel; None for an axis whose
+        sharding is not known.
         """
         return x
 
@@ -483,10 +464,7 @@ class Gradients:
     ) -> Tensor:
         """Apply the transpose of a linear function to a float32 cotangent.
 
-        Args:
-            function: A function that is linear in its argument.
-            shape: The shape of that argument, and of the result.
-            cotangent: A tensor with the shape of the function's result.
+        `shape` is that of the function's argument and of the result.
         """
         raise NotImplementedError
 

@@ -58,9 +58,6 @@ class Request(NamedTuple):
     """The description of a matmul for which a kernel is selected.
 
     Attributes:
-        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        a: How the first operand is quantized.
-        b: How the second operand is quantized.
         batched: Whether each operand may be a batch of matrices.
         prefer: `"auto"`, `"native"` or `"emulated"`.
         for_xla: Whether XLA is known to compile it.
@@ -135,16 +132,10 @@ class MatmulKernel(Protocol):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """Multiply two quantized matrices; sum in float32.
+        """Multiply (b, m, k) by (b, n, k) transposed, both quantized.
 
-        Args:
-            a: (b, m, k).
-            b: (b, n, k).
-            dtype: The dtype of the result.
-            fast: Whether a GPU may accumulate with fewer bits.
-
-        Returns:
-            (b, m, n).
+        The sums are in float32, or if `fast` in as few bits as a GPU has for
+        it. The result is (b, m, n).
         """
 
 
@@ -221,11 +212,8 @@ class Engine:
     """The kernels of one framework: matmuls, convolutions, casts, states.
 
     Attributes:
-        device: Returns the device that it computes on.
         matmuls: The matmul kernels, the best first; the last one supports
             everything.
-        plain: Multiplies operands that are not quantized.
-        convolutions: The convolutions of the framework.
         cast: Takes a tensor, the scale of each element, the name of a format,
             and whether to multiply by the scale instead of dividing by it.
             Returns values of the format, in float32 or in its dtype.

@@ -50,12 +50,8 @@ class RowCasts(Protocol):
         across: Quantization | None,
         sums: bool = False,
     ) -> RowCastsOfBoth:
-        """Quantize a matrix and its transpose, each with one scale per row.
+        """Quantize a matrix (m, k) and its transpose, each by its rows.
 
-        Args:
-            matrix: (m, k).
-            plain: How to quantize the matrix; None to leave it out.
-            across: How to quantize the transpose, whose rows are the columns
-                of the matrix; None to leave it out.
-            sums: Whether to sum the columns of the matrix.
+        `plain` says how to quantize the matrix, `across` the transpose, whose
+        rows are the columns of the matrix; None leaves it out.
         """

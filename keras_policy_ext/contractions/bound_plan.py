@@ -31,9 +31,7 @@ from keras_policy_ext.recipes import MATMULS, OPERANDS
 class BoundMatmul:
     """One of a contraction's three matmuls, with the kernel that runs it.
 
-    Args:
-        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        operands: Both operands, in the order of `MATMULS`.
+    `operands` are both operands, in the order of `MATMULS`.
     """
 
     def __init__(
@@ -54,11 +52,9 @@ class BoundMatmul:
         shapes: Shapes,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply two quantized operands, and add a bias.
+        """Multiply two quantized operands; add a bias in the output's dtype.
 
-        Args:
-            shapes: The shapes of the inputs and of the kernel.
-            bias: In the dtype of the output; None for no bias.
+        `shapes` are those of the inputs and of the kernel.
         """
         a, b = self._a.read(a), self._b.read(b)
         product = self._contraction.product(

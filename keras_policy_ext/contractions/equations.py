@@ -25,8 +25,7 @@ class Terms(NamedTuple):
 def split(equation: str) -> Terms:
     """Split an equation such as `"ab,bc->ac"` into its terms; raise if invalid.
 
-    Args:
-        equation: Two operands, an explicit output; `...` is allowed.
+    It has two operands and an explicit output; `...` is allowed.
 
     Raises:
         ValueError: If the equation has another form, repeats a letter in one
@@ -57,14 +56,8 @@ def split(equation: str) -> Terms:
 def explicit(equation: str, first_rank: int, second_rank: int) -> str:
     """Replace `...` in an equation by letters, for operands of these ranks.
 
-    Args:
-        equation: E.g. `"...x,xy->...y"`.
-
-    Returns:
-        An equation with one letter per axis, e.g. `"abx,xy->aby"`.
-
-    Raises:
-        ValueError: If the equation is malformed or the ranks do not fit.
+    `"...x,xy->...y"` becomes `"abx,xy->aby"`. It raises ValueError if the
+    equation is malformed or the ranks do not fit.
     """
     terms = split(equation)
     free = [c for c in string.ascii_letters if c not in equation]
@@ -91,13 +84,10 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
 def outputs_shape(
     equation: str, first: Sequence[Size], second: Sequence[Size]
 ) -> tuple[Size, ...]:
-    """Return the shape of the result of an explicit equation.
+    """Return the shape of the result of an explicit equation, from two shapes.
 
-    `keras.ops.einsum` infers none of an equation with capital letters
-    (keras 3.0 to 3.16).
-
-    Args:
-        equation: Explicit, with one letter per axis.
+    `keras.ops.einsum` infers none of an equation with capital letters (keras
+    3.0 to 3.16).
     """
     terms = split(equation)
     sizes = dict(zip(terms.second, second, strict=True))
@@ -156,11 +146,7 @@ class EinsumForm(NamedTuple):
     def summed(self, operand: str, x: Tensor, dtype: str = "float32") -> Tensor:
         """Sum an operand over the axes whose letters no other term has.
 
-        This is done before quantization.
-
-        Args:
-            x: The operand, one axis per letter of its term.
-            dtype: The dtype to sum in.
+        This is done before quantization, in `dtype`.
         """
         alone = axes_alone(self, operand)
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
@@ -168,11 +154,8 @@ class EinsumForm(NamedTuple):
     def matrix(self, operand: str, x: Tensor) -> Tensor:
         """Reshape an operand, as `summed` returns it, to its home matrix.
 
-        Each of its three axes flattens a group of letters: batch, free and
-        contracted ones.
-
-        Returns:
-            (B, R, K), (B, C, K) or (B, R, C).
+        The matrix is (B, R, K), (B, C, K) or (B, R, C): each axis flattens a
+        group of letters.
         """
         axes, groups = _home_axes(self, operand)
         sizes, shape = shape_of(x), []
@@ -190,9 +173,6 @@ class EinsumForm(NamedTuple):
 
         A matrix axis gets the entry of the first axis flattened into it. It is
         None if one of the other axes has an entry too.
-
-        Args:
-            axes: An entry, possibly empty, for each letter of its term.
         """
         term, free, summed = self._home(operand)
         said = dict(zip(term, axes, strict=True))

@@ -81,9 +81,8 @@ class FrozenPlan:
     def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
         """Compute the outputs from inputs and a stored kernel.
 
-        Args:
-            constants: The codes or values of the kernel, its scales, and the
-                scale of the inputs if it is static.
+        The constants are the codes or values of the kernel, its scales, and the
+        scale of the inputs if it is static.
         """
         codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
@@ -108,13 +107,9 @@ class FrozenPlan:
     def inputs_grad(
         self, outputs_grad: Tensor, constants: Constants, shape: Shape
     ) -> Tensor:
-        """Return the gradient of the inputs, in the compute dtype.
+        """Return the gradient of the inputs, of this shape, in compute dtype.
 
-        The gradient ignores the rounding of the inputs (straight-through).
-
-        Args:
-            outputs_grad: Of dtype `dtype`.
-            shape: The shape of the inputs.
+        It ignores the rounding of the inputs (straight-through).
         """
         codes, scale, *_ = constants
         equation = self._gradient_equation
@@ -273,10 +268,7 @@ def dequantized(
 ) -> Tensor:
     """Return a stored kernel as floats, in the kernel's own axes.
 
-    Args:
-        recipe: How the kernel is stored.
-        axes: The summed and the free axes of the kernel.
-        codes: The codes, uint8; or float32 values that this function returned.
+    Codes are uint8; or float32 values that this function returned.
     """
     if _is_wide(codes):
         return ops.cast(codes, dtype)
@@ -338,11 +330,5 @@ def frozen_plan(
 
 
 def run_frozen(plan: FrozenPlan, inputs: Tensor, *constants: Tensor) -> Tensor:
-    """Compute the outputs of a frozen plan; only the inputs have a gradient.
-
-    Args:
-        plan: From `frozen_plan`.
-        inputs: Of dtype `plan.dtype`.
-        *constants: See `FrozenPlan.forward`.
-    """
+    """Compute the outputs of a frozen plan; only the inputs have a gradient."""
     return backends.current.run_frozen(plan, inputs, *constants)

@@ -77,22 +77,15 @@ class Contraction(Hashable, Protocol):
     ) -> Tensor:
         """Return the tensor to quantize: an operand, perhaps as a matrix.
 
-        Args:
-            name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            quantization: How it is quantized; None if it is not.
+        `name` is `"inputs"`, `"kernel"` or `"outputs_grad"`.
         """
 
     def kernel_axes(
         self, axes: AxisNames, quantization: Quantization | None
     ) -> tuple[Any, ...]:
-        """Convert a list with an entry per kernel axis to `operand`'s axes.
+        """Convert an entry per kernel axis to the axes of `operand`.
 
-        Args:
-            axes: An entry, possibly empty, for each axis of the kernel.
-
-        Returns:
-            An entry for each axis of `operand("kernel", kernel, asked)`; None
-            for an axis without a definite entry.
+        An entry may be empty. It is None for an axis without a definite one.
         """
 
     def is_transposed_in_memory(self, name: str) -> bool:
@@ -264,9 +257,7 @@ def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
 
     The weight is a bank of matrices if it has an axis that the inputs and the
     outputs have too, an axis of the outputs alone, and an axis that is summed.
-
-    Args:
-        histories: See `EinsumOfBank`.
+    For `histories` see `EinsumOfBank`.
     """
     # A subclass reads its kernel in a way of its own, as `rnn.Gates` does.
     if type(contraction) is not Einsum:

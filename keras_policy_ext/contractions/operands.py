@@ -244,16 +244,10 @@ class OperandUse:
         """Quantize an operand; return one copy for outputs, one for gradients.
 
         The outputs use saturated values. If a value is not finite and the
-        recipe has no state to report it, the gradients are NaN.
-
-        Args:
-            home: From `Contraction.operand`.
-            slot: The number of this use of the kernel in the step, which is
-                part of the key for stochastic rounding.
-
-        Returns:
-            The quantized operand twice, in its memory layout; see
-            `Operands.stored_transposed`.
+        recipe has no state to report it, the gradients are NaN. `home` is from
+        `Contraction.operand`; the result has the layout of
+        `Operands.stored_transposed`. The slot is part of the key for stochastic
+        rounding.
         """
         if self.quantization is None:
             plain = quantized.passthrough(ops.cast(home, self.inputs_dtype))

@@ -234,12 +234,8 @@ def run(
 ) -> Any:
     """Compute the outputs of a planned contraction; its plan has the gradients.
 
-    Args:
-        plan: From `make_plan`.
-        inputs: Of dtype `plan.inputs_dtype`.
-        kernel: Of dtype `plan.kernel_dtype`.
-        *state: The state matrix of the recipe, if it has one.
-        bias: To be added to the outputs, in their dtype; None for none.
+    The operands have the dtypes of the plan, the bias that of the outputs. The
+    state is one matrix, if the recipe has one.
     """
     if calls.are_shapes_alone_wanted():
         plan, state = unrounded(plan), ()

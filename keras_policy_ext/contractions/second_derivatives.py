@@ -40,15 +40,9 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Differentiate both gradients by outputs gradient, inputs and kernel.
 
-    Args:
-        outputs_grad: `g`, of the dtype of the inputs.
-        v: With the shape and dtype of the inputs; None for zeros.
-        u: With the shape and dtype of the kernel; None for zeros.
-        needed: Which of the three to compute.
-
-    Returns:
-        The three gradients, each in the dtype of its operand; None for one
-        that is not needed, or zero.
+    `v` has the shape and dtype of the inputs, `u` those of the kernel; None
+    stands for zeros. `needed` says which of the three gradients to compute;
+    None is returned for one that is not needed, or zero.
     """
     read = _Operands(bound, residuals, outputs_grad)
     g = x = w = None

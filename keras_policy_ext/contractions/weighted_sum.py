@@ -15,22 +15,19 @@ def fold(
 ) -> tuple[Tensor, Tensor]:
     """Return weights and values with the same product, values in range.
 
-    Values are divided by a scale per key, and weights are multiplied by it:
-    `P V = (P s) (V / s)`. It is a power of two, so that nothing is rounded.
-    No scale is of two keys, so a key whose weight is 0, such as a masked one,
-    changes nothing. A key with a value that is infinite or NaN has the scale
-    NaN, as the outputs should.
+    Values are divided by a scale per key, and weights are multiplied by it: `P
+    V = (P s) (V / s)`. It is a power of two, so that nothing is rounded, and a
+    constant for gradients. No scale is of two keys, so a key whose weight is 0,
+    such as a masked one, changes nothing. A key with a value that is infinite
+    or NaN has the scale NaN, as the outputs should.
 
     Args:
-        equation: Explicit; the second operand is the values.
+        equation: Explicit; the second operand is the values. All its axes but
+            those of the columns tell keys apart.
         weights: The first operand, in the dtype of `values`, which has the
             range of float32.
-        values: The second operand. All axes but those of the columns tell its
-            keys apart.
-
-    Returns:
-        Weights and values, in their dtype. The scale is a constant for
-        gradients.
+        values: The second operand.
+        limit: The largest value of the format of the values.
 
     Raises:
         ValueError: If an axis of the values is neither in the weights nor in

@@ -121,13 +121,8 @@ class StateLayout:
     def observation(self, amaxes: Tensor, slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a gradient of the state.
 
-        Args:
-            amaxes: Float32 (rows,).
-            slot: The number of this use in the step; taken modulo 8. As a
-                tensor, an int32 scalar below 8.
-
-        Returns:
-            Float32 (rows, width).
+        The amaxes are float32 (rows,), the result (rows, width). A slot is
+        taken modulo 8; as a tensor it is an int32 scalar below 8.
         """
         columns = np.arange(_FIRST, dtype="int32")
         if isinstance(slot, int):
@@ -244,10 +239,9 @@ class StateLayout:
 def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
     """Return an observation that is zero in all rows but the kernel's.
 
-    Args:
-        observation: (rows, width), as many rows for each of `OPERANDS`.
-        flag: Bool scalar, or (matrices,) for the matrices of a bank: whether to
-            keep the kernel's row at all.
+    It is (rows, width), with as many rows for each of `OPERANDS`. The flag, a
+    bool scalar or one for each matrix of a bank, says whether a row of the
+    kernel is kept.
     """
     is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
     if len(flag.shape):

@@ -107,11 +107,9 @@ class Primitives:
     def before_cast(self, x: Tensor, dtype: str) -> Tensor:
         """Return values that a cast to a format does not change.
 
-        Some compilers drop a cast to float8 if the result is cast back, and
-        so would drop the rounding. There the values are rounded in float32.
-
-        Args:
-            x: Float32, no larger than the format's largest value.
+        Some compilers drop a cast to float8 if the result is cast back, and so
+        would drop the rounding. There the values, float32 and no larger than
+        the format's largest, are rounded in float32.
         """
         return x
 
@@ -131,16 +129,12 @@ class Primitives:
         return ops.divide(x, y)
 
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return `scale` in a form by which XLA divides correctly.
+        """Return `scale`, float32, in a form by which XLA divides correctly.
 
         The result is NaN where `x` is. XLA for a CPU turns a division by a
         broadcast scalar into a multiplication by its reciprocal, which differs
         by one ulp in a quarter of the cases (JAX 0.10). So XLA must not see
         one.
-
-        Args:
-            x: Float32, the tensor to divide.
-            scale: Float32, broadcastable to `x`.
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
 

@@ -31,15 +31,9 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`. With the factor
     it is orthogonal, so a matmul of two operands that are both transformed
     along the contracted axis is unchanged. It is computed in four stages of
-    additions, over distances of 1, 2, 4 and 8. They give the same bits on
-    every backend, unlike a matmul.
-
-    Args:
-        matrix: Float32 (b, m, k).
-        axis: 1 or 2; the size of this axis is a multiple of 16.
-
-    Returns:
-        Float32 tensor of the same shape.
+    additions, over distances of 1, 2, 4 and 8. They give the same bits on every
+    backend, unlike a matmul. The matrix is float32 (b, m, k); the axis is 1 or
+    2, its size a multiple of 16.
     """
     axes = primitives.current
     shape = ops.shape(matrix)
@@ -57,12 +51,7 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
 
 
 def inverse(matrix: Tensor, size: Size, axis: int = 2) -> Tensor:
-    """Undo `hadamard`; crop the axis to `size`.
-
-    Args:
-        matrix: Float32 (b, m, k), as `hadamard` returns it.
-        size: The size of the axis before it was padded.
-    """
+    """Undo `hadamard`; crop the axis to its size before it was padded."""
     sixteens = ops.shape(matrix)[axis] // SIZE
     signs = ops.tile(np.array(SIGNS, "float32"), sixteens)
     signs = ops.reshape(signs, (1, -1, 1) if axis == 1 else (1, 1, -1))
@@ -135,13 +124,10 @@ class Quantized:
     def encoded(self, dtype: str, encode: Codec = casting.encode) -> Quantized:
         """Return a copy whose values are in a narrow dtype, or codes.
 
-        This is the form saved for the backward pass. Unquantized and narrow
-        tensors are returned unchanged.
-
-        Args:
-            dtype: Float32 for no change, uint8 for codes, or the dtype of the
-                format. Eight-bit scales then become codes.
-            encode: Takes values of a format and its name; returns the codes.
+        This is the form saved for the backward pass. `dtype` is float32 for no
+        change, uint8 for codes, or the dtype of the format. Eight-bit scales
+        then become codes. Unquantized and narrow tensors are returned
+        unchanged.
         """
         quantization, values, scale = (
             self.quantization,
@@ -168,13 +154,10 @@ class Quantized:
         decode: Codec = casting.decode,
         compute_dtype: str = "float32",
     ) -> Quantized:
-        """Return a copy whose values and scales are in float32.
+        """Return a copy whose scales are in float32, and whose values are wide.
 
-        Args:
-            widen: Takes values in a float8 dtype and a compute dtype; returns
-                them in float32, or in the compute dtype.
-            decode: Takes codes and the name of a format; returns the values.
-            compute_dtype: Passed to `widen`.
+        `widen` takes values in a float8 dtype. It returns them in float32, or
+        in the compute dtype.
         """
         quantization, values = self.quantization, self.values
         if quantization is None:

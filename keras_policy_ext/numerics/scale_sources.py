@@ -162,20 +162,16 @@ class ScaleSource(Protocol):
         amax: Amax,
         reading: StateReading | None,
     ) -> Tensor | None:
-        """Return the scale of an operand; None to use the tensor's own amax.
+        """Return the float32 scale of an operand, a scalar.
 
-        Args:
-            reading: The reading of the state; None for a source without state.
-
-        Returns:
-            Float32 scalar; None to compute the scales from the tensor itself.
+        None to compute it from the tensor's own amax. The reading is None for a
+        source without state.
         """
 
     def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the values that a use of a layer reports to its state.
 
-        Args:
-            amaxes: The amaxes of the operands, in the order of `OPERANDS`.
+        The amaxes are in the order of `OPERANDS`.
         """
 
 
@@ -190,24 +186,15 @@ class StateSource(ScaleSource, Protocol):
     layout: StateLayout
 
     def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
-        """Return one value per row as a gradient of the state.
+        """Return one value per row as a gradient of the state, (rows, width).
 
-        Args:
-            amaxes: Float32 scalars, one per row of the state, from `observed`.
-            slot: The number of this use of the layer in the step.
-
-        Returns:
-            Float32 (rows, width).
+        `amaxes` are the float32 scalars of `observed`.
         """
 
     def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
         """Return True if a kernel's amax is too large for the stored scale.
 
-        Args:
-            amax: Float32 scalar, the amax of the kernel.
-
-        Returns:
-            Bool scalar; False for an amax that is not finite.
+        False for an amax that is not finite.
         """
 
     def caught_up(
@@ -215,24 +202,15 @@ class StateSource(ScaleSource, Protocol):
     ) -> Tensor:
         """Return the state, with a larger scale if the kernel needs one.
 
-        Args:
-            amax: Float32 scalar, the amax of the kernel.
-            beyond: By what factor the kernel may exceed what its scale allows.
-
-        Returns:
-            (rows, width): with the amax entered if the kernel is larger,
-            otherwise unchanged.
+        The kernel may exceed what its scale allows by the factor `beyond`. If
+        it is larger, its amax is entered into the state.
         """
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """Return the new state after `value` is assigned to it.
 
-        Args:
-            value: (rows, width): an observation, a settled state, or zeros.
-            previous: (rows, width): the settled state before.
-
-        Returns:
-            (rows, width), settled.
+        `value` is an observation, a settled state, or zeros; `previous` is the
+        settled state before. All are (rows, width).
         """
 
 
@@ -385,12 +363,9 @@ class DelayedSource:
 class DelayedSourceOfBank(DelayedSource):
     """Delayed scaling of a bank, with a history for each of its matrices.
 
-    A state has a row for each matrix of the inputs, then of the kernel, then
-    of the outputs gradient. Amaxes are float32 (matrices, 1, 1). An amax of 0
-    is not observed: so a row of an expert that gets no token stays as it is.
-
-    Args:
-        matrices: The number of matrices.
+    A state has a row for each matrix of the inputs, then of the kernel, then of
+    the outputs gradient. Amaxes are float32 (matrices, 1, 1). An amax of 0 is
+    not observed: so a row of an expert that gets no token stays as it is.
     """
 
     def __init__(self, recipe: Any, matrices: int):

@@ -65,12 +65,9 @@ def amax(
 def amax_by_columns(x: Tensor) -> Tensor:
     """Return `amax(x)`, on JAX by reducing each column first.
 
-    The gradient of a bias is the sum of each column of an outputs gradient.
-    XLA for a GPU, as JAX configures it, fuses two reductions along the same
-    axes into one kernel, so that the amax needs no extra read.
-
-    Args:
-        x: Tensor of any shape and real dtype.
+    The gradient of a bias is the sum of each column of an outputs gradient. XLA
+    for a GPU, as JAX configures it, fuses two reductions along the same axes
+    into one kernel, so that the amax needs no extra read.
     """
     rows = tuple(range(len(x.shape) - 1))
     if not rows or keras.backend.backend() != "jax":
@@ -160,21 +157,13 @@ def scale_of_multiplier(
 ) -> Tensor:
     """Return `1 / (limit / 2**margin / amax)`, delayed scaling's scale.
 
-    Flax and Transformer Engine compute the quantizing multiplier and invert
-    it. The result differs from `amax / limit` by one ulp at most. Delayed
-    scaling feeds its own rounding back. After a few steps only the same order
-    of operations gives the same amax histories as theirs.
+    Flax and Transformer Engine compute the quantizing multiplier and invert it.
+    The result differs from `amax / limit` by one ulp at most. Delayed scaling
+    feeds its own rounding back. After a few steps only the same order of
+    operations gives the same amax histories as theirs. The arguments are those
+    of `scale_for_limit`, the result is between 2^-126 and 2^126.
 
     Source: `compute_scale` in flax/linen/fp8_ops.py.
-
-    Args:
-        amax: See `scale_from_amax`.
-        limit: Largest value of the format, or a tensor of them.
-        margin: See `scale_from_amax`.
-        previous: See `scale_from_amax`.
-
-    Returns:
-        Float32 tensor of the shape of `amax`, between 2^-126 and 2^126.
     """
     number = primitives.current.known_number(amax)
     if isinstance(limit, float) and number and 0.0 < number < math.inf:

@@ -33,18 +33,11 @@ def mix(x: Tensor) -> Tensor:
 def random_bits(
     shape: Sequence[Size], key: Tensor, across: bool = False
 ) -> Tensor:
-    """Return sixteen random bits per element of a matrix.
+    """Return sixteen random bits per element of a matrix (b, m, k), int32.
 
     They depend on the index of an element in the matrix that a matmul reads,
-    row by row.
-
-    Args:
-        shape: (b, m, k); scalars for sizes that a graph does not know.
-        key: Int32 scalar; equal keys give equal bits.
-        across: Whether the matmul reads the transpose of these matrices.
-
-    Returns:
-        Int32 tensor of that shape, from 0 to 2^16 - 1.
+    row by row; `across` says that it reads the transpose. Equal keys, int32
+    scalars, give equal bits.
     """
     _, m, k = shape
     steps = (m * k, 1, m) if across else (m * k, k, 1)
@@ -63,12 +56,8 @@ def key_of_use(
 ) -> Tensor:
     """Return the random key for one use of a kernel in one step.
 
-    Args:
-        step: Int32 scalar, the number of steps so far.
-        seed: From 0 to 2^31 - 1.
-        slot: The number of this use in the step; an int, or an int32 scalar.
-        kernel: Int32 scalar, the number of the kernel. Two kernels with the
-            same outputs gradient get different bits.
+    Two kernels with the same outputs gradient get different bits, by their
+    numbers. All arguments are ints or int32 scalars; the seed is below 2^31.
     """
     first = mix(step + ops.convert_to_tensor(seed, "int32"))
     of_kernel = mix(ops.convert_to_tensor(kernel, "int32"))
@@ -79,13 +68,9 @@ def key_of_use(
 def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
     """Return the random key for rounding an operand of one matmul.
 
-    It depends on the amax of the operand, since micro-batches, replicas and
-    the steps of a scan share the key of their step.
-
-    Args:
-        amax: Float32 scalar, the amax of the operand before any transform.
-        number: The number of the matmul: 0 for `forward`, 1 for `inputs_grad`,
-            2 for `kernel_grad`.
+    It depends on the amax of the operand before any transform, a float32
+    scalar, since micro-batches, replicas and the steps of a scan share the key
+    of their step. Matmuls have the numbers 0 to 2, in the order of `MATMULS`.
     """
     salt = mix(view(amax, "int32"))
     return mix(ops.bitwise_xor(key, salt) + number)
@@ -159,14 +144,10 @@ def stochastic_round(
 def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
     """Round as `stochastic_round` does, with the random bits given.
 
-    The bits are added below the last bit of the format, and all bits below it
-    are dropped. A carry makes the result the neighbour farther from 0. It is
-    integer arithmetic, which no compiler rounds or flushes, so the result is
-    the same on every backend.
-
-    Args:
-        x: Float32 tensor of any shape.
-        bits: Int32 tensor of that shape, from 0 to 2^16 - 1.
+    The bits, int32 from 0 to 2^16 - 1, are added below the last bit of the
+    format, and all bits below it are dropped. A carry makes the result the
+    neighbour farther from 0. It is integer arithmetic, which no compiler rounds
+    or flushes, so the result is the same on every backend.
     """
     check_roundable(dtype)
     raw = view(x, "int32")
@@ -190,11 +171,8 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
     """Round each value up or down to a narrow format, by 16 random bits.
 
     It rounds away from 0 if the position between the two neighbours plus `bits
-    * 2^-16` is at least 1. Values of the format do not change.
-
-    Args:
-        x: Float32 tensor, no larger than the largest value of the format.
-        bits: Int32 tensor of its shape, from 0 to 2^16 - 1.
+    * 2^-16` is at least 1. Values of the format do not change. No value is
+    larger than the largest of the format.
     """
     fmt = formats.get(format_name)
     lowest, _ = grid_constants(format_name)

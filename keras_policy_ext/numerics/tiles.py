@@ -44,12 +44,9 @@ class Scales(NamedTuple):
 
 
 def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute one scale per tile from one amax per tile.
+    """Compute one scale per tile from one amax per tile, float32.
 
     An amax that is not finite counts as 0.
-
-    Args:
-        amax: Float32 tensor, one per tile, not negative.
     """
     if quantization.constant_scale is not None:
         return Scales(ops.ones_like(amax) * quantization.constant_scale)
@@ -73,14 +70,10 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
 def four_over_six(
     x: Tensor, amax: Tensor, quantization: Quantization
 ) -> Scales:
-    """Compute the scales of tiles whose amax becomes 4 or 6.
+    """Compute the scales of tiles of `x` whose amax becomes 4 or 6.
 
-    Each tile has the scale whose squared error is smaller, 6 if they are
-    equal. `reference.scales.four_over_six_scales` defines the error.
-
-    Args:
-        x: Float32 (b, m, k).
-        amax: Float32, one per tile, not negative.
+    Each tile has the scale whose squared error is smaller, 6 if they are equal.
+    `reference.scales.four_over_six_scales` defines the error.
     """
     tile = quantization.tile
     six = _two_level(amax, quantization, SIX)
@@ -184,13 +177,9 @@ def _two_level(
 
 
 def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
-    """Return the largest magnitude in each tile of a matrix.
+    """Return the largest magnitude in each tile of a matrix (b, m, k).
 
-    Args:
-        matrix: (b, m, k), of any real dtype.
-
-    Returns:
-        Float32 (b, m', k'); a scalar for a whole tensor.
+    Float32 (b, m', k'); a scalar for a whole tensor.
     """
     if tile.is_whole:
         return scaling.amax(matrix)
@@ -202,14 +191,9 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
-    """Expand one scale per tile to one scale per element of a matrix.
+    """Expand scales (b, m', k') of tiles to the elements of a matrix.
 
-    Args:
-        scale: (b, m', k'), one per tile.
-        matrix: (b, m, k), for its sizes.
-
-    Returns:
-        Tensor of three axes, of the size of the matrix or of size 1 each.
+    An axis of the result has the size of the matrix, or size 1.
     """
     for axis, size in ((1, tile.free), (2, tile.contracted)):
         if size not in (None, 1):

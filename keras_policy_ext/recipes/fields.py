@@ -103,9 +103,7 @@ def is_open(recipe: Recipe) -> bool:
 def settled(recipe: Recipe, power_of_two: bool) -> Recipe:
     """Return a recipe that says whether its scales are powers of two.
 
-    Args:
-        recipe: Any recipe. It is returned unchanged unless it is open.
-        power_of_two: The value for an open recipe.
+    It is returned unchanged unless it leaves that open.
     """
     if not is_open(recipe):
         return recipe

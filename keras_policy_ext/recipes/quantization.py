@@ -246,15 +246,9 @@ _WORDS = {
 def read_transposed(
     first: Quantization | None, second: Quantization | None
 ) -> bool:
-    """Return True if both matmuls can read one quantized matrix.
-
-    The second matmul reads the transpose of it.
+    """Return True if the second matmul can read the first one's transpose.
 
     Otherwise the operand is quantized twice, once for each matmul.
-
-    Args:
-        first: The quantization that the first matmul asks for.
-        second: The quantization that the second matmul asks for.
     """
     if first is None or second is None or first.hadamard is not None:
         return False

@@ -31,15 +31,7 @@ _OF_OTHERS = {
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a hint such as `"Did you mean 'delayed'? "`, or "".
-
-    Args:
-        word: What was received.
-        known: The allowed words.
-
-    Returns:
-        The hint and a space; "" if no word is similar.
-    """
+    """Return a hint such as `"Did you mean 'delayed'? "`, or ""."""
     if not isinstance(word, str):
         return ""
     names = list(known)

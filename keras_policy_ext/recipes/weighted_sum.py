@@ -39,14 +39,10 @@ class WeightedSum(Recipe):
 
 
 def weighted_sum_of(activations: Recipe) -> Recipe:
-    """Return the recipe for weights times values.
+    """Return the recipe for weights times values, from that of activations.
 
-    Args:
-        activations: The recipe for two activations.
-
-    Returns:
-        A `WeightedSum` if no scale of `activations` is of two rows; otherwise
-        `activations`, also if its forward matmul is not in float8.
+    It is a `WeightedSum` if no scale of `activations` is of two rows; otherwise
+    `activations`, also if its forward matmul is not in float8.
     """
     quantization: Any = activations.quantization("kernel", "forward")
     if quantization is None or not scales_rows_apart(activations):

@@ -232,11 +232,8 @@ def lacking(
 ) -> str | None:
     """Return why Pallas's casts cannot quantize an operand; None if they can.
 
-    Args:
-        like: A tensor with the sizes of the operand.
-        dtype: The dtype of the operand.
-        format_name: The format to quantize to.
-        device: The device; None for Pallas's interpreter.
+    `like` is a tensor with its sizes. The device is None for Pallas's
+    interpreter.
     """
     if format_name not in FAMILIES["ocp"]:
         return f"Pallas's casts do not write {format_name}"
@@ -506,12 +503,7 @@ def _largest(bits: Tensor) -> Tensor:
 def codes_of(
     x: Tensor, scale: Tensor, format_name: str, interpreted: bool
 ) -> Tensor:
-    """Divide a tile by a scale, clip, and cast it to a format.
-
-    Args:
-        x: Float32, a tile in a kernel.
-        scale: Float32 scalar, or of a shape that broadcasts to the tile.
-    """
+    """Divide a float32 tile in a kernel by a scale, clip, and cast it."""
     limit = formats.get(format_name).max
     if interpreted:
         # XLA multiplies by the reciprocal of a divisor that it broadcasts.
@@ -567,15 +559,10 @@ def _asm(instruction: str, *arguments: Tensor) -> Tensor:
 
 
 def amax_if(wanted: Tensor, x: Tensor, interpreted: bool = False) -> Tensor:
-    """Return amaxes of parts of a tensor if they are wanted, else zeros.
+    """Return amaxes of parts of a tensor, or zeros if `wanted`, (1,), is 0.
 
-    Args:
-        wanted: Int32 (1,), 0 if not. Nothing of `x` is then read.
-        x: Of any shape.
-        interpreted: Whether to run in Pallas's interpreter.
-
-    Returns:
-        Int32 (`PROGRAMS`,), the bits of float32; NaN is above all.
+    Nothing of `x` is then read. The amaxes are int32 (`PROGRAMS`,), the bits of
+    float32; NaN is above all.
     """
     if interpreted:
         return _amaxes_by_pallas(wanted, x, interpreted=True)

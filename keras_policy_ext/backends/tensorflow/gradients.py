@@ -42,12 +42,9 @@ _BODY = "loop_body"
 class Backward:
     """The backward pass of one call of an operation.
 
-    Args:
-        operation: The operation.
-        shapes: The shapes of the inputs and the kernel, with None for a size
-            that the graph does not know.
-        sizes: The same shapes, with scalar tensors in place of None.
-        leaves: The leaves of the residuals.
+    `shapes` are those of the inputs and the kernel, with None for a size that
+    the graph does not know; `sizes` has scalar tensors in its place. `leaves`
+    are those of the residuals.
     """
 
     def __init__(

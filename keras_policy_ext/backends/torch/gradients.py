@@ -405,11 +405,9 @@ def last(
 ) -> list[Tensor | None]:
     """Return the same gradients; differentiating them again raises.
 
-    Args:
-        gradients: Gradients that were computed without a graph.
-        sources: The tensors that they were computed from. If none of these
-            requires a gradient, as without a link, the result still requires
-            one, so that it raises.
+    `sources` are the tensors that they were computed from. If none of these
+    requires a gradient, as without a link, the result still requires one, so
+    that it raises.
     """
     return [
         x if x is None else _Last.apply(_looked_for(x), *sources)

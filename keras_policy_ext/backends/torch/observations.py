@@ -142,16 +142,12 @@ def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
 
 
 def merged(value: Tensor, observations: list[Tensor]) -> Tensor:
-    """Return a value for a state, merged with observations.
+    """Return a value for a state, merged with the observations of `taken`.
 
-    Args:
-        value: Float32 (operands, width): an observation, a settled state or
-            zeros; or the tensor in the variable itself, which an optimizer that
-            accumulates gradients assigns until it takes its step.
-        observations: From `taken`.
-
-    Returns:
-        The same shape; rows that are settled are those of `value`.
+    The value, float32 (operands, width), is an observation, a settled state or
+    zeros; or the tensor in the variable itself, which an optimizer that
+    accumulates gradients assigns until it takes its step. Rows that are settled
+    stay.
     """
     if not observations:
         return value
@@ -203,14 +199,10 @@ def changed_value(variable: keras.Variable) -> Tensor | None:
 def told(parameter: Tensor) -> Tensor | None:
     """Return the flags that a GPU sets to report unobserved operands.
 
-    Args:
-        parameter: The parameter of a state on a GPU.
-
-    Returns:
-        Bool (operands,), in pinned memory, which a kernel writes
-        asynchronously. None for a state without gradient. Also None if the
-        flags do not exist yet while CUDA captures a graph, since that cannot
-        allocate pinned memory.
+    They are bool (operands,), in pinned memory, which a kernel writes
+    asynchronously. None for a state without gradient. Also None if the flags do
+    not exist yet while CUDA captures a graph, since that cannot allocate pinned
+    memory.
     """
     state = _STATES.get(id(parameter))
     if state is None:

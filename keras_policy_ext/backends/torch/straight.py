@@ -215,14 +215,9 @@ class Saved(NamedTuple):
 class Straight:
     """The forward and the backward pass of a plan, as lists of kernels.
 
-    Args:
-        bound: A `BoundPlan` of two plain matrices.
-        interpreted: See `TritonCasts`.
-
-    Attributes:
-        source: The `DelayedSource` of the plan; None without a state.
-        differentiates: Whether it computes the gradients too. Outside of
-            training a state observes the kernel alone.
+    A plan, of two plain matrices, has a `DelayedSource` or no state. Outside of
+    training a state observes the kernel alone: then only the forward pass is
+    here.
     """
 
     def __init__(self, bound: Any, interpreted: bool):

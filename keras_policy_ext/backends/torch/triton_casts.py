@@ -39,15 +39,10 @@ def quantize_both_ways(
 ) -> Both:
     """Quantize a matrix to float8; write it and its transpose.
 
-    Args:
-        x: (m, k), bfloat16, float16 or float32.
-        quantization: How to quantize it, with one scale.
-        hint: What is known of that scale. If the scale may be unknown, a
-            separate pass computes the amax. A kernel decides this on the
-            device, so that the host does not wait.
-        wanted: What to return beside the codes.
-        by_integers: Whether to compute codes by integer arithmetic. Triton's
-            interpreter needs it: its own conversion is wrong.
+    If the scale may be unknown, a separate pass computes the amax. A kernel
+    decides this on the device, so that the host does not wait. The matrix is
+    (m, k), bfloat16, float16 or float32. `by_integers` computes codes by
+    integer arithmetic, for Triton's interpreter: its own conversion is wrong.
     """
     m, k = x.shape
     given = hint.scale is not None
