@@ -16,7 +16,9 @@ from keras_policy_ext.backends.matmuls import Choice, Engine, Shapes
 from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Einsum
 from keras_policy_ext.contractions.operands import (
+    Binding,
     BoundOperand,
+    PassOptions,
     Selections,
     bind_operand,
 )
@@ -198,12 +200,11 @@ class BoundPlan(BoundOperation):
     def __init__(self, plan: Any, engine: Engine, device: Device):
         self.plan, self.engine, self.device = plan, engine, device
         self.selections = _select(plan, engine)
-        self.inputs, self.kernel, self.outputs_grad = (
-            bind_operand(plan, operand, engine, self.selections)
-            for operand in OPERANDS
-        )
+        binding = Binding(plan, engine, self.selections)
+        operands = {each: bind_operand(binding, each) for each in OPERANDS}
+        self.inputs, self.kernel, self.outputs_grad = operands.values()
         self._forward, self._inputs_grad, self._kernel_grad = (
-            bind_matmul(plan, matmul, self.selections[matmul], self._operands)
+            bind_matmul(plan, matmul, self.selections[matmul], operands)
             for matmul in MATMULS
         )
         self._framework = backends.current
@@ -222,14 +223,6 @@ class BoundPlan(BoundOperation):
         is_whole = gathering is None or gathering.is_quantized
         return is_einsum and is_whole and contraction.form.is_plain
 
-    @property
-    def _operands(self) -> dict[str, BoundOperand]:
-        return {
-            "inputs": self.inputs,
-            "kernel": self.kernel,
-            "outputs_grad": self.outputs_grad,
-        }
-
     @override
     def forward(
         self,
@@ -244,9 +237,9 @@ class BoundPlan(BoundOperation):
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
         reading = simplified(history, state)
-        how = reading, observe, once, False, slot
-        x = self.inputs.quantize(inputs, *how)
-        w = self.kernel.quantize(kernel, *how)
+        options = PassOptions(reading, observe, once=once, slot=slot)
+        x = self.inputs.quantize(inputs, options)
+        w = self.kernel.quantize(kernel, options)
         shapes = shape_of(inputs), shape_of(kernel)
         outputs = self._forward(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
@@ -289,13 +282,9 @@ class BoundPlan(BoundOperation):
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
         reading, shapes = simplified(residuals.reading, state), residuals.shapes
         observe = residuals.amaxes is not None and not self._is_inference
-        g = self.outputs_grad.quantize(
-            outputs_grad,
-            reading,
-            observe,
-            sums=bias_shape is not None,
-            slot=slot,
-        )
+        sums = bias_shape is not None
+        options = PassOptions(reading, observe, sums=sums, slot=slot)
+        g = self.outputs_grad.quantize(outputs_grad, options)
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
             inputs_grad = self._inputs_grad(g.first, residuals.kernel, shapes)
@@ -307,11 +296,11 @@ class BoundPlan(BoundOperation):
             how = residuals, reading, g.amax, state[0], slot
             state_grad = (self._state_grad(*how),)
         if bias_shape is not None:
-            sums = g.column_sums
-            if sums is None:
+            bias_grad = g.column_sums
+            if bias_grad is None:
                 rows = len(outputs_grad.shape) - len(bias_shape)
-                sums = ops.sum(outputs_grad, tuple(range(rows)))
-            bias_grad = ops.cast(sums, self.plan.inputs_dtype)
+                bias_grad = ops.sum(outputs_grad, tuple(range(rows)))
+            bias_grad = ops.cast(bias_grad, self.plan.inputs_dtype)
             bias_grad = ops.reshape(bias_grad, bias_shape)
         return inputs_grad, kernel_grad, state_grad, bias_grad
 

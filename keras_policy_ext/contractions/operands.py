@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -181,6 +181,33 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
 
 
 Selections = dict[str, tuple[Any, Choice]]
+"""By matmul, the kernel that runs it, and the reason for it."""
+
+
+class Binding(NamedTuple):
+    """A `Plan`, the kernels of the framework, and those that were selected."""
+
+    plan: Any
+    engine: Engine
+    selections: Selections
+
+
+class PassOptions(NamedTuple):
+    """What a pass asks of the quantization of an operand.
+
+    Attributes:
+        reading: The reading of the state; None for a recipe without state.
+        observe: Whether the amax is needed for the state.
+        once: Whether only the first matmul runs.
+        sums: Whether to sum the columns of the matrix if the cast can.
+        slot: The number of this use of the kernel in the step.
+    """
+
+    reading: StateReading | None
+    observe: bool
+    once: bool = False
+    sums: bool = False
+    slot: Slot = 0
 
 
 class OperandUse:
@@ -196,14 +223,8 @@ class OperandUse:
             for this use.
     """
 
-    def __init__(
-        self,
-        plan: Any,
-        operand: str,
-        matmul: str,
-        engine: Engine,
-        selections: Selections,
-    ):
+    def __init__(self, binding: Binding, operand: str, matmul: str):
+        plan, engine, selections = binding
         operands = plan.operands
         self.operand, self.matmul = operand, matmul
         self.contraction, self.source = plan.contraction, plan.source
@@ -333,15 +354,12 @@ class BoundOperand:
 
     use: type[OperandUse] = OperandUse
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
+    def __init__(self, binding: Binding, operand: str):
+        plan, engine, _ = binding
         self.operand = operand
-        uses = (
-            self.use(plan, operand, matmul, engine, selections)
-            for matmul in matmuls_of(operand)
+        self.first, self.second = (
+            self.use(binding, operand, matmul) for matmul in matmuls_of(operand)
         )
-        self.first, self.second = uses
         self.is_shared = plan.operands.shares_quantization[operand]
         if self.is_shared:
             # What is quantized for the first matmul is read by the second too.
@@ -379,35 +397,22 @@ class BoundOperand:
         """Compute the amax of an operand, a scalar or one per history."""
         return self._amax_of(self._home(x, self.first.quantization))
 
-    def quantize(
-        self,
-        x: Tensor,
-        reading: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
-        """Quantize an operand for the two matmuls that read it.
-
-        Args:
-            observe: Whether the amax is needed for the state.
-            once: Whether only the first matmul runs.
-            sums: Whether to sum the columns if the cast can.
-            slot: See `OperandUse.quantize`.
-        """
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
+        """Quantize an operand for the two matmuls that read it."""
+        reading, slot = options.reading, options.slot
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
         if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
-        wanted = observe or self._is_stochastic
+        wanted = options.observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
         saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)
             _, marked = self.second.quantize(home, amax, reading, cast, slot)
-        return QuantizedForBoth(first, marked, amax.value if observe else None)
+        observed = amax.value if options.observe else None
+        return QuantizedForBoth(first, marked, observed)
 
     def matrix(self, operand: Quantized) -> Quantized:
         """Return a quantized operand as its matrix (batch, rows, columns)."""
@@ -421,11 +426,10 @@ class OperandInBothLayouts(BoundOperand):
     first: UseOfBothLayouts
     second: UseOfBothLayouts
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
-        super().__init__(plan, operand, engine, selections)
-        self._both: Any = engine.both_layouts
+    def __init__(self, binding: Binding, operand: str):
+        super().__init__(binding, operand)
+        plan = binding.plan
+        self._both: Any = binding.engine.both_layouts
         self._quantization: Any = plan.operands.cast_for_both[operand]
         self._rule: Any = plan.source.rule
         is_kernel = operand == "kernel"
@@ -451,40 +455,34 @@ class OperandInBothLayouts(BoundOperand):
         how = values, self._dtype, self._quantization.format
         return self._both.supports(*how) is None
 
-    def quantize(
-        self,
-        x: Tensor,
-        reading: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Quantize an operand by one cast in both layouts, if it can."""
         if not self.is_in_both_layouts(x):
-            return super().quantize(x, reading, observe, slot=slot)
+            return super().quantize(x, options)
         home = self._home(x, self.first.quantization)
         home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
-        scales: Any = reading
-        wanted = Wanted(observe, self._is_transposed_in_memory, once, sums)
-        how = self._quantization, self._rule, scales, wanted
+        wanted = Wanted(
+            options.observe,
+            self._is_transposed_in_memory,
+            options.once,
+            options.sums,
+        )
+        how = self._quantization, self._rule, options.reading, wanted
         return read_both(self._both, matrix, self.operand, *how)
 
 
 class OperandOfRows(BoundOperand):
     """An operand that one cast quantizes by rows for both of its matmuls."""
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
-        super().__init__(plan, operand, engine, selections)
-        self._row_casts: Any = engine.row_casts
+    def __init__(self, binding: Binding, operand: str):
+        super().__init__(binding, operand)
+        self._row_casts: Any = binding.engine.row_casts
         self._uses = self.first, self.second
-        self._asked = tuple(use.quantization for use in self._uses)
-        self._by_rows = [asked for asked in self._asked if asked is not None]
+        self._quantizations = tuple(use.quantization for use in self._uses)
+        self._by_rows = [q for q in self._quantizations if q is not None]
         self._is_transposed_in_memory = (
-            plan.contraction.is_transposed_in_memory(operand)
+            binding.plan.contraction.is_transposed_in_memory(operand)
         )
 
     def sums_columns_of(self, like: Tensor) -> bool:
@@ -495,21 +493,13 @@ class OperandOfRows(BoundOperand):
         formats = [quantization.format for quantization in self._by_rows]
         return self._row_casts.supports(x, *formats) is None
 
-    def quantize(
-        self,
-        x: Tensor,
-        reading: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Quantize an operand by one cast for both matmuls, if it can."""
         home = self._home(x, self._by_rows[0])
         if home.shape[0] != 1 or not self._can_cast(home):
-            return super().quantize(x, reading, observe, slot=slot)
-        first, second = self._asked
-        if once:
+            return super().quantize(x, options)
+        first, second = self._quantizations
+        if options.once:
             second = None
         # The cast reads a matrix as it lies in memory.
         if self._is_transposed_in_memory:
@@ -517,7 +507,7 @@ class OperandOfRows(BoundOperand):
             result = self._row_casts.cast(matrix, second, first)
             casts = result.across, result.plain
         else:
-            result = self._row_casts.cast(home[0], first, second, sums)
+            result = self._row_casts.cast(home[0], first, second, options.sums)
             casts = result.plain, result.across
         (saturated, marked), (_, other) = (
             self._for_use(use, cast, x)
@@ -548,46 +538,37 @@ class OperandOfRows(BoundOperand):
 class OperandOfCodes(BoundOperand):
     """A kernel that arrives as codes, which are gathered before."""
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
-        super().__init__(plan, operand, engine, selections)
-        asked = self.first.quantization
-        if not self.is_shared or asked is None or not asked.keeps_axes:
+    def __init__(self, binding: Binding, operand: str):
+        super().__init__(binding, operand)
+        plan, quantization = binding.plan, self.first.quantization
+        can = quantization is not None and quantization.keeps_axes
+        if not (self.is_shared and can):
             raise NotImplementedError(
                 "A kernel that is gathered as float8 has one scale. Received: "
                 f"{plan.contraction!r} under {plan.recipe!r}, which needs "
                 "more. Allowed: kernels that are not gathered as float8. "
                 "Leave out kpe.loops.gather_float8 for this layer."
             )
-        self._asked = asked
+        self._quantization = quantization
         self._narrow = self.first.native or self.second.native
 
     def amax(self, x: Tensor) -> Tensor:
         """Return the amax of the shard of this process, a scalar."""
-        found: Tensor = x.read(self._asked, self._narrow)[2]
-        return found
+        amax: Tensor = x.read(self._quantization, self._narrow)[2]
+        return amax
 
-    def quantize(
-        self,
-        x: Tensor,
-        reading: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Return the kernel as it is, for the two matmuls that read it."""
-        saturated, marked, amax = x.read(self._asked, self._narrow)
-        return QuantizedForBoth(saturated, marked, amax if observe else None)
+        saturated, marked, amax = x.read(self._quantization, self._narrow)
+        observed = amax if options.observe else None
+        return QuantizedForBoth(saturated, marked, observed)
 
 
-def bind_operand(
-    plan: Any, operand: str, engine: Engine, selections: Selections
-) -> BoundOperand:
+def bind_operand(binding: Binding, operand: str) -> BoundOperand:
     """Return the `BoundOperand` that quantizes an operand of a plan."""
+    plan, engine, selections = binding
     if _is_gathered(plan, operand) and plan.gathering.is_quantized:
-        return OperandOfCodes(plan, operand, engine, selections)
+        return OperandOfCodes(binding, operand)
     cast_for_both = (
         engine.both_layouts is not None
         and plan.operands.cast_for_both[operand] is not None
@@ -598,9 +579,9 @@ def bind_operand(
     kind: type[BoundOperand] = BoundOperand
     if cast_for_both:
         kind = OperandInBothLayouts
-    elif _is_cast_by_rows(plan, operand, engine, selections):
+    elif _is_cast_by_rows(binding, operand):
         kind = OperandOfRows
-    return kind(plan, operand, engine, selections)
+    return kind(binding, operand)
 
 
 def _is_gathered(plan: Any, operand: str) -> bool:
@@ -610,10 +591,9 @@ def _is_gathered(plan: Any, operand: str) -> bool:
     return operand == "kernel" and plan.gathering is not None
 
 
-def _is_cast_by_rows(
-    plan: Any, operand: str, engine: Engine, selections: Selections
-) -> bool:
+def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
     """Return True if one cast may quantize an operand by rows for matmuls."""
+    plan, engine, selections = binding
     of_rows = [
         plan.operands.quantizations[operand, matmul]
         for matmul in matmuls_of(operand)

@@ -10,7 +10,6 @@ from keras_policy_ext.recipes.fields import (
     FP8_FORMATS,
     boolean,
     choice,
-    put,
     tensorwise,
 )
 from keras_policy_ext.recipes.quantization import Quantization
@@ -48,7 +47,7 @@ class CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         choice(self, "fp8_format", FP8_FORMATS)
-        put(self, "power_of_two", boolean(self, "power_of_two"))
+        boolean(self, "power_of_two")
         super().__post_init__()
 
     @property

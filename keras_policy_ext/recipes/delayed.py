@@ -67,10 +67,8 @@ class DelayedScaling(Recipe):
     initial_scale: str | float = "current"
 
     def __post_init__(self) -> None:
-        put(
-            self, "amax_history_length", integer(self, "amax_history_length", 1)
-        )
-        put(self, "margin", integer(self, "margin", 0, LARGEST_MARGIN))
+        integer(self, "amax_history_length", 1)
+        integer(self, "margin", 0, LARGEST_MARGIN)
         choice(self, "fp8_format", FP8_FORMATS)
         choice(self, "amax_compute", ("max", "most_recent"))
         put(self, "initial_scale", _initial_scale(self.initial_scale))
