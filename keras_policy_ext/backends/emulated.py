@@ -86,10 +86,7 @@ class Emulated(MatmulKernel):
 
 
 class Plain(MatmulKernel):
-    """A kernel that multiplies operands that are not quantized.
-
-    It accumulates in float32, or in float64 for float64 operands.
-    """
+    """A kernel for unquantized operands; it sums in float32, or in float64."""
 
     native = False
 

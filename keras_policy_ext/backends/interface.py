@@ -43,10 +43,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def first_use(self) -> Operation:
-        """The same operation with slot 0; one object for all slots.
-
-        Its compiled passes are those of all uses.
-        """
+        """The same operation with slot 0, whose compiled passes all use."""
 
     def another_slot(self, slot: Slot) -> Slot:
         """Return the slot for the observation of a gradient's gradient."""
@@ -182,10 +179,7 @@ Mark = Callable[[Tensor], Tensor]
 
 @functools.cache
 def saved_dtype(format_name: str) -> str:
-    """Return the one-byte dtype that stores values of a format.
-
-    It is uint8, for codes, unless the format is one of OCP's.
-    """
+    """Return the dtype that stores a format: its own for OCP's, else uint8."""
     own = formats.get(format_name).family == "ocp"
     return format_name if own else "uint8"
 
@@ -368,10 +362,7 @@ class Gradients:
         return True
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """Return the one-byte dtype that saves a format for the backward pass.
-
-        It is uint8, for codes, if no framework computes in the format.
-        """
+        """Return the one-byte dtype that saves a format; uint8 for codes."""
         return saved_dtype(format_name)
 
     def relu(self, x: Tensor) -> Tensor:
@@ -412,10 +403,7 @@ class Gradients:
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """Run `operation.forward`; the gradient is `operation.inputs_grad`.
-
-        Only the constants are saved for the gradient.
-        """
+        """Run a frozen operation; save only the constants for the gradient."""
         raise NotImplementedError
 
     def marked_gradients(
@@ -439,10 +427,7 @@ class Gradients:
         raise NotImplementedError
 
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
-        """On exit of the block, restore the random state of the framework.
-
-        Keras draws from it on PyTorch alone, for layers without a seed.
-        """
+        """On exit, restore the random state of the framework for Keras."""
         return nullcontext()
 
     def random_state(self) -> list[np.ndarray]:
@@ -502,10 +487,7 @@ class States(Replicas):
     def assigned(
         self, variable: keras.Variable, value: Tensor
     ) -> Tensor | None:
-        """Return the new state of `variable` after `value` is assigned.
-
-        None if that is stored already.
-        """
+        """Return the state after `value` is assigned; None if it is stored."""
         return self.settle(variable.settling, value, variable.value)
 
     def keep_observations(
@@ -528,10 +510,7 @@ class States(Replicas):
         return False
 
     def forget_traces(self, function: Any, owner: Any) -> None:
-        """Discard the traces of a compiled function before its next call.
-
-        `owner` is the object whose method it is; None for none.
-        """
+        """Discard the traces of a compiled function, or of a method."""
 
     def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
         """Return the observations of micro-batches since the last update.
@@ -547,10 +526,7 @@ class States(Replicas):
         """Restore into a state what `earlier_observation` returned for it."""
 
     def known_value(self, variable: keras.Variable) -> Tensor | None:
-        """Return a state variable's value; None if it cannot be read now.
-
-        It cannot while it is traced, or if reading it would stall each step.
-        """
+        """Return a state's value; None while it is traced or slow to read."""
         return None
 
     def follow_shards(

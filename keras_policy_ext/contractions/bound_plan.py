@@ -31,10 +31,7 @@ from keras_policy_ext.recipes import MATMULS, OPERANDS
 
 
 class BoundMatmul:
-    """One of a contraction's three matmuls, with the kernel that runs it.
-
-    `operands` are both operands, in the order of `MATMULS`.
-    """
+    """One of a contraction's three matmuls, with the kernel that runs it."""
 
     def __init__(
         self, plan: Any, matmul: str, kernel: Any, operands: list[BoundOperand]
@@ -95,10 +92,7 @@ def bind_matmul(
     selection: tuple[Any, Choice],
     operands: dict[str, BoundOperand],
 ) -> BoundMatmul:
-    """Return the `BoundMatmul` that computes a plan's matmul with a kernel.
-
-    `selection` is the kernel and the reason for it.
-    """
+    """Return the `BoundMatmul` that computes a plan's matmul with a kernel."""
     kernel, _ = selection
     is_einsum = isinstance(plan.contraction, Einsum)
     adds = is_einsum and hasattr(kernel, "with_bias") and matmul == "forward"

@@ -144,10 +144,7 @@ class EinsumForm(NamedTuple):
         return dict(zip(letters, (*inputs, *kernel), strict=True))
 
     def summed(self, operand: str, x: Tensor, dtype: str = "float32") -> Tensor:
-        """Sum an operand over the axes whose letters no other term has.
-
-        This is done before quantization, in `dtype`.
-        """
+        """Sum an operand in `dtype` over the axes that no other term has."""
         alone = axes_alone(self, operand)
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
 

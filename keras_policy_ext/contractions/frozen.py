@@ -312,10 +312,7 @@ _plan_of = functools.lru_cache(maxsize=4096)(FrozenPlan)
 def frozen_plan(
     contraction: Contraction, recipe: FrozenKernels, axes: Axes, dtype: str
 ) -> FrozenPlan:
-    """Return a frozen contraction's plan for the current settings.
-
-    The arguments are the first attributes of `FrozenPlan`.
-    """
+    """Return a frozen contraction's plan for the current settings."""
     framework = backends.current
     if framework.is_compiling():
         return FrozenPlan(contraction, recipe, axes, dtype, None, False)

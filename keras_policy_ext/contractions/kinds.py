@@ -75,10 +75,7 @@ class Contraction(Hashable, Protocol):
     def operand(
         self, name: str, x: Tensor, quantization: Quantization | None
     ) -> Tensor:
-        """Return the tensor to quantize: an operand, perhaps as a matrix.
-
-        `name` is `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        """
+        """Return the operand of this name to quantize, perhaps as a matrix."""
 
     def kernel_axes(
         self, axes: AxisNames, quantization: Quantization | None
@@ -244,10 +241,7 @@ class EinsumOfBank(Einsum):
     def amaxes(
         self, name: str, x: Tensor, quantization: Quantization | None
     ) -> Tensor:
-        """Return the amax of each matrix, float32 (matrices, 1, 1).
-
-        `x` is what `operand` returns.
-        """
+        """Return the amax of each matrix of an operand, (matrices, 1, 1)."""
         matrix = self.form.matrix(name, x) if in_one_scale(quantization) else x
         return tile_amax(matrix, EACH_MATRIX)
 
@@ -268,10 +262,7 @@ def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
 
 
 def bank_axis(equation: str) -> int | None:
-    """Return the one axis of a weight that tells matrices of a bank apart.
-
-    None if the weight is no bank, or has several such axes.
-    """
+    """Return the one axis of a weight that tells matrices apart, or None."""
     axes = _bank_axes(equation)
     return axes[0] if len(axes) == 1 else None
 

@@ -139,11 +139,9 @@ operands_of = functools.lru_cache(maxsize=1024)(Operands)
 
 
 def amax_of(operand: str) -> Any:
-    """Return the function that computes the amax of this operand.
-
-    The amax of an outputs gradient is reduced by columns first, like the sum
-    that is the bias gradient.
-    """
+    """Return the function that computes the amax of this operand."""
+    # For an outputs gradient it reduces columns first, like the sum that is the
+    # gradient of a bias.
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
 
@@ -387,10 +385,7 @@ class BoundOperand:
             )
 
     def sums_columns_of(self, like: Tensor) -> bool:
-        """Return True if `quantize` can sum the columns of its matrix.
-
-        `like` is a tensor on the device of the operand.
-        """
+        """Return True if `quantize` can sum columns on the device of `like`."""
         return False
 
     def amax(self, x: Tensor) -> Tensor:

@@ -212,10 +212,7 @@ def make_plan(
     slot: int = 0,
     gathering: Any = None,
 ) -> Plan:
-    """Return a contraction's plan for the current backend and settings.
-
-    The arguments are attributes of `Plan`.
-    """
+    """Return a contraction's plan for the current backend and settings."""
     framework = backends.current
     fields = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():

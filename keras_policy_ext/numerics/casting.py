@@ -229,10 +229,7 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
 def scaled(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Divide by a scale in float32, and clip to the range of a format.
-
-    Arguments are those of `quantize`; `dtype` may be any format.
-    """
+    """Divide by a scale and clip to any format, in float32; see `quantize`."""
     limit = format_of(dtype).max
     x = ops.cast(x, "float32")
     if is_factor:

@@ -122,10 +122,7 @@ class Primitives:
         return x
 
     def divided(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return `x / y`, correctly rounded.
-
-        Both are float32, normal numbers; `y` broadcasts to `x`.
-        """
+        """Return `x / y` of normal float32 numbers, correctly rounded."""
         return ops.divide(x, y)
 
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:

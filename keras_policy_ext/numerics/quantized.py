@@ -226,10 +226,7 @@ def of_leaves(
 
 
 def is_wide(values: Tensor) -> bool:
-    """Return True if a tensor is in float32, not in a narrow dtype.
-
-    It compares the name of the dtype, since Keras does not know all dtypes.
-    """
+    """Return True for float32, by its name: Keras does not know all dtypes."""
     return "float32" in str(values.dtype)
 
 

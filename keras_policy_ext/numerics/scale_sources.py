@@ -150,10 +150,7 @@ class ScaleSource(Protocol):
     def reading_of(
         self, leaves: Sequence[Tensor]
     ) -> tuple[StateReading | None, Any]:
-        """Take scales or step count from saved tensors; return the rest too.
-
-        The reading is None for a source without state.
-        """
+        """Return the reading in saved tensors, perhaps None, and the rest."""
 
     def scale(
         self,
@@ -169,10 +166,7 @@ class ScaleSource(Protocol):
         """
 
     def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return the values that a use of a layer reports to its state.
-
-        The amaxes are in the order of `OPERANDS`.
-        """
+        """Return what a use reports to its state, by operands' amaxes."""
 
 
 class StateSource(ScaleSource, Protocol):
@@ -186,16 +180,10 @@ class StateSource(ScaleSource, Protocol):
     layout: StateLayout
 
     def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
-        """Return one value per row as a gradient of the state, (rows, width).
-
-        `amaxes` are the float32 scalars of `observed`.
-        """
+        """Return what `observed` returns as a gradient of the state."""
 
     def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
-        """Return True if a kernel's amax is too large for the stored scale.
-
-        False for an amax that is not finite.
-        """
+        """Return True if a kernel's amax is finite and above its scale."""
 
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0

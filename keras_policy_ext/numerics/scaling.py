@@ -182,11 +182,8 @@ def scale_of_multiplier(
 
 
 def inverted_of_number(amax: float, divisor: float) -> float:
-    """Return `scale_of_multiplier` of a positive finite float.
-
-    It uses float64: each quotient of two float32 values, rounded to float32,
-    is the same.
-    """
+    """Return `scale_of_multiplier` of a positive finite float."""
+    # In float64, in which each quotient of two float32 values rounds the same.
     multiplier = divisor / max(amax, SMALLEST_SCALE)
     multiplier = min(max(multiplier, SMALLEST_SCALE), 1.0 / SMALLEST_SCALE)
     return float(np.float32(1.0 / float(np.float32(multiplier))))
@@ -201,11 +198,8 @@ def with_margin(limit: float | Tensor, margin: int) -> Any:
 
 
 def is_positive_finite(amax: Tensor) -> Tensor:
-    """Return, per element, whether a value is positive and finite.
-
-    It reads the bits, since JAX and TensorFlow on a CPU compare a subnormal as
-    0 and torch does not.
-    """
+    """Return, per element, whether a value is positive and finite."""
+    # JAX and TensorFlow on a CPU compare a subnormal as 0, and torch does not.
     bits = view(amax, "int32")
     # Operators, here and below: an eager call of `ops` takes ten times as long.
     return (bits > 0) & (bits < EXPONENT_BITS)

@@ -21,10 +21,8 @@ from keras_policy_ext.numerics.casting import (
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return the hash lowbias32 of int32 values; overflow wraps.
-
-    Source: Chris Wellons, "Prospecting for Hash Functions" (2018).
-    """
+    """Return the hash lowbias32 of int32 values; overflow wraps."""
+    # Source: Chris Wellons, "Prospecting for Hash Functions" (2018).
     x = ops.bitwise_xor(x, shifted_right(x, 16)) * _wrapped(0x7FEB352D)
     x = ops.bitwise_xor(x, shifted_right(x, 15)) * _wrapped(0x846CA68B)
     return ops.bitwise_xor(x, shifted_right(x, 16))

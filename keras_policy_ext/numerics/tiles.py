@@ -44,10 +44,7 @@ class Scales(NamedTuple):
 
 
 def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute one scale per tile from one amax per tile, float32.
-
-    An amax that is not finite counts as 0.
-    """
+    """Compute a float32 scale per tile; 0 is taken for an infinite amax."""
     if quantization.constant_scale is not None:
         return Scales(ops.ones_like(amax) * quantization.constant_scale)
     if quantization.has_tensor_scale:
@@ -191,10 +188,7 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
-    """Expand scales (b, m', k') of tiles to the elements of a matrix.
-
-    An axis of the result has the size of the matrix, or size 1.
-    """
+    """Expand scales (b, m', k') of tiles to elements; axes of 1 may stay."""
     for axis, size in ((1, tile.free), (2, tile.contracted)):
         if size not in (None, 1):
             scale = primitives.current.repeat(scale, size, axis)

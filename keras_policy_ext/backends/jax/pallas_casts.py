@@ -159,10 +159,7 @@ class PallasCasts(BothLayouts):
 
 
 class ShardCast(NamedTuple):
-    """The cast of a matrix or of its shards, for `partitioned.run`.
-
-    `vmapped` does without Pallas, for `jax.vmap`.
-    """
+    """The cast of a matrix or shard; for `jax.vmap` it is without Pallas."""
 
     how: Cast
     wanted: Wanted
@@ -182,10 +179,7 @@ class ShardCast(NamedTuple):
     def __call__(
         self, shards: Shards, x: Tensor, *scalars: Tensor | None
     ) -> tuple[Any, ...]:
-        """Quantize a matrix or a shard; see `partitioned.Kernel`.
-
-        `scalars` are `scale` and `unseen` of a `ScaleHint`.
-        """
+        """Quantize a matrix or shard; the scalars are those of `ScaleHint`."""
         scale = self._scale(shards, x, *scalars)
         run = _by_xla if self.wanted.once or self.vmapped else cast
         result = run(self.how, x, scale)

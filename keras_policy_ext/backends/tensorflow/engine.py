@@ -91,10 +91,7 @@ def decode(codes_of_numbers: Tensor, format_name: str) -> Tensor:
 def cast_in_training(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Quantize a tensor of a training step; return float32 values.
-
-    Not for functions that may be exported.
-    """
+    """Quantize in a training step, which is never exported, to float32."""
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)
     compiled = _flat_cast(dtype, is_factor, x.dtype)

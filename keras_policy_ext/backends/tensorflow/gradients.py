@@ -261,10 +261,7 @@ _BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 
 
 def relu(x: Tensor, for_xla: bool) -> Tensor:
-    """Compute `tf.nn.relu(x)`; save only a mask for the gradient.
-
-    TensorFlow's own gradient saves the outputs.
-    """
+    """Compute `tf.nn.relu(x)`; save a mask for the gradient, no outputs."""
 
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
