@@ -85,7 +85,7 @@ def on_a_gpu(straight=True):
     """
     h100 = devices.of_nvidia((9, 0), "compute capability (9, 0)")
     engine = engine_of_a_gpu(straight)
-    told = observations.told
+    told = observations.host_flags
 
     def seen(parameter):
         """As after some steps: all operands were observed."""

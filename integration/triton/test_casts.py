@@ -399,7 +399,7 @@ def test_memory_for_what_is_told_is_used_again(monkeypatch):
         layer = kpe.layers.Dense(4, dtype="float8_from_float32")
         layer.build((None, 8))
         state = state_of(layer).value
-        told = observations.told(state)
+        told = observations.host_flags(state)
         assert not observations.seen_lately(state)
         told.fill_(False)  # as a kernel does
         assert observations.seen_lately(state)

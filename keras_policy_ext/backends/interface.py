@@ -586,7 +586,7 @@ class Backend(Arithmetic, Tracing, Gradients, States):
 
     name = "keras.ops"
 
-    keeps_values_apart = False
+    steps_take_values = False
     """Whether compiled steps are functions of the values of variables."""
 
     keeps_variables_in_graphs = False

@@ -68,7 +68,7 @@ class FrozenPlan:
     @property
     def choice(self) -> Choice:
         """Return the kind of kernel that runs the matmul, and the reason."""
-        if self._asked("inputs") is None:
+        if self._quantization("inputs") is None:
             return Choice(
                 "emulated",
                 "stored numbers are widened and multiplied in "
@@ -76,7 +76,7 @@ class FrozenPlan:
             )
         if not self._has_matrix:
             return Choice("emulated", "stored numbers are widened first")
-        return self._chosen[1]
+        return self._selection[1]
 
     def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
         """Compute the outputs from inputs and a stored kernel.
@@ -86,10 +86,12 @@ class FrozenPlan:
         """
         codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
-        if self._asked("inputs") is None:
+        if self._quantization("inputs") is None:
             x, wide = inputs, self.dtype
         elif (
-            self._has_matrix and self._chosen[1].native and not _is_wide(codes)
+            self._has_matrix
+            and self._selection[1].native
+            and not _is_wide(codes)
         ):
             return self._native(inputs, codes, scale, static_scale, shapes)
         else:
@@ -164,12 +166,12 @@ class FrozenPlan:
             product, codes, scale, place, out.index(second[place])
         )
 
-    def _asked(self, operand: str) -> Quantization | None:
+    def _quantization(self, operand: str) -> Quantization | None:
         quantization = self.recipe.quantization(operand, "forward")
         return self.contraction.quantization(quantization)
 
     @functools.cached_property
-    def _chosen(self) -> tuple[Any, Choice]:
+    def _selection(self) -> tuple[Any, Choice]:
         """The matmul kernel for quantized operands, and its `Choice`."""
         a: Any = self.recipe.quantization("inputs", "forward")
         b: Any = self.recipe.quantization("kernel", "forward")
@@ -235,7 +237,7 @@ class FrozenPlan:
         """Quantize the inputs; compute the outputs by a float8 matmul."""
         engine = backends.engine
         contraction: Any = self.contraction
-        quantization: Any = self._asked("inputs")
+        quantization: Any = self._quantization("inputs")
         home = contraction.operand("inputs", inputs, quantization)
         x, amax = quantized.quantize(
             home,
@@ -248,7 +250,7 @@ class FrozenPlan:
         )
         kernel = self._stored(codes, scale)
         return contraction.product(
-            "forward", self._chosen[0], x, kernel, shapes, self.dtype
+            "forward", self._selection[0], x, kernel, shapes, self.dtype
         )
 
     def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
@@ -260,7 +262,7 @@ class FrozenPlan:
             scale = scale[None]
         else:
             scale = contraction.form.matrix("kernel", scale)
-        return Quantized(values, scale, self._asked("kernel"))
+        return Quantized(values, scale, self._quantization("kernel"))
 
 
 def dequantized(

@@ -493,7 +493,7 @@ def state_source_of(recipe: Recipe, matrices: int = 1) -> StateSource:
     return cast(StateSource, source_of(recipe, matrices))
 
 
-def keeps_histories_apart(recipe: Recipe) -> bool:
+def has_history_per_matrix(recipe: Recipe) -> bool:
     """Return True if matrices of a bank can have a history each."""
     of_tensors = scales_whole_tensors(recipe)
     return of_tensors and type(source_of(recipe)) is DelayedSource

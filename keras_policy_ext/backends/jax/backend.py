@@ -59,7 +59,7 @@ class JaxBackend(Backend):
     """The backend for JAX."""
 
     name = "jax"
-    keeps_values_apart = True
+    steps_take_values = True
 
     @override
     def trace(
@@ -283,13 +283,11 @@ class JaxBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        operands = inputs, kernel, state
-        if bias is None:
-            return gradients.run(operation, *operands, None)
-        if operation.bound.takes_bias(bias, inputs, kernel):
-            return gradients.run(operation, *operands, bias)
-        outputs = gradients.run(operation, *operands, None)
-        return keras.ops.add(outputs, bias)
+        bound, inside = operation.bound, None
+        if bias is not None and bound.takes_bias(bias, inputs, kernel):
+            inside = bias
+        outputs = gradients.run(operation, inputs, kernel, state, inside)
+        return outputs if bias is inside else keras.ops.add(outputs, bias)
 
     @override
     def run_frozen(
@@ -433,7 +431,7 @@ _PART = 1 << 20
 
 
 def _parts(size: int, numbers: int) -> int:
-    """Return into how many equal parts to split an axis of this size."""
+    """Return how many equal parts to split an axis of this size into."""
     # A part of a million elements in floats stays in the cache of a core.
     most = numbers // _PART
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)

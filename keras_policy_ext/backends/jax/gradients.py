@@ -62,7 +62,7 @@ class _SavedLeaves:
         return cls(leaves, shapes)
 
 
-def _simplified_apart(x: Tensor) -> Tensor:
+def _behind_barrier_on_cpu(x: Tensor) -> Tensor:
     """Return the same tensor; on a CPU, behind an optimization barrier."""
     # XLA moves the reshape of a matmul past the operations after it one at a
     # time, and repeats its pass over the whole program up to 25 times. It
@@ -90,7 +90,7 @@ def _forward(
     )
     if not observe:
         residuals = operation.bound.observed(residuals, inputs, kernel)
-    outputs = _simplified_apart(outputs)
+    outputs = _behind_barrier_on_cpu(outputs)
     return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
 
 
@@ -278,7 +278,7 @@ def _gradients(
     inputs_grad, kernel_grad, *others = operation.bound.backward(
         residuals, outputs_grad, state, bias_shape=bias_shape, slot=slot
     )
-    of_operands = map(_simplified_apart, (inputs_grad, kernel_grad))
+    of_operands = map(_behind_barrier_on_cpu, (inputs_grad, kernel_grad))
     return *of_operands, *others
 
 

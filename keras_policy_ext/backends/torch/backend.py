@@ -317,11 +317,11 @@ class TorchBackend(Backend):
     ) -> Tensor | None:
         # Only there: eagerly the decorator takes longer than the kernel.
         if torch.compiler.is_compiling():
-            return self._assigned_apart(variable, value)
+            return self._assigned_outside_graph(variable, value)
         return self._assigned(variable, value)
 
     @torch.compiler.disable
-    def _assigned_apart(
+    def _assigned_outside_graph(
         self, variable: keras.Variable, value: Tensor
     ) -> Tensor | None:
         return self._assigned(variable, value)
@@ -359,7 +359,7 @@ class TorchBackend(Backend):
     def keep_observations(
         self, variable: keras.Variable, tensor: Tensor
     ) -> None:
-        observations.keep_apart(variable, tensor)
+        observations.keep_out_of_grad(variable, tensor)
 
     @override
     def earlier_observation(self, variable: keras.Variable) -> Tensor | None:

@@ -269,7 +269,7 @@ class TritonStates(StateKernels):
         self, source: DelayedSource, state: Tensor
     ) -> HistoryScales:
         tells = self.interpreted or tells_the_host()
-        flags = observations.told(state) if tells else None
+        flags = observations.host_flags(state) if tells else None
         matrix = state.contiguous()
         return triton_states.history_scales(source, matrix, flags)
 

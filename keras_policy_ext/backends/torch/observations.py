@@ -85,14 +85,14 @@ class Observed:
     def replaced(self) -> None:
         """Clear all observations, after another state was assigned."""
         self.taken()
-        if self in _TOLD:
-            _TOLD[self][0].fill_(True)
+        if self in _HOST_FLAGS:
+            _HOST_FLAGS[self][0].fill_(True)
 
 
-_TOLD: weakref.WeakKeyDictionary[Observed, tuple[Tensor, memoryview]] = (
+_HOST_FLAGS: weakref.WeakKeyDictionary[Observed, tuple[Tensor, memoryview]] = (
     weakref.WeakKeyDictionary()
 )
-"""The flags that `told` returns, and their bytes.
+"""The flags that `host_flags` returns, and their bytes.
 
 They are not an attribute, since copies of a state would share it.
 """
@@ -104,7 +104,7 @@ The memory is never freed, since a pending kernel may still write into it.
 """
 
 
-def keep_apart(variable: keras.Variable, parameter: Tensor) -> None:
+def keep_out_of_grad(variable: keras.Variable, parameter: Tensor) -> None:
     """Install a hook that moves a state's observations out of `.grad`."""
     variable.observed = Observed()
     if not (parameter.is_leaf and parameter.requires_grad):
@@ -196,7 +196,7 @@ def changed_value(variable: keras.Variable) -> Tensor | None:
     return tensor.detach().numpy()
 
 
-def told(parameter: Tensor) -> Tensor | None:
+def host_flags(parameter: Tensor) -> Tensor | None:
     """Return the flags that a GPU sets to report unobserved operands.
 
     They are bool (operands,), in pinned memory, which a kernel writes
@@ -207,7 +207,7 @@ def told(parameter: Tensor) -> Tensor | None:
     state = _STATES.get(id(parameter))
     if state is None:
         return None
-    if state.observed not in _TOLD:
+    if state.observed not in _HOST_FLAGS:
         on_gpu = parameter.is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
@@ -215,8 +215,8 @@ def told(parameter: Tensor) -> Tensor | None:
             _FREE.append(pinned_flags(parameter.shape[0], on_gpu))
         unseen = _FREE.pop().fill_(True)
         weakref.finalize(state.observed, _FREE.append, unseen)
-        _TOLD[state.observed] = unseen, memoryview(unseen.numpy())
-    return _TOLD[state.observed][0]
+        _HOST_FLAGS[state.observed] = unseen, memoryview(unseen.numpy())
+    return _HOST_FLAGS[state.observed][0]
 
 
 def pinned_flags(count: int, pinned: bool = True) -> Tensor:
@@ -227,7 +227,7 @@ def pinned_flags(count: int, pinned: bool = True) -> Tensor:
 def seen_lately(parameter: Tensor) -> bool:
     """Return True if a GPU reported that all operands were observed."""
     state = _STATES.get(id(parameter))
-    flags = None if state is None else _TOLD.get(state.observed)
+    flags = None if state is None else _HOST_FLAGS.get(state.observed)
     return flags is not None and True not in flags[1]
 
 

@@ -482,7 +482,7 @@ class Passes:
         else:
             scales = _empty(3, dtype=_FLOAT32, device=device)
             unseen = _empty(3, dtype=torch.bool, device=device)
-            host_flags = observations.told(state) if self._tells else None
+            host_flags = observations.host_flags(state) if self._tells else None
             flags = unseen if host_flags is None else host_flags
             self._read(stream, aligned(state), scales, unseen, flags)
             lately = observations.seen_lately(state)
