@@ -98,7 +98,7 @@ def on_a_gpu(straight=True):
         (torch_backend, "_found", lambda: h100),
         (backends, "engine", engine),
         (torch, "_scaled_mm", _product),
-        (observations, "told", seen),
+        (observations, "host_flags", seen),
         # Nobody reads a state on a GPU.
         (observations, "changed_value", lambda variable: None),
     ]

@@ -322,7 +322,7 @@ def test_a_state_that_is_put_back_is_noticed(launched, monkeypatch):
     assert launched.count("triton amax") == 0
     with monkeypatch.context() as later:
         # The host is ahead of the GPU, and knows of it what it told before.
-        later.setattr(observations, "told", lambda state: None)
+        later.setattr(observations, "host_flags", lambda state: None)
         state.value.data.copy_(before)
         again = step()
         assert launched.count("triton amax") == 0
