@@ -166,7 +166,7 @@ class ScaleSource(Protocol):
         """
 
     def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return what a use reports to its state, by operands' amaxes."""
+        """Return what one use of a layer reports to its state."""
 
 
 class StateSource(ScaleSource, Protocol):
@@ -183,7 +183,7 @@ class StateSource(ScaleSource, Protocol):
         """Return what `observed` returns as a gradient of the state."""
 
     def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
-        """Return True if a kernel's amax is finite and above its scale."""
+        """Return True if a finite amax of a kernel outgrew its scale."""
 
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0

@@ -44,7 +44,7 @@ class Scales(NamedTuple):
 
 
 def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute a float32 scale per tile; 0 is taken for an infinite amax."""
+    """Compute a float32 scale per tile; an infinite amax counts as 0."""
     if quantization.constant_scale is not None:
         return Scales(ops.ones_like(amax) * quantization.constant_scale)
     if quantization.has_tensor_scale:
