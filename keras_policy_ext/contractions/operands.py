@@ -165,8 +165,6 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
         return framework.gathered(x, gathering, cut)
 
     quantization: Any = reads[0].quantization
-    # The amax over all shards has given the scales, which are equal on all
-    # devices.
     dtype = framework.kept_dtype(reads[0].values, quantization.format)
     narrow = [each.encoded(dtype) for each in reads]
     values = along(narrow[0].values)

@@ -81,6 +81,8 @@ class StepCount:
 StateReading = HistoryScales | StepCount
 """The reading of a state before the step: scales, or a count of steps."""
 
+ReadingAndRest = tuple[StateReading | None, Sequence[Tensor]]
+
 
 class Amax:
     """The amax of an operand, computed when it is called.
@@ -147,9 +149,7 @@ class ScaleSource(Protocol):
     def history_scales(self, state: Tensor) -> StateReading:
         """Read the scales, or the count of steps, from a state."""
 
-    def reading_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Return the reading in saved tensors, perhaps None, and the rest."""
 
     def scale(
@@ -212,9 +212,7 @@ class CurrentSource:
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(inverted=False)
 
-    def reading_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Return None, as there is no state, and all the saved tensors."""
         return None, leaves
 
@@ -285,9 +283,7 @@ class DelayedSource:
             unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
 
-    def reading_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Take `HistoryScales` from saved tensors; return the rest too."""
         # The amaxes that follow are two or none: of an even number of tensors
         # one says what was never observed.
@@ -415,9 +411,7 @@ class CountingSource(CurrentSource):
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)
         return StepCount(steps[0], self.layout.scale(state)[0])
 
-    def reading_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Take a `StepCount` from saved tensors; return the rest too."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
