@@ -43,7 +43,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def first_use(self) -> Operation:
-        """The same operation with slot 0, whose compiled passes all use."""
+        """The same operation with slot 0, whose passes serve all slots."""
 
     def another_slot(self, slot: Slot) -> Slot:
         """Return the slot for the observation of a gradient's gradient."""
@@ -362,7 +362,7 @@ class Gradients:
         return True
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """Return the one-byte dtype that saves a format; uint8 for codes."""
+        """Return the one-byte dtype that saves a format; uint8 means codes."""
         return saved_dtype(format_name)
 
     def relu(self, x: Tensor) -> Tensor:
@@ -427,7 +427,8 @@ class Gradients:
         raise NotImplementedError
 
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
-        """On exit, restore the random state of the framework for Keras."""
+        """Return a context that restores the framework's random state."""
+        # Keras draws from it on PyTorch alone, for layers without a seed.
         return nullcontext()
 
     def random_state(self) -> list[np.ndarray]:
@@ -510,7 +511,7 @@ class States(Replicas):
         return False
 
     def forget_traces(self, function: Any, owner: Any) -> None:
-        """Discard the traces of a compiled function, or of a method."""
+        """Discard the traces of a compiled function, perhaps of a method."""
 
     def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
         """Return the observations of micro-batches since the last update.
