@@ -287,8 +287,10 @@ class BoundPlan(BoundOperation):
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
         if state:
-            how = residuals, reading, g.amax, state[0], slot
-            state_grad = (self._state_grad(*how),)
+            observation = self._state_grad(
+                residuals, reading, g.amax, state[0], slot
+            )
+            state_grad = (observation,)
         if bias_shape is not None:
             bias_grad = g.column_sums
             if bias_grad is None:
@@ -391,14 +393,14 @@ class BoundPlan(BoundOperation):
 def _select(plan: Any, engine: Engine) -> Selections:
     """Select a kernel for each matmul of a plan; return it and the reason."""
     quantization = plan.operands.quantizations
-    how = {"prefer": plan.prefer, "for_xla": plan.for_xla}
     return {
         matmul: plan.contraction.choose(
             engine,
             matmul,
             quantization[a, matmul],
             quantization[b, matmul],
-            **how,
+            plan.prefer,
+            plan.for_xla,
         )
         for matmul, (a, b) in MATMULS.items()
     }

@@ -57,7 +57,8 @@ class Contraction(Hashable, Protocol):
         matmul: str,
         a: Quantization | None,
         b: Quantization | None,
-        **how: Any,
+        prefer: str | None = None,
+        for_xla: bool = False,
     ) -> tuple[Any, Choice]:
         """Select the kernel for operands quantized as `a` and `b`."""
 
@@ -134,14 +135,15 @@ class Einsum:
         matmul: str,
         a: Quantization | None,
         b: Quantization | None,
-        **how: Any,
+        prefer: str | None = None,
+        for_xla: bool = False,
     ) -> tuple[MatmulKernel, Choice]:
         """Select a matmul kernel for operands quantized as `a` and `b`."""
         if a is None or b is None:
             reason = f"{matmul} is not in float8 under this recipe"
             return engine.plain, Choice("emulated", reason)
         batched = bool(self.form.batch)
-        return engine.select(Request(matmul, a, b, batched, **how))
+        return engine.select(Request(matmul, a, b, batched, prefer, for_xla))
 
     def quantization(
         self, requested: Quantization | None
@@ -344,7 +346,8 @@ class Conv:
         matmul: str,
         a: Quantization | None,
         b: Quantization | None,
-        **how: Any,
+        prefer: str | None = None,
+        for_xla: bool = False,
     ) -> tuple[Convolutions, Choice]:
         """Select how to convolve operands quantized as `a` and `b`."""
         return engine.convolutions, Choice(
@@ -448,8 +451,9 @@ class ConvTranspose(Conv):
         self, kernel: int, stride: int, dilation: int, more: int | None
     ) -> tuple[int, int]:
         if transposed_windows.are_own():
-            how = kernel, stride, dilation, self.padding, more
-            return transposed_windows.around_axis(*how)
+            return transposed_windows.around_axis(
+                kernel, stride, dilation, self.padding, more
+            )
         reach = (kernel - 1) * dilation
         if self.padding == "valid":
             return 0, max(stride - reach - 1, 0) if more is None else more

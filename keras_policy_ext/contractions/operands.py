@@ -445,8 +445,8 @@ class OperandInBothLayouts(BoundOperand):
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
         """Return True if one cast writes this operand in both layouts."""
-        how = values, self._dtype, self._quantization.format
-        return self._both.supports(*how) is None
+        format_name = self._quantization.format
+        return self._both.supports(values, self._dtype, format_name) is None
 
     def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Quantize an operand by one cast in both layouts, if it can."""
@@ -461,8 +461,15 @@ class OperandInBothLayouts(BoundOperand):
             options.once,
             options.sums,
         )
-        how = self._quantization, self._rule, options.reading, wanted
-        return read_both(self._both, matrix, self.operand, *how)
+        return read_both(
+            self._both,
+            matrix,
+            self.operand,
+            self._quantization,
+            self._rule,
+            options.reading,
+            wanted,
+        )
 
 
 class OperandOfRows(BoundOperand):

@@ -80,8 +80,9 @@ class ScaledMM(NativeMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         scales = a.scale.reshape(()), b.scale.reshape(())
-        how = getattr(torch, dtype), fast, self._bias
-        return _scaled_mm(*_matrices(a, b), *scales, *how).unsqueeze(0)
+        wide = getattr(torch, dtype)
+        product = _scaled_mm(*_matrices(a, b), *scales, wide, fast, self._bias)
+        return product.unsqueeze(0)
 
 
 class ScaledMMOfMatrices(NativeMatmul):
