@@ -13,7 +13,10 @@ else:  # `typing` has it from Python 3.12 on.
         return method
 
 
-__all__ = ["Tensor", "override"]
+__all__ = ["Size", "Tensor", "override"]
 
 Tensor: TypeAlias = Any
 """A tensor of TensorFlow, JAX or PyTorch."""
+
+Size: TypeAlias = Any
+"""An int, or a scalar tensor for a size that a graph does not know."""

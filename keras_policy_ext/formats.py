@@ -79,8 +79,10 @@ class Format:
     @functools.cached_property
     def family(self) -> str | None:
         """The family in `FAMILIES` that has this format, or None."""
-        found = (each for each, names in FAMILIES.items() if self.name in names)
-        return next(found, None)
+        families = (
+            each for each, names in FAMILIES.items() if self.name in names
+        )
+        return next(families, None)
 
     @property
     def numbers_per_byte(self) -> int:
@@ -164,6 +166,7 @@ def _derive(name: str) -> Format:
     # The exponent of 1 is 0, so that its code has the bias and nothing else.
     bias = int(np.flatnonzero(values == 1)[0]) >> mantissa_bits
     nan_codes = tuple(int(code) for code in np.flatnonzero(np.isnan(values)))
+    cast_nan = int(np.array(np.nan, "float32").astype(dtype).view(np.uint8))
     return Format(
         name=name,
         dtype=dtype,
@@ -178,10 +181,6 @@ def _derive(name: str) -> Format:
         has_sign=has_sign,
         has_negative_zero=bool(np.signbit(values[values == 0]).any()),
         nan_codes=nan_codes,
-        nan_code=_code_of_nan(dtype) if nan_codes else None,
+        nan_code=cast_nan if nan_codes else None,
         finite_count=np.unique(values[np.isfinite(values)]).size,
     )
-
-
-def _code_of_nan(dtype: np.dtype[Any]) -> int:
-    return int(np.array(np.nan, np.float32).astype(dtype).view(np.uint8))

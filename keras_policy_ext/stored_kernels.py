@@ -211,8 +211,8 @@ def _amax(kernel: Array, axes: Axes, granularity: str) -> Array:
 
 
 def _scales(amax: Array, limit: np.float32) -> Array:
-    found = np.maximum(amax / limit, np.float32(_SMALLEST_SCALE))
-    return np.where(amax > 0, found, 1).astype("float32")
+    scales = np.maximum(amax / limit, np.float32(_SMALLEST_SCALE))
+    return np.where(amax > 0, scales, 1).astype("float32")
 
 
 def _check(granularity: str, weights: str) -> None:

@@ -78,7 +78,7 @@ def scale_and_amax(rule, state, x, observe):
     asked = rule.recipe.quantization("inputs", "forward")
     amax = Amax(x, wanted=observe)
     known = rule.history_scales(state)
-    return rule.scale("inputs", asked, amax, known), amax.known
+    return rule.scale("inputs", asked, amax, known), amax.value
 
 
 FORMATS = [DelayedScaling().format_of(operand) for operand in OPERANDS]

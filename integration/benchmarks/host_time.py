@@ -85,7 +85,7 @@ def on_a_gpu(straight=True):
     """
     h100 = devices.of_nvidia((9, 0), "compute capability (9, 0)")
     engine = engine_of_a_gpu(straight)
-    told = observations.told
+    told = observations.host_flags
 
     def seen(parameter):
         """As after some steps: all operands were observed."""
@@ -98,7 +98,7 @@ def on_a_gpu(straight=True):
         (torch_backend, "_found", lambda: h100),
         (backends, "engine", engine),
         (torch, "_scaled_mm", _product),
-        (observations, "told", seen),
+        (observations, "host_flags", seen),
         # Nobody reads a state on a GPU.
         (observations, "changed_value", lambda variable: None),
     ]

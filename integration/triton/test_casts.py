@@ -322,7 +322,7 @@ def test_a_state_that_is_put_back_is_noticed(launched, monkeypatch):
     assert launched.count("triton amax") == 0
     with monkeypatch.context() as later:
         # The host is ahead of the GPU, and knows of it what it told before.
-        later.setattr(observations, "told", lambda state: None)
+        later.setattr(observations, "host_flags", lambda state: None)
         state.value.data.copy_(before)
         again = step()
         assert launched.count("triton amax") == 0
@@ -399,7 +399,7 @@ def test_memory_for_what_is_told_is_used_again(monkeypatch):
         layer = kpe.layers.Dense(4, dtype="float8_from_float32")
         layer.build((None, 8))
         state = state_of(layer).value
-        told = observations.told(state)
+        told = observations.host_flags(state)
         assert not observations.seen_lately(state)
         told.fill_(False)  # as a kernel does
         assert observations.seen_lately(state)

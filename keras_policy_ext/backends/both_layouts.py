@@ -21,8 +21,6 @@ class ScaleHint(NamedTuple):
         scale: Float32 scalar; None for a recipe without state.
         unseen: Bool scalar, True if the operand was never observed. Its scale
             is then computed from its own amax. None if it was always observed.
-        rule: How a scale is computed from an amax.
-        seen_lately: See `HistoryScales`.
     """
 
     scale: Tensor | None
@@ -69,40 +67,27 @@ class Wanted(NamedTuple):
 
 
 class BothLayouts(Protocol):
-    """A kernel that quantizes a matrix, and writes it and its transpose.
-
-    Attributes:
-        sums_columns: Whether it can sum the columns of the matrix too.
-    """
+    """A kernel that quantizes a matrix, and writes it and its transpose."""
 
     sums_columns: bool = False
+    """Whether it can sum the columns of the matrix too."""
 
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
         """Return why the kernel cannot quantize an operand; None if it can.
 
-        Args:
-            like: A tensor on the device of the operand.
-            dtype: The dtype of the operand.
-            format_name: The format to quantize to.
+        `like` is a tensor on the device of the operand.
         """
 
     def quantize(
         self,
         matrix: Tensor,
-        asked: Quantization,
-        known: ScaleHint,
+        quantization: Quantization,
+        hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
-        """Quantize a matrix with one scale; write it and its transpose.
-
-        Args:
-            matrix: (m, k).
-            asked: How to quantize it.
-            known: What is known of its scale.
-            wanted: The options.
-        """
+        """Quantize a matrix (m, k) with one scale; write its transpose too."""
 
 
 class QuantizedForBoth(NamedTuple):
@@ -110,12 +95,10 @@ class QuantizedForBoth(NamedTuple):
 
     Attributes:
         first: For the first matmul; the home matrix if cast in both layouts.
-        second: For the second matmul. If cast in both layouts, this is the
-            home matrix too; its transpose has the memory layout of that
-            matmul.
+        second: For the second matmul. If cast in both layouts, this is the home
+            matrix too; its transpose has the memory layout of that matmul.
         amax: Float32, the amax of the operand or of each tile; None if it was
             not requested.
-        column_sums: See `Both`.
     """
 
     first: Quantized
@@ -128,42 +111,35 @@ def read_both(
     both: BothLayouts,
     matrix: Tensor,
     operand: str,
-    asked: Quantization,
+    quantization: Quantization,
     rule: ScaleRule,
     history: StateReading | None,
     wanted: Wanted,
 ) -> QuantizedForBoth:
-    """Quantize an operand's matrix with one scale, once for both matmuls.
+    """Quantize an operand's home matrix (1, m, k), once for both matmuls.
 
-    Args:
-        both: The kernel that quantizes.
-        matrix: (1, m, k), the home matrix.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        asked: How to quantize it.
-        rule: How a scale is computed from an amax.
-        history: What was read from the state; None for a source without one.
-            A count of steps has no scales: they are computed from amaxes.
-        wanted: What the cast is to return.
+    `history` is the reading of the state; None for a source without one. A
+    count of steps has no scales: they are computed from amaxes.
     """
     scales = history if isinstance(history, HistoryScales) else None
-    known = ScaleHint(None, None, rule)
+    hint = ScaleHint(None, None, rule)
     if scales is not None:
         index, unseen = OPERANDS.index(operand), scales.unseen
         flag = None if unseen is None else unseen[index]
         lately = scales.seen_lately
-        known = ScaleHint(scales.scales[index], flag, rule, lately)
+        hint = ScaleHint(scales.scales[index], flag, rule, lately)
     observe = wanted.amax
     wanted = wanted._replace(amax=observe or scales is None)
-    found = both.quantize(matrix[0], asked, known, wanted)
-    scale = found.scale[None, None, None]
-    first = Quantized(found.values[None], scale, asked)
-    second = Quantized(found.across.mT[None], scale, asked)
+    both_layouts = both.quantize(matrix[0], quantization, hint, wanted)
+    scale = both_layouts.scale[None, None, None]
+    first = Quantized(both_layouts.values[None], scale, quantization)
+    second = Quantized(both_layouts.across.mT[None], scale, quantization)
     if scales is None:
-        second = second.with_nan_scales(found.amax)
+        second = second.with_nan_scales(both_layouts.amax)
         first = (
             first
             if operand != "outputs_grad"
-            else first.with_nan_scales(found.amax)
+            else first.with_nan_scales(both_layouts.amax)
         )
-    amax = found.amax if observe else None
-    return QuantizedForBoth(first, second, amax, found.column_sums)
+    amax = both_layouts.amax if observe else None
+    return QuantizedForBoth(first, second, amax, both_layouts.column_sums)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from keras import ops
@@ -12,6 +12,7 @@ from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import (
+    Convolution,
     Convolutions,
     MatmulKernel,
     Request,
@@ -20,24 +21,23 @@ from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies matrices (b, m, k) and (b, n, k) to (b, m, n)."""
+
 
 class KerasConvolutions(Convolutions):
-    """Keras's convolutions; their gradients are computed by transposition.
-
-    Args:
-        reason: Why there is no float8 convolution; for the user.
-    """
+    """Keras's convolutions; their gradients are computed by transposition."""
 
     def __init__(self, reason: str):
         self.reason = reason
 
     @override
-    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+    def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
         return conv.of(x, w)
 
     @override
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
+        self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         return backends.current.transpose(
             lambda x: self.outputs(conv, x, w), shape, g
@@ -45,7 +45,7 @@ class KerasConvolutions(Convolutions):
 
     @override
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
+        self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         return backends.current.transpose(
             lambda w: self.outputs(conv, x, w), shape, g
@@ -62,15 +62,11 @@ class Emulated(MatmulKernel):
 
     Scales that are constant along the contracted axis multiply the output.
     Other scales multiply the operands first.
-
-    Args:
-        product: Function that multiplies float32 matrices (b, m, k) and (b, n,
-            k) to (b, m, n).
     """
 
     native = False
 
-    def __init__(self, product: Any):
+    def __init__(self, product: Product):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
@@ -90,17 +86,11 @@ class Emulated(MatmulKernel):
 
 
 class Plain(MatmulKernel):
-    """A kernel that multiplies operands that are not quantized.
-
-    It accumulates in float32, or in float64 for float64 operands.
-
-    Args:
-        product: As for `Emulated`, of any floating dtype.
-    """
+    """A kernel for unquantized operands; it sums in float32, or in float64."""
 
     native = False
 
-    def __init__(self, product: Any):
+    def __init__(self, product: Product):
         self.product = product
 
     def supports(self, request: Request) -> str | None:
@@ -121,41 +111,33 @@ class Plain(MatmulKernel):
 def unscaled(operand: Quantized) -> Tensor:
     """Convert an operand to float32; apply scales that vary along the sum.
 
-    A scale that is constant along the contracted axis is left out: it
-    multiplies the output later.
+    A scale that is constant along it multiplies the output later.
     """
-    asked = operand.quantization
-    if asked is None or asked.scale_leaves_sum:
+    quantization = operand.quantization
+    if quantization is None or quantization.scale_leaves_sum:
         return casting.as_dtype(operand.values, "float32")
     return operand.dequantize()
 
 
 def folded(operand: Quantized, across: bool) -> Quantized:
-    """Apply to an operand's values the scales that vary along the sum.
+    """Apply to an operand's home matrix the scales that vary along the sum.
 
-    A scale that varies along the contracted axis must multiply the operand
-    before the matmul.
-
-    It is done before transposing. A compiler that multiplies and transposes in
-    one kernel reads memory with large strides (three times as slow, JAX 0.10,
-    CPU).
-
-    Args:
-        operand: The operand as its home matrix, values in float32.
-        across: Whether the matmul reads the transpose.
+    This is done before transposing. A compiler that multiplies and transposes
+    in one kernel reads memory with large strides (three times as slow, JAX
+    0.10, CPU). `across` says that the matmul reads the transpose.
     """
-    asked = operand.quantization
-    if asked is None:
+    quantization = operand.quantization
+    if quantization is None:
         return operand
-    as_read = asked.transposed if across else asked
+    as_read = quantization.transposed if across else quantization
     if as_read.scale_leaves_sum:
         return operand
     return Folded(
         operand.dequantize(),
         _ones(),
-        asked.tensorwise if are_powers_of_two(operand) else None,
+        quantization.tensorwise if are_powers_of_two(operand) else None,
         operand.tensor_scale,
-        asked.exact_in_bfloat16,
+        quantization.exact_in_bfloat16,
     )
 
 
@@ -188,14 +170,14 @@ def exact_in(dtype: str, *operands: Quantized) -> bool:
     """
     in_bfloat16 = dtype == "bfloat16"
     for operand in operands:
-        asked = operand.quantization
+        quantization = operand.quantization
         if isinstance(operand, Folded):
             exact = in_bfloat16 and operand.exact
-        elif asked is None or dtype == "float32":
+        elif quantization is None or dtype == "float32":
             exact = False
         else:
-            exact = asked.scale_leaves_sum or (
-                in_bfloat16 and asked.exact_in_bfloat16
+            exact = quantization.scale_leaves_sum or (
+                in_bfloat16 and quantization.exact_in_bfloat16
             )
         if not exact:
             return False
@@ -203,20 +185,16 @@ def exact_in(dtype: str, *operands: Quantized) -> bool:
 
 
 def times_scales(
-    product: Tensor, a: Quantized, b: Quantized, multiply: Any = ops.multiply
+    product: Tensor,
+    a: Quantized,
+    b: Quantized,
+    multiply: Product = ops.multiply,
 ) -> Tensor:
     """Multiply a matmul's float32 result by the scales of both operands.
 
     Two normal scales can have a subnormal or infinite product although the
     result is normal. Then a power of two multiplies the scales and divides the
-    result, which rounds nothing.
-
-    Args:
-        product: Float32 (b, m, n).
-        a: The first operand.
-        b: The second operand.
-        multiply: Function that multiplies two tensors; may overwrite the
-            first.
+    result, which rounds nothing. `multiply` may overwrite its first argument.
     """
     first, second = _scales_of(a, b)
     if backends.current.have_normal_product(first, second):
@@ -252,10 +230,9 @@ def _scale_of_product(operand: Quantized) -> Tensor:
 
 
 def _power_for(first: Tensor, second: Tensor) -> Tensor:
-    """Return, per row, a power of two that brings both scales into range.
-
-    It is 1 unless the largest product of scales in a row is tiny or overflows.
-    """
+    """Return, per row, a power of two that brings both scales into range."""
+    # It is 1 unless the largest product of scales in a row is tiny or
+    # overflows.
     columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
     largest = first * columns
     # Below 2^-62 the first factor is below 2^64: scales are normal numbers.
@@ -269,8 +246,10 @@ def _ones() -> Tensor:
 
 def are_powers_of_two(*operands: Quantized) -> bool:
     """Return True if all scales of these operands are powers of two."""
-    asked = [each.quantization for each in operands]
-    return all(q is not None and q.scale_rounding != "nearest" for q in asked)
+    quantizations = [each.quantization for each in operands]
+    return all(
+        q is not None and q.scale_rounding != "nearest" for q in quantizations
+    )
 
 
 def may_write_bfloat16(a: Quantized, b: Quantized, dtype: str) -> bool:
@@ -294,14 +273,9 @@ def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
     the scale to cuBLASLt as it was before it was rounded to that dtype. XLA
     splits the sums of a small product, to occupy more of a GPU: in JAX 0.10 and
     0.11 one with less than 1.5 tiles of 64 x 128 for each of the 132 or 148
-    multiprocessors, in XLA of August 2026 one with less than half a tile of
-    185 x 185. Then it would multiply by the rounded scale.
-
-    Args:
-        a: (b, m, k).
-        b: (b, n, k).
-        dtype: The compute dtype. Float16 would overflow, should XLA not take
-            the scale into the matmul.
+    multiprocessors, in XLA of August 2026 one with less than half a tile of 185
+    x 185. Then it would multiply by the rounded scale. Float16 would overflow,
+    should XLA not take the scale into the matmul.
     """
     if dtype == "float16" or not a.scale.shape == b.scale.shape == (1, 1, 1):
         return False

@@ -23,23 +23,6 @@ from keras_policy_ext.numerics.primitives import Primitives
 Shape = tuple[Any, ...]
 
 
-class SavedTensors(Protocol):
-    """The tensors that an operation saves for its backward pass.
-
-    Attributes:
-        shapes: The shapes of the inputs and of the kernel.
-    """
-
-    shapes: tuple[Shape, Shape]
-
-    def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """Return the saved tensors in a fixed order.
-
-        Args:
-            narrow: Whether to store them in as few bytes as possible.
-        """
-
-
 class Operation(Hashable, Protocol):
     """A function of tensors with a gradient of its own; hashable data.
 
@@ -60,10 +43,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def first_use(self) -> Operation:
-        """The same operation with slot 0, whose compiled passes all uses share.
-
-        It is the same object for all slots.
-        """
+        """The same operation with slot 0, whose passes serve all slots."""
 
     def another_slot(self, slot: Slot) -> Slot:
         """Return the slot for the observation of a gradient's gradient."""
@@ -73,10 +53,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def bound(self) -> BoundOperation:
-        """This operation, bound to the kernels of the current device.
-
-        It is the same object for all slots.
-        """
+        """This operation on the current device; one object for all slots."""
 
 
 class BoundOperation(Protocol):
@@ -100,7 +77,14 @@ class BoundOperation(Protocol):
     ) -> tuple[Tensor, Any]:
         """Return the outputs plus the bias, and the saved tensors.
 
-        If `once` no backward pass follows.
+        Args:
+            inputs: In the compute dtype.
+            kernel: Of dtype `kernel_dtype`.
+            state: The state of a recipe, or nothing.
+            observe: Whether amaxes are needed for the state.
+            bias: In the compute dtype; None for no bias.
+            once: Whether no backward pass follows.
+            slot: The number of this use of the kernel in the step.
         """
 
     def residuals(
@@ -112,7 +96,7 @@ class BoundOperation(Protocol):
         """Add the operands' amaxes to tensors saved without them."""
 
     def caught_up(self, kernel: Tensor, state: Shape) -> Any:
-        """Return a state with a scale large enough for the current kernel.
+        """Return a state whose scale is large enough for the current kernel.
 
         For a pass whose observations are discarded.
         """
@@ -126,10 +110,24 @@ class BoundOperation(Protocol):
         bias_shape: Shape | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, Shape, Tensor | None]:
-        """Return the gradients of the inputs, the kernel, state and bias."""
+        """Return the gradients of the inputs, the kernel, state and bias.
+
+        Args:
+            residuals: What `forward` saved.
+            outputs_grad: In the compute dtype.
+            state: As for `forward`.
+            needed: Whether to compute the gradients of the inputs and the
+                kernel.
+            bias_shape: The shape of the bias that `forward` added, if its
+                gradient is computed here; see `takes_bias`.
+            slot: As for `forward`.
+
+        Returns:
+            The four gradients; None for one that is not needed.
+        """
 
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
-        """Return True if `backward` computes a bias's gradient at no cost."""
+        """Return True if the cast for `backward` sums a bias's gradient."""
 
     def second_derivatives(
         self,
@@ -141,18 +139,9 @@ class BoundOperation(Protocol):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the gradients that `backward` returns.
 
-        Args:
-            residuals: As for `backward`.
-            outputs_grad: Likewise.
-            inputs_grad_grad: The gradient with respect to the inputs gradient;
-                None for zeros.
-            kernel_grad_grad: The gradient with respect to the kernel gradient;
-                None for zeros.
-            needed: Which results to compute.
-
-        Returns:
-            The gradients of the gradient of the outputs, of the inputs and of
-            the kernel; None for each that is not needed or zero.
+        None stands for a gradient of zeros in the arguments, and for a result
+        that is not needed or zero. The results are the gradients of
+        `outputs_grad`, of the inputs and of the kernel.
         """
 
 
@@ -190,11 +179,7 @@ Mark = Callable[[Tensor], Tensor]
 
 @functools.cache
 def saved_dtype(format_name: str) -> str:
-    """Return the one-byte dtype that stores values of a format.
-
-    It is the dtype of the format for OCP's float8 formats, otherwise uint8,
-    for codes.
-    """
+    """Return the dtype that stores a format: its own for OCP's, else uint8."""
     own = formats.get(format_name).family == "ocp"
     return format_name if own else "uint8"
 
@@ -212,8 +197,8 @@ class Arithmetic(Primitives):
     ) -> Tensor:
         """Compute `product(codes, scale)`, in parts if that saves memory.
 
-        Splitting avoids a new allocation for the whole kernel in floats at
-        each call.
+        Splitting avoids a new allocation for the whole kernel in floats at each
+        call.
 
         Args:
             product: Function of codes and their scales. A slice of `codes`
@@ -235,7 +220,7 @@ class Arithmetic(Primitives):
         """Return True if the products `a * b` of scales are normal numbers.
 
         The caller then skips the handling of subnormal and infinite products.
-        Return False if a compiler fuses that handling at no cost.
+        False if a compiler fuses that handling at no cost.
         """
         return False
 
@@ -275,11 +260,8 @@ class Tracing:
     ) -> list[Tensor]:
         """Mark a call in the program that is being traced; return its results.
 
-        Args:
-            flow: What `trace` was given.
-            number: The number that the call has in it.
-            operands: The tensors that the call is given.
-            results: Tensors in place of its results.
+        `flow` is that of `trace`, in which the call has this number. `results`
+        are tensors in place of its results.
         """
         raise NotImplementedError
 
@@ -291,10 +273,9 @@ class Tracing:
         return False
 
     def is_traced(self, x: Tensor) -> bool:
-        """Return True if this Python code is traced, to run for many steps.
+        """Return True if the step of `x` is traced, to run for many steps.
 
-        Also True if several threads run a step, one for each replica. `x` is a
-        tensor of the step.
+        Also if several threads run a step, one for each replica.
         """
         return self.is_compiling()
 
@@ -305,9 +286,8 @@ class Tracing:
     def step_by_step(self) -> AbstractContextManager[None]:
         """Return a context in which recurrent loops run eagerly.
 
-        Loops in the context have no gradients.
-
-        For code that must read the values of each step of a recurrent layer.
+        It is for code that reads the values of each step of a recurrent layer.
+        Loops in it have no gradients.
         """
         return nullcontext()
 
@@ -332,15 +312,12 @@ class Replicas:
         flag: Tensor,
         update: Callable[..., None],
         arguments: tuple[Any, ...],
-        variables: Sequence[Any],
+        variables: Sequence[keras.Variable],
     ) -> None:
         """Call `update(*arguments)` if a flag is set, also in compiled code.
 
-        Args:
-            flag: Bool scalar, the same on every replica.
-            update: Called with the arguments.
-            arguments: Nested tensors and variables.
-            variables: All variables that `update` assigns.
+        The flag, a bool scalar, is the same on every replica. The arguments may
+        be nested. `variables` are all that `update` assigns.
         """
         ops.cond(flag, lambda: update(*arguments), lambda: None)
 
@@ -351,28 +328,17 @@ class Replicas:
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """Combine this replica's observation with those of all replicas.
 
-        Args:
-            observation: (rows, width), the observation of this replica, or a
-                settled state.
-
-        Returns:
-            (rows, width or more), for `Layout.settle`; the same on every
-            replica.
+        It is (rows, width), or a settled state. The result is (rows, width or
+        more), for `StateLayout.settle`, and the same on every replica.
         """
         return observation
 
-    def gathering_of(self, variable: Any) -> Any:
+    def gathering_of(self, variable: keras.Variable) -> Any:
         """Return how a sharded kernel is gathered for a matmul, or None.
 
-        Args:
-            variable: The kernel.
-
-        Returns:
-            The hashable argument of `gathered`. Its tuple `axes` has the mesh
-            axes that shard each axis of the kernel; an entry is empty if the
-            axis is not sharded. `is_quantized` tells whether the kernel
-            arrives gathered and quantized. None if there is nothing to
-            gather.
+        It is hashable. Its tuple `axes` has the mesh axes that shard each axis
+        of the kernel; an entry is empty if the axis is not sharded.
+        `is_quantized` tells whether the kernel arrives gathered and quantized.
         """
         return None
 
@@ -381,11 +347,9 @@ class Replicas:
     ) -> Tensor:
         """Gather the shards of a tensor that each device needs for a matmul.
 
-        Args:
-            x: The tensor; each device has computed one shard of it.
-            gathering: From `gathering_of`.
-            axes: The sharding of this tensor, like `gathering.axes` of the
-                kernel; None for an axis whose sharding is not known.
+        Each device has computed one shard. `axes` is the sharding of this
+        tensor, like `gathering.axes` of the kernel; None for an axis whose
+        sharding is not known.
         """
         return x
 
@@ -398,11 +362,7 @@ class Gradients:
         return True
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """Return the one-byte dtype that saves a format for the backward pass.
-
-        It has one byte: uint8, for codes, if no framework computes in the
-        dtype of the format.
-        """
+        """Return the one-byte dtype that saves a format; uint8 means codes."""
         return saved_dtype(format_name)
 
     def relu(self, x: Tensor) -> Tensor:
@@ -419,12 +379,8 @@ class Gradients:
         """Compute `activation(x)`; save no more than `x` for the gradient.
 
         The gradient is equal to the bit. If a compiler would round a
-        recomputation differently, the choice of what to save is left to the
-        compiler.
-
-        Args:
-            activation: An elementwise function of Keras without state.
-            x: Of any shape.
+        recomputation differently, the choice of what to save is left to it.
+        `activation` is an elementwise function of Keras without state.
         """
         return activation(x)
 
@@ -436,24 +392,18 @@ class Gradients:
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        """Run `operation.forward`; the gradient is `operation.backward`.
+        """Run `operation.forward`, then add a bias; see `BoundOperation`.
 
-        Args:
-            operation: The operation.
-            bias: Added to the outputs; None for none.
-            inputs: See `BoundOperation.forward`.
-            kernel: See `BoundOperation.forward`.
-            *state: See `BoundOperation.forward`; at most one tensor.
+        The gradient is `operation.backward`. The bias has its own argument,
+        since some frameworks add it together with what follows. `state` is one
+        tensor or none.
         """
         raise NotImplementedError
 
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        """Run `operation.forward`; the gradient is `operation.inputs_grad`.
-
-        Only the constants are saved for the gradient.
-        """
+        """Run a frozen operation; save only the constants for the gradient."""
         raise NotImplementedError
 
     def marked_gradients(
@@ -465,30 +415,27 @@ class Gradients:
 
         Args:
             run: Given a function that marks a tensor and returns an equal one
-                to go on with. Returns the loss, and nested tensors to keep.
-                JAX calls it twice, and takes the gradients of the second call.
+                to go on with. Returns the loss, and nested tensors to keep. JAX
+                calls it twice: first for the shapes of the marked tensors.
             step_by_step: Whether to run recurrent loops and the compiled
                 functions of layers eagerly.
 
         Returns:
             What was kept, and a gradient for each marked tensor, in the order
-            of marking; None if the loss does not depend on it. (JAX: zeros.)
+            of marking; None (JAX: zeros) if the loss does not depend on it.
         """
         raise NotImplementedError
 
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
-        """On exit of the block, restore the random state of the framework.
-
-        Keras draws from it on PyTorch alone, for layers without a seed.
-        """
+        """Return a context that restores the framework's random state."""
+        # Keras draws from it on PyTorch alone, for layers without a seed.
         return nullcontext()
 
     def random_state(self) -> list[np.ndarray]:
         """Copy the random state of the framework, where Keras draws from it.
 
-        Returns:
-            uint8 arrays, one for each generator; none where Keras's own seeds
-            are all the random state that there is.
+        One uint8 array for each generator; none where Keras's own seeds are all
+        the random state that there is.
         """
         return []
 
@@ -503,13 +450,7 @@ class Gradients:
     ) -> Tensor:
         """Apply the transpose of a linear function to a float32 cotangent.
 
-        Args:
-            function: A function that is linear in its argument.
-            shape: The shape of that argument.
-            cotangent: A tensor with the shape of the function's result.
-
-        Returns:
-            Float32 tensor of shape `shape`.
+        `shape` is that of the function's argument and of the result.
         """
         raise NotImplementedError
 
@@ -526,10 +467,7 @@ class States(Replicas):
     def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
         """Compute a state's new value, equal on every replica.
 
-        Args:
-            settle: Function of the assigned value and the state before.
-            value: An observation, a settled state, or zeros.
-            previous: The settled state before.
+        `settle` is a function of the assigned value and the state before.
         """
         return self.settle_here(settle, self.combine_replicas(value), previous)
 
@@ -543,82 +481,61 @@ class States(Replicas):
         """Return the count of in-place changes of a tensor; None if unknown."""
         return None
 
-    def as_value_of(self, variable: Any, value: Any) -> Tensor:
+    def as_value_of(self, variable: keras.Variable, value: Tensor) -> Tensor:
         """Return a value as a tensor that can be assigned to a variable."""
         return ops.convert_to_tensor(value, dtype=variable.dtype)
 
-    def assigned(self, variable: Any, value: Tensor) -> Tensor | None:
-        """Return the new state of `variable` after `value` is assigned.
-
-        None if that is stored already.
-        """
+    def assigned(
+        self, variable: keras.Variable, value: Tensor
+    ) -> Tensor | None:
+        """Return the state after `value` is assigned; None if it is stored."""
         return self.settle(variable.settling, value, variable.value)
 
-    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
+    def keep_observations(
+        self, variable: keras.Variable, tensor: Tensor
+    ) -> None:
         """Store a state's observations in the variable, not in `.grad`.
 
-        Does nothing on a framework that returns gradients to the caller.
-
-        Args:
-            variable: A state variable that was just initialized.
-            tensor: Its value.
+        It does nothing on a framework that returns gradients to the caller.
+        `variable` was just initialized with `tensor`.
         """
 
-    def let_go(self, variables: Sequence[Any]) -> None:
-        """Free the memory of variables as soon as nothing refers to them.
+    def let_go(self, variables: Sequence[keras.Variable]) -> None:
+        """Free the memory of variables as soon as nothing refers to them."""
 
-        Args:
-            variables: Variables of a model that no longer uses them.
-        """
-
-    def is_compiled(self, function: Any) -> bool:
+    def is_compiled(self, function: object) -> bool:
         """Return True if `function` is compiled and may reuse an old trace.
 
-        Args:
-            function: Any object.
-
-        Returns:
-            False also if the framework checks what has changed since.
+        False also if the framework checks what has changed since.
         """
         return False
 
     def forget_traces(self, function: Any, owner: Any) -> None:
-        """Discard the traces of a compiled function before its next call.
+        """Discard the traces of a compiled function, perhaps of a method."""
 
-        Args:
-            function: A function that `is_compiled`.
-            owner: The object whose method it is; None for none.
-        """
-
-    def earlier_observation(self, variable: Any) -> Tensor | None:
+    def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
         """Return the observations of micro-batches since the last update.
 
-        Returns:
-            Float32 (operands, width); None if there are none, or if the
-            optimizer accumulates them with the gradients.
+        Float32 (operands, width); None if there are none, or if the optimizer
+        accumulates them with the gradients.
         """
         return None
 
-    def put_earlier_observation(self, variable: Any, value: Tensor) -> None:
+    def put_earlier_observation(
+        self, variable: keras.Variable, value: Tensor
+    ) -> None:
         """Restore into a state what `earlier_observation` returned for it."""
 
-    def known_value(self, variable: Any) -> Tensor | None:
-        """Return a state variable's value; None if it cannot be read now.
-
-        Returns:
-            Its value; None while it is traced, or if reading it would stall
-            each step.
-        """
+    def known_value(self, variable: keras.Variable) -> Tensor | None:
+        """Return a state's value; None while it is traced or slow to read."""
         return None
 
     def follow_shards(
-        self, variables: Sequence[Any], modules: Sequence[Any]
+        self,
+        variables: Sequence[keras.Variable],
+        modules: Sequence[keras.Layer],
     ) -> None:
         """Make variables read the sharded parameters of `fully_shard`.
-
-        Args:
-            variables: The variables of one model.
-            modules: Its layers.
 
         Raises:
             ValueError: If `fully_shard` has sharded no parameter, or one in a
@@ -650,11 +567,8 @@ class States(Replicas):
             "here; on JAX `ModelParallel` gathers float8 without it."
         )
 
-    def settle_observed(self, variables: Sequence[Any]) -> None:
+    def settle_observed(self, variables: Sequence[keras.Variable]) -> None:
         """Update state variables with the observations stored for them.
-
-        Args:
-            variables: State variables.
 
         Raises:
             ValueError: If the framework returns gradients instead of storing
@@ -673,7 +587,7 @@ class Backend(Arithmetic, Tracing, Gradients, States):
 
     name = "keras.ops"
 
-    keeps_values_apart = False
+    steps_take_values = False
     """Whether compiled steps are functions of the values of variables."""
 
     keeps_variables_in_graphs = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.both_layouts import BothLayouts
@@ -12,19 +12,21 @@ from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.row_casts import RowCasts
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.casting import Cast, Codec
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
 from keras_policy_ext.recipes import EACH_MATRIX, Quantization, Tile
 
 Shapes = tuple[Any, Any]
-Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
-
 OTHER_SCALES = "its scales are those of other tiles"
-"""The reason of a kernel that does not support the scales of a matmul."""
+"""The reason of a kernel that is for other scales; users do not see it."""
 
 ROW = Tile(free=1)
 """One scale per row of the matrix that a matmul reads."""
 
+
+Convolution: TypeAlias = Any
+"""A `contractions.kinds.Conv`: strides, padding and the like."""
 
 E8M0 = "float8_e8m0fnu"
 """The format of the scales of MX blocks."""
@@ -56,9 +58,6 @@ class Request(NamedTuple):
     """The description of a matmul for which a kernel is selected.
 
     Attributes:
-        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        a: How the first operand is quantized.
-        b: How the second operand is quantized.
         batched: Whether each operand may be a batch of matrices.
         prefer: `"auto"`, `"native"` or `"emulated"`.
         for_xla: Whether XLA is known to compile it.
@@ -133,16 +132,10 @@ class MatmulKernel(Protocol):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        """Multiply two quantized matrices; sum in float32.
+        """Multiply (b, m, k) by (b, n, k) transposed, both quantized.
 
-        Args:
-            a: (b, m, k).
-            b: (b, n, k).
-            dtype: The dtype of the result.
-            fast: Whether a GPU may accumulate with fewer bits.
-
-        Returns:
-            (b, m, n).
+        The sums are in float32, or if `fast` in as few bits as a GPU has for
+        it. The result is (b, m, n).
         """
 
 
@@ -174,16 +167,16 @@ class Convolutions(Protocol):
     reason: str
     """Why there is no float8 convolution."""
 
-    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+    def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
         """Compute the outputs of the convolution of inputs and a kernel."""
 
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
+        self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         """Compute the gradient of a convolution's inputs, of this shape."""
 
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
+        self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         """Compute the gradient of a convolution's kernel, of this shape."""
 
@@ -195,18 +188,22 @@ class StateKernels(Protocol):
     values.
     """
 
-    def supports(self, source: Any, state: Tensor) -> str | None:
+    def supports(self, source: object, state: Tensor) -> str | None:
         """Return why these kernels do not support a source's state, or None."""
 
-    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+    def history_scales(
+        self, source: DelayedSource, state: Tensor
+    ) -> HistoryScales:
         """Read the scales of the coming step from a state."""
 
     def observation(
-        self, source: Any, amaxes: list[Tensor], slot: int
+        self, source: DelayedSource, amaxes: list[Tensor], slot: int
     ) -> Tensor:
         """Return the amaxes of one use of a layer as a state's gradient."""
 
-    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    def settle(
+        self, source: DelayedSource, value: Tensor, previous: Tensor
+    ) -> Tensor:
         """Return the new state after `value` is assigned to it."""
 
 
@@ -215,12 +212,8 @@ class Engine:
     """The kernels of one framework: matmuls, convolutions, casts, states.
 
     Attributes:
-        name: The name of the framework.
-        device: Returns the device that it computes on.
         matmuls: The matmul kernels, the best first; the last one supports
             everything.
-        plain: Multiplies operands that are not quantized.
-        convolutions: The convolutions of the framework.
         cast: Takes a tensor, the scale of each element, the name of a format,
             and whether to multiply by the scale instead of dividing by it.
             Returns values of the format, in float32 or in its dtype.
@@ -228,8 +221,8 @@ class Engine:
         widen: Takes values in a float8 dtype or in float32, and the compute
             dtype of a layer. Returns them in the compute dtype if the engine
             multiplies in it, otherwise in float32.
-        both_layouts: Casts an operand for both of its matmuls in one pass;
-            None if casting and transposing are left to the framework.
+        both_layouts: Casts an operand for both of its matmuls in one pass; None
+            if casting and transposing are left to the framework.
         row_casts: Casts an operand by rows for both of its matmuls; None if
             that is left to the framework.
         training_cast: Like `cast`, for layers in training, which are never
@@ -250,12 +243,12 @@ class Engine:
     convolutions: Convolutions
     cast: Cast = casting.quantize_float32
     narrow_cast: Cast = casting.quantize
-    widen: Callable[[Tensor, str], Tensor] = casting.widen
+    widen: Codec = casting.widen
     both_layouts: BothLayouts | None = None
     row_casts: RowCasts | None = None
     training_cast: Cast | None = None
-    encode: Callable[[Tensor, str], Tensor] = casting.encode
-    decode: Callable[[Tensor, str], Tensor] = casting.decode
+    encode: Codec = casting.encode
+    decode: Codec = casting.decode
     states: tuple[StateKernels, ...] = ()
     straight: Callable[[Any], Any] = lambda bound: None
 
@@ -265,7 +258,7 @@ class Engine:
         return self.training_cast or self.cast
 
     def state_kernels_for(
-        self, source: Any, state: Tensor
+        self, source: object, state: Tensor
     ) -> StateKernels | None:
         """Return the first kernels that support a source's state, or None."""
         for states in self.states:
@@ -276,8 +269,8 @@ class Engine:
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """Select the first kernel that supports a matmul; return its `Choice`.
 
-        If the matmul is not native, the reason is that of the first kernel for
-        such scales which does not support it.
+        If the matmul is not native, the reason is that of the first kernel that
+        is for such scales and refuses for something else.
         """
         refusals = []
         for kernel in self.matmuls:
@@ -290,8 +283,10 @@ class Engine:
             return kernel, Choice(kind, kernel.reason(request))
         reasons = [each for each in refusals if each != OTHER_SCALES]
         kinds = dict.fromkeys(map(_described, request.tiles))
-        none = f"no float8 matmul of {self.name} has {' with '.join(kinds)}"
-        return kernel, Choice("emulated", reasons[0] if reasons else none)
+        if not reasons:
+            scales = " with ".join(kinds)
+            reasons = [f"no float8 matmul of {self.name} has {scales}"]
+        return kernel, Choice("emulated", reasons[0])
 
 
 def _described(tile: Tile) -> str:

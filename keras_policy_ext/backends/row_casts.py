@@ -41,12 +41,7 @@ class RowCasts(Protocol):
     """A kernel that quantizes a matrix and its transpose, a scale per row."""
 
     def supports(self, like: Tensor, *format_names: str) -> str | None:
-        """Return why the kernel cannot quantize an operand; None if it can.
-
-        Args:
-            like: The operand.
-            *format_names: The formats to quantize to.
-        """
+        """Return why the kernel cannot quantize an operand; None if it can."""
 
     def cast(
         self,
@@ -55,12 +50,8 @@ class RowCasts(Protocol):
         across: Quantization | None,
         sums: bool = False,
     ) -> RowCastsOfBoth:
-        """Quantize a matrix and its transpose, each with one scale per row.
+        """Quantize a matrix (m, k) and its transpose, each by its rows.
 
-        Args:
-            matrix: (m, k).
-            plain: How to quantize the matrix; None to leave it out.
-            across: How to quantize the transpose, whose rows are the columns
-                of the matrix; None to leave it out.
-            sums: Whether to sum the columns of the matrix.
+        `plain` says how to quantize the matrix, `across` the transpose, whose
+        rows are the columns of the matrix; None leaves it out.
         """

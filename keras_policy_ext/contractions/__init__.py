@@ -92,19 +92,13 @@ COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 def settling(recipe: Recipe, matrices: int = 1) -> Callable[[Any, Any], Any]:
     """Return the function that turns a value assigned to a state into a state.
 
-    Args:
-        recipe: A recipe with state.
-        matrices: The number of matrices of the kernel with a history each.
-
-    Returns:
-        A function `(value, previous)` that returns the new state, (rows,
-        width). `value`, (rows, width or more), is an observation, a settled
-        state or zeros; `previous`, (rows, width), is the state before. The
-        same object for equal arguments.
+    It is `StateSource.settle`, by a kernel where there is one; the value may be
+    wider than the state. The same object for equal arguments: a recipe, and the
+    number of the kernel's matrices with a history each.
     """
-    source = state_source_of(recipe, matrices)
+    source: Any = state_source_of(recipe, matrices)
 
-    def settle(value: Tensor, previous: Any) -> Any:
+    def settle(value: Tensor, previous: Tensor) -> Any:
         states = backends.engine.state_kernels_for(source, previous)
         # An observation of several replicas is wider.
         if states is None or value.shape != previous.shape:
@@ -120,15 +114,8 @@ def catching_up(
 ) -> Callable[[Any, Any], Any]:
     """Return a function that raises a state's scale to fit a larger kernel.
 
-    Args:
-        recipe: A recipe that observes amaxes.
-        beyond: By what factor a kernel may exceed the largest value that its
-            scale allows.
-        matrices: See `settling`.
-
-    Returns:
-        A function of the amax of the kernel and of its state: see
-        `StateSource.caught_up`. The same object for equal arguments.
+    It takes the amax of the kernel and its state: see `StateSource.caught_up`.
+    The same object for equal arguments.
     """
     source = state_source_of(recipe, matrices)
     return lambda amax, state: source.caught_up(amax, state, beyond)
@@ -172,12 +159,8 @@ def select(
     return plan.choice
 
 
-def compute_dtype(dtype: Any) -> str:
-    """Return a dtype's name; raise if matmuls cannot compute in the dtype.
-
-    Raises:
-        ValueError: If it is not such a dtype.
-    """
+def compute_dtype(dtype: object) -> str:
+    """Return a dtype's name; raise if matmuls cannot compute in the dtype."""
     with contextlib.suppress(ValueError, TypeError):
         name: str = keras.backend.standardize_dtype(dtype)
         if name in COMPUTE_DTYPES:

@@ -9,13 +9,16 @@ from typing import Any
 from keras import ops
 
 from keras_policy_ext import backends
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.backends.interface import BoundOperation
 from keras_policy_ext.backends.matmuls import Choice, Engine, Shapes
 from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Einsum
 from keras_policy_ext.contractions.operands import (
+    Binding,
     BoundOperand,
+    PassOptions,
     Selections,
     bind_operand,
 )
@@ -28,21 +31,14 @@ from keras_policy_ext.recipes import MATMULS, OPERANDS
 
 
 class BoundMatmul:
-    """One of a contraction's three matmuls, with the kernel that runs it.
-
-    Args:
-        plan: A `Plan`.
-        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        kernel: The matmul kernel.
-        operands: Both operands, in the order of `MATMULS`.
-    """
+    """One of a contraction's three matmuls, with the kernel that runs it."""
 
     def __init__(
         self, plan: Any, matmul: str, kernel: Any, operands: list[BoundOperand]
     ):
         self._matmul, self._kernel = matmul, kernel
         self._contraction = plan.contraction
-        self._dtype = _dtype_of(plan, matmul, kernel)
+        self.dtype = _dtype_of(plan, matmul, kernel)
         self._a, self._b = (
             each.first if matmul == each.first.matmul else each.second
             for each in operands
@@ -55,17 +51,13 @@ class BoundMatmul:
         shapes: Shapes,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply two quantized operands, and add a bias.
+        """Multiply two quantized operands; add a bias in the output's dtype.
 
-        Args:
-            a: The first operand, quantized.
-            b: The second operand, quantized.
-            shapes: The shapes of the inputs and of the kernel.
-            bias: In the dtype of the output; None for no bias.
+        `shapes` are those of the inputs and of the kernel.
         """
         a, b = self._a.read(a), self._b.read(b)
         product = self._contraction.product(
-            self._matmul, self._kernel, a, b, shapes, self._dtype
+            self._matmul, self._kernel, a, b, shapes, self.dtype
         )
         return product if bias is None else ops.add(product, bias)
 
@@ -90,7 +82,7 @@ class MatmulWithBias(BoundMatmul):
             return super().__call__(a, b, shapes, bias)
         a, b = self._a.read(a), self._b.read(b)
         return self._contraction.product(
-            self._matmul, kernel, a, b, shapes, self._dtype
+            self._matmul, kernel, a, b, shapes, self.dtype
         )
 
 
@@ -100,14 +92,7 @@ def bind_matmul(
     selection: tuple[Any, Choice],
     operands: dict[str, BoundOperand],
 ) -> BoundMatmul:
-    """Return the `BoundMatmul` that computes a plan's matmul with a kernel.
-
-    Args:
-        plan: A `Plan`.
-        matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-        selection: Its kernel, and the reason for it.
-        operands: How each operand is quantized.
-    """
+    """Return the `BoundMatmul` that computes a plan's matmul with a kernel."""
     kernel, _ = selection
     is_einsum = isinstance(plan.contraction, Einsum)
     adds = is_einsum and hasattr(kernel, "with_bias") and matmul == "forward"
@@ -119,15 +104,12 @@ def bind_matmul(
 
 
 def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
-    """Return the dtype in which a matmul of a plan writes the output.
-
-    The kernel gradient is rounded to the compute dtype, with two exceptions.
-    In float16 the gradient of a float32 kernel could overflow. If the matmul
-    kernel writes float32 at no extra cost, a separate pass from 16 bits to
-    float32 would move 6 bytes per element.
-    """
+    """Return the dtype in which a matmul of a plan writes the output."""
     if matmul != "kernel_grad":
         return str(plan.inputs_dtype)
+    # In float16 the gradient of a float32 kernel could overflow. If the matmul
+    # kernel writes float32 at no extra cost, a separate pass from 16 bits to
+    # float32 would move 6 bytes per element.
     writes = getattr(kernel, "writes_float32", False)
     is_half = plan.inputs_dtype == "float16"
     if is_half or (writes and plan.kernel_dtype == "float32"):
@@ -145,7 +127,7 @@ class Residuals:
             one more tensor.
         kernel: The quantized kernel that `inputs_grad` reads, in the same
             layout.
-        known: The reading of the state; None for a recipe without state.
+        reading: The reading of the state; None for a recipe without state.
         amaxes: The amaxes of the inputs and the kernel, float32 scalars; None
             if not observed.
         shapes: The shapes of the inputs and the kernel; scalar tensors for
@@ -155,7 +137,7 @@ class Residuals:
 
     inputs: Quantized
     kernel: Quantized
-    known: StateReading | None
+    reading: StateReading | None
     amaxes: tuple[Tensor, Tensor] | None
     shapes: Shapes
     engine: Engine
@@ -163,50 +145,44 @@ class Residuals:
     def leaves(self, narrow: bool = True) -> list[Tensor]:
         """List the saved tensors in the order that `BoundPlan.residuals` takes.
 
-        Args:
-            narrow: Whether to convert operands to the dtypes in which the
-                framework saves them.
+        If `narrow`, operands are in the dtypes in which the framework saves
+        them.
         """
-        framework, encode, kept = backends.current, self.engine.encode, []
+        framework, encode, tensors = backends.current, self.engine.encode, []
         for operand in (self.inputs, self.kernel):
             if narrow and operand.quantization is not None:
                 format_name = operand.quantization.format
                 dtype = framework.kept_dtype(operand.values, format_name)
                 operand = operand.encoded(dtype, encode)
-            kept += operand.leaves()
-        known = [] if self.known is None else self.known.leaves()
-        return [*kept, *known, *(self.amaxes or ())]
+            tensors += operand.leaves()
+        if self.reading is not None:
+            tensors += self.reading.leaves()
+        return [*tensors, *(self.amaxes or ())]
 
 
 def simplified(
-    known: StateReading | None, state: tuple[Tensor, ...] = ()
+    reading: StateReading | None, state: tuple[Tensor, ...] = ()
 ) -> StateReading | None:
     """Return what was read from a state, without flags that are all False.
 
     If the host knows that all operands were observed, the flags of unobserved
     operands are dropped, or `seen_lately` is set.
     """
-    if not isinstance(known, HistoryScales) or known.unseen is None:
-        return known
+    if not isinstance(reading, HistoryScales) or reading.unseen is None:
+        return reading
     framework = backends.current
-    if framework.known_any(known.unseen) is False:
-        return HistoryScales(known.scales, None)
+    if framework.known_any(reading.unseen) is False:
+        return HistoryScales(reading.scales, None)
     lately = bool(state) and framework.seen_lately(*state)
-    return dataclasses.replace(known, seen_lately=lately) if lately else known
+    return (
+        dataclasses.replace(reading, seen_lately=lately) if lately else reading
+    )
 
 
-class BoundPlan:
+class BoundPlan(BoundOperation):
     """A `Plan` bound to a device, with its kernels, casts and layouts.
 
-    Args:
-        plan: A `Plan`.
-        engine: The kernels of the framework.
-        device: The device that they are selected for.
-
     Attributes:
-        plan: See above.
-        engine: See above.
-        device: See above.
         selections: The kernel of each matmul, and the reason for it.
         inputs: How the inputs are quantized.
         kernel: How the kernel is quantized.
@@ -218,12 +194,11 @@ class BoundPlan:
     def __init__(self, plan: Any, engine: Engine, device: Device):
         self.plan, self.engine, self.device = plan, engine, device
         self.selections = _select(plan, engine)
-        self.inputs, self.kernel, self.outputs_grad = (
-            bind_operand(plan, operand, engine, self.selections)
-            for operand in OPERANDS
-        )
+        binding = Binding(plan, engine, self.selections)
+        operands = {each: bind_operand(binding, each) for each in OPERANDS}
+        self.inputs, self.kernel, self.outputs_grad = operands.values()
         self._forward, self._inputs_grad, self._kernel_grad = (
-            bind_matmul(plan, matmul, self.selections[matmul], self._operands)
+            bind_matmul(plan, matmul, self.selections[matmul], operands)
             for matmul in MATMULS
         )
         self._framework = backends.current
@@ -231,11 +206,8 @@ class BoundPlan:
         self._observes_amaxes = plan.source.observes_amaxes
         self._is_inference = plan.training is False
         self._kernel_dtype = plan.kernel_dtype
+        self.kernel_grad_dtype = self._kernel_grad.dtype
         self.straight = engine.straight(self) if self._is_plain else None
-
-    def dtype_of(self, matmul: str) -> str:
-        """Return the dtype in which a matmul writes the output."""
-        return _dtype_of(self.plan, matmul, self.selections[matmul][0])
 
     @property
     def _is_plain(self) -> bool:
@@ -245,14 +217,7 @@ class BoundPlan:
         is_whole = gathering is None or gathering.is_quantized
         return is_einsum and is_whole and contraction.form.is_plain
 
-    @property
-    def _operands(self) -> dict[str, BoundOperand]:
-        return {
-            "inputs": self.inputs,
-            "kernel": self.kernel,
-            "outputs_grad": self.outputs_grad,
-        }
-
+    @override
     def forward(
         self,
         inputs: Tensor,
@@ -263,26 +228,12 @@ class BoundPlan:
         once: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
-        """Compute the outputs; return the tensors to save for gradients too.
-
-        Args:
-            inputs: Of dtype `Plan.inputs_dtype`.
-            kernel: Of dtype `Plan.kernel_dtype`.
-            state: The state matrix of the recipe, or nothing.
-            observe: Whether amaxes are needed for the state.
-            bias: Of dtype `Plan.inputs_dtype`; None for no bias.
-            once: Whether no backward pass follows.
-            slot: The number of this use of the kernel in the step.
-
-        Returns:
-            The outputs, of dtype `Plan.inputs_dtype`, and residuals.
-        """
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
-        known = simplified(history, state)
-        how = known, observe, once, False, slot
-        x = self.inputs.quantize(inputs, *how)
-        w = self.kernel.quantize(kernel, *how)
+        reading = simplified(history, state)
+        options = PassOptions(reading, observe, once=once, slot=slot)
+        x = self.inputs.quantize(inputs, options)
+        w = self.kernel.quantize(kernel, options)
         shapes = shape_of(inputs), shape_of(kernel)
         outputs = self._forward(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
@@ -290,35 +241,30 @@ class BoundPlan:
             x.second, w.second, history, amaxes, shapes, self.engine
         )
 
+    @override
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """Rebuild `Residuals` from the tensors that `Residuals.leaves` lists.
-
-        Args:
-            leaves: The tensors.
-            shapes: The shapes of the inputs and of the kernel.
-        """
-        found = iter(leaves)
-        kept = self.plan.operands.kept
-        x = quantized.of_leaves(found, kept["inputs"])
-        w = quantized.of_leaves(found, kept["kernel"])
-        known, rest = self._source.known_of(list(found))
+        tensors = iter(leaves)
+        quantizations = self.plan.operands.saved
+        x = quantized.of_leaves(tensors, quantizations["inputs"])
+        w = quantized.of_leaves(tensors, quantizations["kernel"])
+        reading, rest = self._source.reading_of(list(tensors))
         amaxes = (rest[0], rest[1]) if rest else None
-        return Residuals(x, w, known, amaxes, shapes, self.engine)
+        return Residuals(x, w, reading, amaxes, shapes, self.engine)
 
+    @override
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """Add the operands' amaxes to residuals saved without them.
-
-        Outside of training the amax of the kernel is used for both operands.
-        """
-        if not self._observes_amaxes or residuals.known is None:
+        if not self._observes_amaxes or residuals.reading is None:
             return residuals
-        x = w = self.kernel.amax(kernel)
+        kernel_amax = self.kernel.amax(kernel)
+        # Outside of training the amax of the inputs is not used.
+        inputs_amax = kernel_amax
         if not self._is_inference:
-            x = self.inputs.amax(inputs)
-        return dataclasses.replace(residuals, amaxes=(x, w))
+            inputs_amax = self.inputs.amax(inputs)
+        return dataclasses.replace(residuals, amaxes=(inputs_amax, kernel_amax))
 
+    @override
     def backward(
         self,
         residuals: Residuals,
@@ -328,30 +274,11 @@ class BoundPlan:
         bias_shape: tuple[int, ...] | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
-        """Compute the gradients of inputs, kernel, state and bias.
-
-        Args:
-            residuals: From `forward`.
-            outputs_grad: Of dtype `Plan.inputs_dtype`.
-            state: As for `forward`.
-            needed: Whether to compute the gradients of the inputs and of the
-                kernel.
-            bias_shape: The shape of the bias that `forward` added, if its
-                gradient is computed here; see `takes_bias`.
-            slot: As for `forward`.
-
-        Returns:
-            The four gradients; None for one that is not needed.
-        """
-        known, shapes = simplified(residuals.known, state), residuals.shapes
+        reading, shapes = simplified(residuals.reading, state), residuals.shapes
         observe = residuals.amaxes is not None and not self._is_inference
-        g = self.outputs_grad.quantize(
-            outputs_grad,
-            known,
-            observe,
-            sums=bias_shape is not None,
-            slot=slot,
-        )
+        sums = bias_shape is not None
+        options = PassOptions(reading, observe, sums=sums, slot=slot)
+        g = self.outputs_grad.quantize(outputs_grad, options)
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
             inputs_grad = self._inputs_grad(g.first, residuals.kernel, shapes)
@@ -360,19 +287,21 @@ class BoundPlan:
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
         if state:
-            how = residuals, known, g.amax, state[0], slot
-            state_grad = (self._state_grad(*how),)
+            observation = self._state_grad(
+                residuals, reading, g.amax, state[0], slot
+            )
+            state_grad = (observation,)
         if bias_shape is not None:
-            sums = g.column_sums
-            if sums is None:
+            bias_grad = g.column_sums
+            if bias_grad is None:
                 rows = len(outputs_grad.shape) - len(bias_shape)
-                sums = ops.sum(outputs_grad, tuple(range(rows)))
-            bias_grad = ops.cast(sums, self.plan.inputs_dtype)
+                bias_grad = ops.sum(outputs_grad, tuple(range(rows)))
+            bias_grad = ops.cast(bias_grad, self.plan.inputs_dtype)
             bias_grad = ops.reshape(bias_grad, bias_shape)
         return inputs_grad, kernel_grad, state_grad, bias_grad
 
+    @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
-        """Return True if the cast for `backward` sums a bias's gradient."""
         contraction = self.plan.contraction
         if not self.outputs_grad.sums_columns_of(inputs):
             return False
@@ -382,18 +311,18 @@ class BoundPlan:
             and contraction.of_columns(bias, shapes) is not None
         )
 
+    @override
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the states; raise a scale that is too small for the kernel."""
         if not self._observes_amaxes:
             return state
         apart = self.plan.histories > 1
         amax = (self.kernel.amax if apart else scaling.amax)(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 
+    @override
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
-        """Return the gradients of the gradients; see `gradients`."""
         return gradients(self, *arguments)
 
     def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
@@ -409,7 +338,7 @@ class BoundPlan:
     def _state_grad(
         self,
         residuals: Residuals,
-        known: StateReading | None,
+        reading: StateReading | None,
         outputs_grad_amax: Tensor | None,
         state: Tensor,
         slot: Slot,
@@ -420,14 +349,16 @@ class BoundPlan:
             if amaxes is None:
                 return ops.zeros_like(state)
             if self._is_inference:
-                return self._of_kernel(amaxes[1], residuals.known, state, slot)
+                return self._of_kernel(
+                    amaxes[1], residuals.reading, state, slot
+                )
             numbers = [*amaxes, outputs_grad_amax]
         elif self._is_inference:
             # A state that counts steps counts those of training.
             return ops.zeros_like(state)
         else:
             numbers = []
-        numbers = self._source.observed(known, numbers)
+        numbers = self._source.observed(reading, numbers)
         return self._observation(numbers, state, slot)
 
     def _observation(
@@ -444,13 +375,14 @@ class BoundPlan:
         return found
 
     def _of_kernel(
-        self, amax: Tensor, known: Any, state: Tensor, slot: Slot
+        self,
+        amax: Tensor,
+        reading: StateReading | None,
+        state: Tensor,
+        slot: Slot,
     ) -> Tensor:
-        """Return the amax of an outgrown kernel as the state's gradient.
-
-        Return zeros if the kernel does not exceed what its scale allows.
-        """
-        outgrown = self._source.outgrown(amax, known)
+        """Return an observation of an outgrown kernel's amax, or zeros."""
+        outgrown = self._source.outgrown(amax, reading)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)
         amaxes = [amax] * len(OPERANDS)
@@ -461,14 +393,14 @@ class BoundPlan:
 def _select(plan: Any, engine: Engine) -> Selections:
     """Select a kernel for each matmul of a plan; return it and the reason."""
     quantization = plan.operands.quantizations
-    how = {"prefer": plan.prefer, "for_xla": plan.for_xla}
     return {
         matmul: plan.contraction.choose(
             engine,
             matmul,
             quantization[a, matmul],
             quantization[b, matmul],
-            **how,
+            plan.prefer,
+            plan.for_xla,
         )
         for matmul, (a, b) in MATMULS.items()
     }

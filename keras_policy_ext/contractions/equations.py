@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import string
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_policy_ext import backends
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 
 
 class Terms(NamedTuple):
@@ -24,11 +25,7 @@ class Terms(NamedTuple):
 def split(equation: str) -> Terms:
     """Split an equation such as `"ab,bc->ac"` into its terms; raise if invalid.
 
-    Args:
-        equation: Two operands, an explicit output; `...` is allowed.
-
-    Returns:
-        The terms, without spaces.
+    It has two operands and an explicit output; `...` is allowed.
 
     Raises:
         ValueError: If the equation has another form, repeats a letter in one
@@ -59,16 +56,8 @@ def split(equation: str) -> Terms:
 def explicit(equation: str, first_rank: int, second_rank: int) -> str:
     """Replace `...` in an equation by letters, for operands of these ranks.
 
-    Args:
-        equation: E.g. `"...x,xy->...y"`.
-        first_rank: Number of axes of the first operand.
-        second_rank: Number of axes of the second operand.
-
-    Returns:
-        An equation with one letter per axis, e.g. `"abx,xy->aby"`.
-
-    Raises:
-        ValueError: If the equation is malformed or the ranks do not fit.
+    `"...x,xy->...y"` becomes `"abx,xy->aby"`. It raises ValueError if the
+    equation is malformed or the ranks do not fit.
     """
     terms = split(equation)
     free = [c for c in string.ascii_letters if c not in equation]
@@ -92,16 +81,13 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
     return f"{first},{second}->{terms.out.replace('...', letters)}"
 
 
-def outputs_shape(equation: str, first: Any, second: Any) -> tuple[Any, ...]:
-    """Return the shape of the result of an explicit equation.
+def outputs_shape(
+    equation: str, first: Sequence[Size], second: Sequence[Size]
+) -> tuple[Size, ...]:
+    """Return the shape of the result of an explicit equation, from two shapes.
 
-    `keras.ops.einsum` infers none of an equation with capital letters
-    (keras 3.0 to 3.16).
-
-    Args:
-        equation: Explicit, with one letter per axis.
-        first: The shape of the first operand.
-        second: The shape of the second operand.
+    `keras.ops.einsum` infers none of an equation with capital letters (keras
+    3.0 to 3.16).
     """
     terms = split(equation)
     sizes = dict(zip(terms.second, second, strict=True))
@@ -121,7 +107,7 @@ def _form_error(equation: object, why: str) -> str:
 Sizes = dict[str, Any]
 
 
-class Form(NamedTuple):
+class EinsumForm(NamedTuple):
     """The letters of an equation, grouped by their role in the matmul.
 
     Attributes:
@@ -152,41 +138,21 @@ class Form(NamedTuple):
         is_matrix = bool(rows and columns and contracted)
         return is_matrix and terms == (self.first, self.second, self.out)
 
-    def sizes(self, inputs: Tensor, kernel: Any) -> Sizes:
-        """Return the size of each letter of the equation, by letter.
-
-        Args:
-            inputs: The shape of the inputs.
-            kernel: The shape of the kernel.
-        """
+    def sizes(self, inputs: Sequence[Size], kernel: Sequence[Size]) -> Sizes:
+        """Return the size of each letter of the equation, from both shapes."""
         letters = self.first + self.second
         return dict(zip(letters, (*inputs, *kernel), strict=True))
 
     def summed(self, operand: str, x: Tensor, dtype: str = "float32") -> Tensor:
-        """Sum an operand over the axes whose letters no other term has.
-
-        This is done before quantization.
-
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: The operand, one axis per letter of its term.
-            dtype: The dtype to sum in.
-        """
+        """Sum an operand in `dtype` over the axes that no other term has."""
         alone = axes_alone(self, operand)
         return ops.sum(ops.cast(x, dtype), axis=alone) if alone else x
 
     def matrix(self, operand: str, x: Tensor) -> Tensor:
-        """Reshape an operand to its matrix: (batch, free, contracted).
+        """Reshape an operand, as `summed` returns it, to its home matrix.
 
-        This is the home matrix. Each of its three axes flattens a group of
-        letters: batch, free and contracted ones.
-
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: What `summed` returns.
-
-        Returns:
-            (B, R, K), (B, C, K) or (B, R, C).
+        The matrix is (B, R, K), (B, C, K) or (B, R, C): each axis flattens a
+        group of letters.
         """
         axes, groups = _home_axes(self, operand)
         sizes, shape = shape_of(x), []
@@ -197,15 +163,13 @@ class Form(NamedTuple):
             x = framework.permute(x, axes)
         return framework.reshape(x, shape)
 
-    def matrix_axes(self, operand: str, axes: Any) -> tuple[Any, ...]:
+    def matrix_axes(
+        self, operand: str, axes: Sequence[tuple[str, ...]]
+    ) -> tuple[Any, ...]:
         """Convert a list with an entry per operand axis to its matrix's axes.
 
         A matrix axis gets the entry of the first axis flattened into it. It is
         None if one of the other axes has an entry too.
-
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            axes: An entry, possibly empty, for each letter of its term.
         """
         term, free, summed = self._home(operand)
         said = dict(zip(term, axes, strict=True))
@@ -215,32 +179,11 @@ class Form(NamedTuple):
         )
 
     def is_transposed_in_memory(self, operand: str) -> bool:
-        """Return True if an operand is in memory as its matrix transposed.
-
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        """
+        """Return True if an operand is in memory as its matrix transposed."""
         term, free, summed = self._home(operand)
         order = self.batch + summed + free
-        kept = "".join(c for c in term if c in order)
-        return kept == order and bool(free) and bool(summed)
-
-    def outputs(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Reshape an output matrix (B, R, C) to the outputs' axes."""
-        return self._tensor(
-            matrix, self.batch + self.rows + self.columns, self.out, sizes
-        )
-
-    def inputs_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Reshape a gradient matrix (B, R, K) to the axes of the inputs."""
-        return self._tensor(
-            matrix, self.batch + self.rows + self.contracted, self.first, sizes
-        )
-
-    def kernel_grad(self, matrix: Tensor, sizes: Sizes) -> Tensor:
-        """Reshape a gradient matrix (B, K, C) to the axes of the kernel."""
-        order = self.batch + self.contracted + self.columns
-        return self._tensor(matrix, order, self.second, sizes)
+        present = "".join(c for c in term if c in order)
+        return present == order and bool(free) and bool(summed)
 
     def _home(self, operand: str) -> tuple[str, str, str]:
         """Return an operand's term, and the letters it keeps and sums."""
@@ -250,32 +193,39 @@ class Form(NamedTuple):
             "outputs_grad": (self.out, self.rows, self.columns),
         }[operand]
 
-    def _tensor(
-        self, matrix: Tensor, order: str, term: str, sizes: Sizes
-    ) -> Tensor:
-        """Reshape and transpose a matrix to the axes of a term of the equation.
+    def result(self, matmul: str, matrix: Tensor, sizes: Sizes) -> Tensor:
+        """Reshape and transpose the matrix of a matmul to the result's axes.
 
-        Broadcast it over axes that were summed: the gradient is constant
-        there.
+        It is (B, R, C) for `forward`, (B, R, K) for `inputs_grad`, (B, K, C)
+        for `kernel_grad`.
         """
         framework = backends.current
+        if matmul == "forward":
+            order, term = self.rows + self.columns, self.out
+        elif matmul == "inputs_grad":
+            order, term = self.rows + self.contracted, self.first
+        else:
+            order, term = self.contracted + self.columns, self.second
+        order = self.batch + order
         x = framework.reshape(matrix, list(map(sizes.__getitem__, order)))
         if order == term:
             return x
-        kept = "".join(c for c in term if c in order)
-        x = _permuted(x, order, kept)
-        if kept == term:
+        present = "".join(c for c in term if c in order)
+        if present != order:
+            x = framework.permute(x, [order.index(c) for c in present])
+        if present == term:
             return x
-        shape = [sizes[c] if c in kept else 1 for c in term]
+        # Over axes that were summed the gradient is constant.
+        shape = [sizes[c] if c in present else 1 for c in term]
         x = framework.reshape(x, shape)
         return ops.broadcast_to(x, [sizes[c] for c in term])
 
 
 @functools.lru_cache(maxsize=1024)
-def form_of(equation: str) -> Form:
-    """Return the `Form` of an explicit equation, such as `"abc,cd->abd"`."""
+def form_of(equation: str) -> EinsumForm:
+    """Return the form of an explicit equation, such as `"abc,cd->abd"`."""
     first, second, out = split(equation)
-    return Form(
+    return EinsumForm(
         first,
         second,
         out,
@@ -287,7 +237,7 @@ def form_of(equation: str) -> Form:
 
 
 @functools.lru_cache(maxsize=4096)
-def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
+def axes_alone(form: EinsumForm, operand: str) -> tuple[int, ...]:
     """Return the axes of an operand whose letters no other term has."""
     term, *groups = form._home(operand)
     order = "".join((form.batch, *groups))
@@ -296,26 +246,15 @@ def axes_alone(form: Form, operand: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _home_axes(
-    form: Form, operand: str
+    form: EinsumForm, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Return how to permute and flatten an operand into its matrix.
-
-    Returns:
-        The permutation of the axes, None if they are in order; and, for each
-        axis of the matrix, the axes of the operand that it flattens.
-    """
+    """Return how to permute an operand (None: not) and to flatten it."""
     term, *groups = form._home(operand)
     groups = [form.batch, *groups]
     order = "".join(groups)
     term = "".join(c for c in term if c in order)
     axes = None if term == order else tuple(map(term.index, order))
     return axes, tuple(tuple(map(term.index, group)) for group in groups)
-
-
-def _permuted(x: Tensor, axes: str, wanted: str) -> Tensor:
-    if axes == wanted:
-        return x
-    return backends.current.permute(x, [axes.index(c) for c in wanted])
 
 
 def shape_of(x: Tensor) -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ from keras import ops
 
 from keras_policy_ext import backends, formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.matmuls import Choice, Request
+from keras_policy_ext.backends.interface import Shape
+from keras_policy_ext.backends.matmuls import Choice, Request, Shapes
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Contraction, Einsum
@@ -35,8 +36,6 @@ class FrozenPlan:
     the scale of the inputs if it is static.
 
     Attributes:
-        contraction: The contraction.
-        recipe: How the kernel and the inputs are quantized.
         axes: The axes of the kernel that share a scale.
         dtype: The dtype of the inputs and outputs: the compute dtype.
         prefer: See `Plan`.
@@ -69,7 +68,7 @@ class FrozenPlan:
     @property
     def choice(self) -> Choice:
         """Return the kind of kernel that runs the matmul, and the reason."""
-        if self._asked("inputs") is None:
+        if self._quantization("inputs") is None:
             return Choice(
                 "emulated",
                 "stored numbers are widened and multiplied in "
@@ -77,27 +76,26 @@ class FrozenPlan:
             )
         if not self._has_matrix:
             return Choice("emulated", "stored numbers are widened first")
-        return self._chosen[1]
+        return self._selection[1]
 
     def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
         """Compute the outputs from inputs and a stored kernel.
 
-        Args:
-            inputs: Of dtype `dtype`.
-            constants: The codes or values of the kernel, its scales, and the
-                scale of the inputs if it is static.
-
-        Returns:
-            Outputs of dtype `dtype`.
+        The constants are the codes or values of the kernel, its scales, and the
+        scale of the inputs if it is static.
         """
-        codes, scale, *known = constants
+        codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
-        if self._asked("inputs") is None:
+        if self._quantization("inputs") is None:
             x, wide = inputs, self.dtype
-        elif self._runs_natively(codes):
-            return self._native(inputs, codes, scale, known, shapes)
+        elif (
+            self._has_matrix
+            and self._selection[1].native
+            and not _is_wide(codes)
+        ):
+            return self._native(inputs, codes, scale, static_scale, shapes)
         else:
-            x, wide = self._rounded(inputs, known), "float32"
+            x, wide = self._rounded(inputs, static_scale), "float32"
         if self._is_einsum:
             equation = self.contraction.equation
             return self._einsum(equation, ops.cast(x, wide), codes, scale)
@@ -109,16 +107,11 @@ class FrozenPlan:
         return self._product("forward", *reads, shapes)
 
     def inputs_grad(
-        self, outputs_grad: Tensor, constants: Constants, shape: Any
+        self, outputs_grad: Tensor, constants: Constants, shape: Shape
     ) -> Tensor:
-        """Return the gradient of the inputs, in the compute dtype.
+        """Return the gradient of the inputs, of this shape, in compute dtype.
 
-        The gradient ignores the rounding of the inputs (straight-through).
-
-        Args:
-            outputs_grad: Of dtype `dtype`.
-            constants: See `forward`.
-            shape: The shape of the inputs.
+        It ignores the rounding of the inputs (straight-through).
         """
         codes, scale, *_ = constants
         equation = self._gradient_equation
@@ -134,12 +127,10 @@ class FrozenPlan:
 
     @property
     def _is_einsum(self) -> bool:
-        """True if one `ops.einsum` with the kernel as stored gives the outputs.
-
-        A permuted kernel would be read with large strides: for one row XLA
-        takes twice as long (JAX 0.10, CPU).
-        """
+        """True if one `ops.einsum` of the stored kernel gives the outputs."""
         contraction = self.contraction
+        # A permuted kernel would be read with large strides: for one row XLA
+        # takes twice as long (JAX 0.10, CPU).
         return isinstance(contraction, Einsum) and (
             contraction.reads_what_is_quantized
         )
@@ -175,12 +166,12 @@ class FrozenPlan:
             product, codes, scale, place, out.index(second[place])
         )
 
-    def _asked(self, operand: str) -> Quantization | None:
-        asked = self.recipe.quantization(operand, "forward")
-        return self.contraction.quantization(asked)
+    def _quantization(self, operand: str) -> Quantization | None:
+        quantization = self.recipe.quantization(operand, "forward")
+        return self.contraction.quantization(quantization)
 
     @functools.cached_property
-    def _chosen(self) -> tuple[Any, Choice]:
+    def _selection(self) -> tuple[Any, Choice]:
         """The matmul kernel for quantized operands, and its `Choice`."""
         a: Any = self.recipe.quantization("inputs", "forward")
         b: Any = self.recipe.quantization("kernel", "forward")
@@ -197,16 +188,12 @@ class FrozenPlan:
             "".join(form.second[axis] for axis in group) for group in self.axes
         )
         if self.recipe.per == "block":
+            # Blocks are cut along the axes in this order.
             return (summed, free) == (form.contracted, form.columns)
         return set(summed) == set(form.contracted) and not form.batch
 
-    def _runs_natively(self, codes: Tensor) -> bool:
-        """Return True if a float8 matmul on this device can read the codes."""
-        native = self._has_matrix and self._chosen[1].native
-        return native and not _is_wide(codes)
-
     def _product(
-        self, matmul: str, a: Quantized, b: Quantized, shapes: Any
+        self, matmul: str, a: Quantized, b: Quantized, shapes: Shapes
     ) -> Tensor:
         kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
         return self.contraction.product(
@@ -223,22 +210,20 @@ class FrozenPlan:
         """Return the dequantized kernel, in the kernel's own axes."""
         return dequantized(self.recipe, self.axes, codes, scale, dtype)
 
-    def _rounded(self, inputs: Tensor, known: list[Tensor]) -> Tensor:
+    def _rounded(self, inputs: Tensor, static_scale: list[Tensor]) -> Tensor:
         """Return the inputs, rounded to float8 values times their scale."""
-        scale = known[0] if known else self._scale(inputs)
+        scale = static_scale[0] if static_scale else self._scale(inputs)
         engine = backends.engine
         numbers = engine.cast(inputs, scale, _INPUTS, False)
         numbers = engine.widen(numbers, "float32")
         return ops.multiply(numbers, scale)
 
     def _scale(self, inputs: Tensor) -> Tensor:
-        """Return one scale per token, or per example of a convolution.
-
-        It is NaN if a value is not finite, so that the outputs show it.
-        """
+        """Return one scale per token, or per example of a convolution."""
         axes = self.contraction.summed_axes(len(inputs.shape))
         amax = scaling.amax(inputs, axis=axes, keepdims=True)
         scale = scaling.scale_for_limit(amax, _LARGEST_INPUT)
+        # NaN if a value is not finite, so that the outputs show it.
         return scale * (amax * 0.0 + 1.0)
 
     def _native(
@@ -246,23 +231,26 @@ class FrozenPlan:
         inputs: Tensor,
         codes: Tensor,
         scale: Tensor,
-        known: list[Tensor],
-        shapes: Any,
+        static_scale: list[Tensor],
+        shapes: Shapes,
     ) -> Tensor:
         """Quantize the inputs; compute the outputs by a float8 matmul."""
         engine = backends.engine
         contraction: Any = self.contraction
-        asked: Any = self._asked("inputs")
-        home = contraction.operand("inputs", inputs, asked)
+        quantization: Any = self._quantization("inputs")
+        home = contraction.operand("inputs", inputs, quantization)
         x, amax = quantized.quantize(
-            home, asked, known[0] if known else None, engine.narrow_cast
+            home,
+            quantization,
+            static_scale[0] if static_scale else None,
+            engine.narrow_cast,
         )
         x = contraction.read(
             "inputs", x if amax is None else x.with_nan_scales(amax)
         )
         kernel = self._stored(codes, scale)
         return contraction.product(
-            "forward", self._chosen[0], x, kernel, shapes, self.dtype
+            "forward", self._selection[0], x, kernel, shapes, self.dtype
         )
 
     def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
@@ -274,7 +262,7 @@ class FrozenPlan:
             scale = scale[None]
         else:
             scale = contraction.form.matrix("kernel", scale)
-        return Quantized(values, scale, self._asked("kernel"))
+        return Quantized(values, scale, self._quantization("kernel"))
 
 
 def dequantized(
@@ -282,12 +270,7 @@ def dequantized(
 ) -> Tensor:
     """Return a stored kernel as floats, in the kernel's own axes.
 
-    Args:
-        recipe: How the kernel is stored.
-        axes: The summed and the free axes of the kernel.
-        codes: The codes, uint8; or float32 values that this function returned.
-        scale: The scales.
-        dtype: The dtype of the result.
+    Codes are uint8; or float32 values that this function returned.
     """
     if _is_wide(codes):
         return ops.cast(codes, dtype)
@@ -325,18 +308,13 @@ def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     return ops.transpose(scale, back)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan_of(*fields: Any) -> FrozenPlan:
-    return FrozenPlan(*fields)
+_plan_of = functools.lru_cache(maxsize=4096)(FrozenPlan)
 
 
 def frozen_plan(
     contraction: Contraction, recipe: FrozenKernels, axes: Axes, dtype: str
 ) -> FrozenPlan:
-    """Return a frozen contraction's plan for the current settings.
-
-    The arguments are the first attributes of `FrozenPlan`.
-    """
+    """Return a frozen contraction's plan for the current settings."""
     framework = backends.current
     if framework.is_compiling():
         return FrozenPlan(contraction, recipe, axes, dtype, None, False)
@@ -351,11 +329,5 @@ def frozen_plan(
 
 
 def run_frozen(plan: FrozenPlan, inputs: Tensor, *constants: Tensor) -> Tensor:
-    """Compute the outputs of a frozen plan; only the inputs have a gradient.
-
-    Args:
-        plan: From `frozen_plan`.
-        inputs: Of dtype `plan.dtype`.
-        *constants: See `FrozenPlan.forward`.
-    """
+    """Compute the outputs of a frozen plan; only the inputs have a gradient."""
     return backends.current.run_frozen(plan, inputs, *constants)

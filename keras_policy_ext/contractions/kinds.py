@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import keras
@@ -22,11 +22,18 @@ from keras_policy_ext.backends.matmuls import (
     Shapes,
 )
 from keras_policy_ext.contractions import equations
-from keras_policy_ext.contractions.equations import Form, axes_alone, form_of
+from keras_policy_ext.contractions.equations import (
+    EinsumForm,
+    axes_alone,
+    form_of,
+)
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.tiles import tile_amax
 from keras_policy_ext.recipes import EACH_MATRIX, Quantization
+
+AxisNames = Sequence[tuple[str, ...]]
+"""For each axis of a tensor the mesh axes that shard it, perhaps none."""
 
 
 class Contraction(Hashable, Protocol):
@@ -45,11 +52,19 @@ class Contraction(Hashable, Protocol):
         """True if `reads_what_is_quantized` and no operand is a batch."""
 
     def choose(
-        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+        self,
+        engine: Engine,
+        matmul: str,
+        a: Quantization | None,
+        b: Quantization | None,
+        prefer: str | None = None,
+        for_xla: bool = False,
     ) -> tuple[Any, Choice]:
         """Select the kernel for operands quantized as `a` and `b`."""
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return how this contraction can do the quantization of a recipe."""
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
@@ -58,25 +73,17 @@ class Contraction(Hashable, Protocol):
         For a convolution, whose windows overlap: all axes but the first.
         """
 
-    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the tensor to quantize: an operand, perhaps as a matrix.
+    def operand(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
+        """Return the operand of this name to quantize, perhaps as a matrix."""
 
-        Args:
-            name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: The operand.
-            asked: How it is quantized; None if it is not.
-        """
+    def kernel_axes(
+        self, axes: AxisNames, quantization: Quantization | None
+    ) -> tuple[Any, ...]:
+        """Convert an entry per kernel axis to the axes of `operand`.
 
-    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
-        """Convert a list with an entry per kernel axis to `operand`'s axes.
-
-        Args:
-            axes: An entry, possibly empty, for each axis of the kernel.
-            asked: How it is quantized.
-
-        Returns:
-            An entry for each axis of `operand("kernel", kernel, asked)`; None
-            for an axis without a definite entry.
+        An entry may be empty. It is None for an axis without a definite one.
         """
 
     def is_transposed_in_memory(self, name: str) -> bool:
@@ -113,8 +120,8 @@ class Einsum:
     reads_what_is_quantized: ClassVar[bool] = True
 
     @functools.cached_property
-    def form(self) -> Form:
-        """The `Form` of the equation: its letters by role."""
+    def form(self) -> EinsumForm:
+        """The `EinsumForm` of the equation: its letters by role."""
         return form_of(self.equation)
 
     @property
@@ -123,44 +130,55 @@ class Einsum:
         return not self.form.batch
 
     def choose(
-        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+        self,
+        engine: Engine,
+        matmul: str,
+        a: Quantization | None,
+        b: Quantization | None,
+        prefer: str | None = None,
+        for_xla: bool = False,
     ) -> tuple[MatmulKernel, Choice]:
         """Select a matmul kernel for operands quantized as `a` and `b`."""
         if a is None or b is None:
             reason = f"{matmul} is not in float8 under this recipe"
             return engine.plain, Choice("emulated", reason)
         batched = bool(self.form.batch)
-        return engine.select(Request(matmul, a, b, batched, **how))
+        return engine.select(Request(matmul, a, b, batched, prefer, for_xla))
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return a recipe's quantization unchanged: an einsum can do any."""
-        # What a recipe asks.
-        return asked
+        return requested
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
         """Return the inputs' axes that one output may depend on."""
         first, _, out = equations.split(self.equation)
         return tuple(i for i, letter in enumerate(first) if letter not in out)
 
-    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+    def operand(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
         """Return the tensor to quantize: an operand as a matrix or as is."""
         # A tensor with one scale keeps its own axes while it is quantized, so
         # that what is moved to make a matrix of it is narrow.
         form = self.form
         if axes_alone(form, name):
             is_wide = keras.backend.standardize_dtype(x.dtype) == "float64"
-            dtype = "float64" if asked is None and is_wide else "float32"
+            dtype = "float64" if quantization is None and is_wide else "float32"
             x = form.summed(name, x, dtype)
-        in_axes = asked is None or asked.keeps_axes
+        in_axes = quantization is None or quantization.keeps_axes
         return x if in_axes else form.matrix(name, x)
 
-    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+    def kernel_axes(
+        self, axes: AxisNames, quantization: Quantization | None
+    ) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes."""
-        if not in_one_scale(asked):
+        if not in_one_scale(quantization):
             return self.form.matrix_axes("kernel", axes)
         form = self.form
-        said = zip(form.second, axes, strict=True)
-        return tuple(each for c, each in said if c in form.first + form.out)
+        entries = zip(form.second, axes, strict=True)
+        return tuple(each for c, each in entries if c in form.first + form.out)
 
     def is_transposed_in_memory(self, name: str) -> bool:
         """Return True if an operand is in memory as its matrix transposed."""
@@ -168,7 +186,6 @@ class Einsum:
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """Return a quantized operand as the matrix of its first matmul."""
-        # The home matrix.
         quantization = quantized.quantization
         if quantization is not None and not quantization.keeps_axes:
             return quantized
@@ -201,12 +218,7 @@ class Einsum:
     ) -> Tensor:
         """Run a matmul; return the outputs, or the gradient of an operand."""
         matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
-        sizes = self.form.sizes(*shapes)
-        if matmul == "forward":
-            return self.form.outputs(matrix, sizes)
-        if matmul == "inputs_grad":
-            return self.form.inputs_grad(matrix, sizes)
-        return self.form.kernel_grad(matrix, sizes)
+        return self.form.result(matmul, matrix, self.form.sizes(*shapes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,19 +234,17 @@ class EinsumOfBank(Einsum):
 
     histories: int = 1
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return a recipe's quantization, with a scale for each matrix."""
-        return None if asked is None else asked.of_each_matrix
+        return None if requested is None else requested.of_each_matrix
 
-    def amaxes(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return the amax of each matrix, float32 (matrices, 1, 1).
-
-        Args:
-            name: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            x: What `operand` returns.
-            asked: How it is quantized; None if it is not.
-        """
-        matrix = self.form.matrix(name, x) if in_one_scale(asked) else x
+    def amaxes(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
+        """Return the amax of each matrix of an operand, (matrices, 1, 1)."""
+        matrix = self.form.matrix(name, x) if in_one_scale(quantization) else x
         return tile_amax(matrix, EACH_MATRIX)
 
 
@@ -243,10 +253,7 @@ def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
 
     The weight is a bank of matrices if it has an axis that the inputs and the
     outputs have too, an axis of the outputs alone, and an axis that is summed.
-
-    Args:
-        contraction: A contraction of inputs and a weight.
-        histories: See `EinsumOfBank`.
+    For `histories` see `EinsumOfBank`.
     """
     # A subclass reads its kernel in a way of its own, as `rnn.Gates` does.
     if type(contraction) is not Einsum:
@@ -257,10 +264,7 @@ def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
 
 
 def bank_axis(equation: str) -> int | None:
-    """Return the one axis of a weight that tells matrices of a bank apart.
-
-    None if the weight is no bank, or has several such axes.
-    """
+    """Return the one axis of a weight that tells matrices apart, or None."""
     axes = _bank_axes(equation)
     return axes[0] if len(axes) == 1 else None
 
@@ -337,44 +341,51 @@ class Conv:
         return ops.conv(x, w, **self.arguments)
 
     def choose(
-        self, engine: Engine, matmul: str, a: Any, b: Any, **how: Any
+        self,
+        engine: Engine,
+        matmul: str,
+        a: Quantization | None,
+        b: Quantization | None,
+        prefer: str | None = None,
+        for_xla: bool = False,
     ) -> tuple[Convolutions, Choice]:
         """Select how to convolve operands quantized as `a` and `b`."""
         return engine.convolutions, Choice(
             "emulated", engine.convolutions.reason
         )
 
-    def quantization(self, asked: Quantization | None) -> Quantization | None:
+    def quantization(
+        self, requested: Quantization | None
+    ) -> Quantization | None:
         """Return a recipe's quantization, with one scale per tensor."""
-        # One scale for a tensor.
-        return None if asked is None else asked.tensorwise
+        return None if requested is None else requested.tensorwise
 
     def summed_axes(self, rank: int) -> tuple[int, ...]:
         """Return the inputs' axes that one output may depend on."""
         return tuple(range(1, rank))
 
-    def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
+    def operand(
+        self, name: str, x: Tensor, quantization: Quantization | None
+    ) -> Tensor:
         """Return the operand unchanged: a convolution needs its axes."""
-        # The tensor as it is.
         return x
 
-    def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
+    def kernel_axes(
+        self, axes: AxisNames, quantization: Quantization | None
+    ) -> tuple[Any, ...]:
         """Return `axes` as a tuple: a convolution keeps the kernel's axes."""
         return tuple(axes)
 
     def is_transposed_in_memory(self, name: str) -> bool:
         """Return False: a convolution reads no transposed matrix."""
-        # It is read as it lies.
         return False
 
     def read(self, name: str, quantized: Quantized) -> Quantized:
         """Return the quantized operand unchanged: its axes are needed."""
-        # As it is.
         return quantized
 
     def transposed(self, read: Quantized) -> Quantized:
         """Return the operand unchanged: convolutions transpose nothing."""
-        # As it is.
         return read
 
     def product(
@@ -422,17 +433,17 @@ class ConvTranspose(Conv):
     def around(self, kernel_size: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the zeros to add before and after the outputs, per axis.
 
-        A negative number is a crop. It applies to the unpadded outputs, of
-        size `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. If "same"
-        pads an odd number of zeros, the extra one is before, as in
+        A negative number is a crop. It applies to the unpadded outputs, of size
+        `(inputs - 1) * stride + (kernel - 1) * dilation + 1`. If "same" pads an
+        odd number of zeros, the extra one is before, as in
         `jax.lax.conv_transpose`, up to the reach of the kernel.
 
         Args:
             kernel_size: Per spatial axis.
         """
-        asked = self.output_padding or (None,) * len(self.strides)
+        paddings = self.output_padding or (None,) * len(self.strides)
         steps = zip(
-            kernel_size, self.strides, self.dilation_rate, asked, strict=True
+            kernel_size, self.strides, self.dilation_rate, paddings, strict=True
         )
         return [self._around_axis(*each) for each in steps]
 
@@ -440,8 +451,9 @@ class ConvTranspose(Conv):
         self, kernel: int, stride: int, dilation: int, more: int | None
     ) -> tuple[int, int]:
         if transposed_windows.are_own():
-            how = kernel, stride, dilation, self.padding, more
-            return transposed_windows.around_axis(*how)
+            return transposed_windows.around_axis(
+                kernel, stride, dilation, self.padding, more
+            )
         reach = (kernel - 1) * dilation
         if self.padding == "valid":
             return 0, max(stride - reach - 1, 0) if more is None else more
@@ -451,9 +463,9 @@ class ConvTranspose(Conv):
         return before - reach, zeros - before - reach
 
 
-def in_one_scale(asked: Quantization | None) -> bool:
+def in_one_scale(quantization: Quantization | None) -> bool:
     """Return True for a quantization that needs no matrix, and for None."""
-    return asked is None or asked.keeps_axes
+    return quantization is None or quantization.keeps_axes
 
 
 _WORDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -19,8 +19,9 @@ from keras_policy_ext.backends.both_layouts import (
 )
 from keras_policy_ext.backends.matmuls import ROW, Choice, Engine
 from keras_policy_ext.backends.row_casts import RowCast
-from keras_policy_ext.contractions.kinds import Contraction
+from keras_policy_ext.contractions.kinds import AxisNames, Contraction
 from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics.casting import Cast
 from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import Amax, StateReading
@@ -36,12 +37,7 @@ from keras_policy_ext.recipes import (
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The quantizations of the three operands of a contraction.
-
-    Attributes:
-        contraction: The contraction.
-        recipe: How the operands are scaled.
-    """
+    """The quantizations of the three operands of a contraction."""
 
     contraction: Contraction
     recipe: Recipe
@@ -74,20 +70,20 @@ class Operands:
         None unless both matmuls read the same values of one matrix, with one
         scale.
         """
-        found = {}
+        shared = {}
         for operand in OPERANDS:
-            asked = self.quantizations[operand, matmuls_of(operand)[0]]
+            quantization = self.quantizations[operand, matmuls_of(operand)[0]]
             can = (
-                asked is not None
-                and asked.keeps_axes
-                and asked.constant_scale is None
-                and asked.scale_format == "float32"
-                and asked.scale_rounding != "floor"
+                quantization is not None
+                and quantization.keeps_axes
+                and quantization.constant_scale is None
+                and quantization.scale_format == "float32"
+                and quantization.scale_rounding != "floor"
             )
             can = can and self.shares_quantization[operand]
             is_read = self.contraction.reads_one_matrix
-            found[operand] = asked if can and is_read else None
-        return found
+            shared[operand] = quantization if can and is_read else None
+        return shared
 
     @functools.cached_property
     def stored_transposed(self) -> dict[tuple[str, str], bool]:
@@ -98,10 +94,10 @@ class Operands:
         with large strides (up to ten times as slow, JAX 0.10, CPU).
         """
         return {
-            (operand, matmul): asked is not None
-            and not asked.keeps_axes
+            (operand, matmul): quantization is not None
+            and not quantization.keeps_axes
             and self.contraction.is_transposed_in_memory(operand)
-            for (operand, matmul), asked in self.quantizations.items()
+            for (operand, matmul), quantization in self.quantizations.items()
         }
 
     def reads_transpose(self, operand: str, matmul: str) -> bool:
@@ -111,27 +107,26 @@ class Operands:
 
     def quantized_as(self, operand: str, matmul: str) -> Quantization | None:
         """Return how an operand is quantized, in the layout that is stored."""
-        asked = self.quantizations[operand, matmul]
-        if asked is None or not self.reads_transpose(operand, matmul):
-            return asked
-        return asked.transposed
+        quantization = self.quantizations[operand, matmul]
+        if quantization is None or not self.reads_transpose(operand, matmul):
+            return quantization
+        return quantization.transposed
 
-    def kernel_axes(self, axes: Any, matmul: str) -> tuple[Any, ...]:
+    def kernel_axes(self, axes: AxisNames, matmul: str) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to the quantized axes.
 
         Args:
             axes: See `Contraction.kernel_axes`.
-            matmul: The matmul that reads the kernel.
         """
-        asked = self.quantizations["kernel", matmul]
-        found = self.contraction.kernel_axes(axes, asked)
+        quantization = self.quantizations["kernel", matmul]
+        entries = self.contraction.kernel_axes(axes, quantization)
         if not self.stored_transposed["kernel", matmul]:
-            return found
-        batch, rows, columns = found
+            return entries
+        batch, rows, columns = entries
         return batch, columns, rows
 
     @functools.cached_property
-    def kept(self) -> dict[str, Quantization | None]:
+    def saved(self) -> dict[str, Quantization | None]:
         """By operand, the quantization in which the operand is saved."""
         return {
             operand: self.quantized_as(operand, matmuls_of(operand)[1])
@@ -139,18 +134,14 @@ class Operands:
         }
 
 
-@functools.lru_cache(maxsize=1024)
-def operands_of(contraction: Contraction, recipe: Recipe) -> Operands:
-    """Return a contraction's `Operands` under a recipe, from a cache."""
-    return Operands(contraction, recipe)
+operands_of = functools.lru_cache(maxsize=1024)(Operands)
+"""Return a contraction's `Operands` under a recipe, from a cache."""
 
 
 def amax_of(operand: str) -> Any:
-    """Return the function that computes the amax of this operand.
-
-    The amax of an outputs gradient is reduced by columns first, like the sum
-    that is the bias gradient.
-    """
+    """Return the function that computes the amax of this operand."""
+    # For an outputs gradient it reduces columns first, like the sum that is the
+    # gradient of a bias.
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
 
@@ -173,11 +164,11 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
         cut = [() if size == 1 else names for size, names in sizes]
         return framework.gathered(x, gathering, cut)
 
-    asked: Any = reads[0].quantization
-    dtype = framework.kept_dtype(reads[0].values, asked.format)
+    quantization: Any = reads[0].quantization
+    dtype = framework.kept_dtype(reads[0].values, quantization.format)
     narrow = [each.encoded(dtype) for each in reads]
     values = along(narrow[0].values)
-    if asked.tile.is_whole:
+    if quantization.tile.is_whole:
         return tuple(each.with_values(values) for each in narrow)
     return tuple(
         dataclasses.replace(each, values=values, scale=along(each.scale))
@@ -186,17 +177,37 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
 
 
 Selections = dict[str, tuple[Any, Choice]]
+"""By matmul, the kernel that runs it, and the reason for it."""
+
+
+class Binding(NamedTuple):
+    """A `Plan`, the kernels of the framework, and those that were selected."""
+
+    plan: Any
+    engine: Engine
+    selections: Selections
+
+
+class PassOptions(NamedTuple):
+    """What a pass asks of the quantization of an operand.
+
+    Attributes:
+        reading: The reading of the state; None for a recipe without state.
+        observe: Whether the amax is needed for the state.
+        once: Whether only the first matmul runs.
+        sums: Whether to sum the columns of the matrix if the cast can.
+        slot: The number of this use of the kernel in the step.
+    """
+
+    reading: StateReading | None
+    observe: bool
+    once: bool = False
+    sums: bool = False
+    slot: Slot = 0
 
 
 class OperandUse:
     """The quantization of an operand in one of its two matmuls.
-
-    Args:
-        plan: A `Plan`.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        matmul: The matmul that reads it.
-        engine: The kernels of the framework.
-        selections: The kernel of each matmul, and the reason for it.
 
     Attributes:
         quantization: How the recipe quantizes it; None if it does not.
@@ -208,14 +219,8 @@ class OperandUse:
             for this use.
     """
 
-    def __init__(
-        self,
-        plan: Any,
-        operand: str,
-        matmul: str,
-        engine: Engine,
-        selections: Selections,
-    ):
+    def __init__(self, binding: Binding, operand: str, matmul: str):
+        plan, engine, selections = binding
         operands = plan.operands
         self.operand, self.matmul = operand, matmul
         self.contraction, self.source = plan.contraction, plan.source
@@ -225,63 +230,41 @@ class OperandUse:
         self.is_stored_in_float8 = self.native
         self.reads_transpose = operands.reads_transpose(operand, matmul)
         self.amax_of = amax_of(operand)
-        self._as_stored = (
-            operands.quantized_as(operand, matmul) or self.quantization
-        )
+        self._as_stored = operands.quantized_as(operand, matmul)
         self._stored_transposed = operands.stored_transposed[operand, matmul]
-        self.is_stochastic = (
-            self.quantization is not None
-            and self.quantization.rounding == "stochastic"
-        )
         self._engine = engine
-        self._folds_scales = (
-            self._as_stored is not None
-            and not (
-                self._as_stored.transposed
-                if self.reads_transpose
-                else self._as_stored
-            ).scale_leaves_sum
-        )
-        # With a scale that is known: what `quantized.quantize` would do.
-        self._is_cast_alone = (
-            self._as_stored is not None
-            and self._as_stored.has_one_scale
-            and self._as_stored.rounding == "nearest"
-            and self._as_stored.hadamard is None
-            and self._as_stored.constant_scale is None
-            and not (plan.gathering is not None and operand == "kernel")
-        )
         self._gathering, self._gathered_axes = None, ()
-        if plan.gathering is not None and operand == "kernel":
+        if _is_gathered(plan, operand):
             self._gathering = plan.gathering
             self._gathered_axes = operands.kernel_axes(
                 plan.gathering.axes, matmul
+            )
+        self.is_stochastic = self._folds_scales = self._is_cast_alone = False
+        if self.quantization is not None:
+            self.is_stochastic = self.quantization.rounding == "stochastic"
+            self._folds_scales = not self.quantization.scale_leaves_sum
+            # If the scale is known, `quantized.quantize` would only cast.
+            self._is_cast_alone = (
+                self.quantization.keeps_axes
+                and self.quantization.constant_scale is None
+                and self._gathering is None
             )
 
     def quantize(
         self,
         home: Tensor,
         amax: Amax,
-        known: StateReading | None,
-        cast: Any,
+        reading: StateReading | None,
+        cast: Cast,
         slot: Slot = 0,
     ) -> tuple[Quantized, Quantized]:
         """Quantize an operand; return one copy for outputs, one for gradients.
 
         The outputs use saturated values. If a value is not finite and the
-        recipe has no state to report it, the gradients are NaN.
-
-        Args:
-            home: From `Contraction.operand`.
-            amax: The amax of the operand.
-            known: The reading of the state; None for a recipe without state.
-            cast: Function that rounds scaled values to the format.
-            slot: The number of this use of the kernel in the step, which is
-                part of the key for stochastic rounding.
-
-        Returns:
-            The quantized operand twice, in its memory layout; see
-            `Operands.stored_transposed`.
+        recipe has no state to report it, the gradients are NaN. `home` is from
+        `Contraction.operand`; the result has the layout of
+        `Operands.stored_transposed`. The slot is part of the key for stochastic
+        rounding.
         """
         if self.quantization is None:
             plain = quantized.passthrough(ops.cast(home, self.inputs_dtype))
@@ -290,13 +273,15 @@ class OperandUse:
             home = quantized.swapped(home)
         key = None
         if self.is_stochastic:
-            key = self.source.key(known, slot, amax, self.matmul)
-        scale = self.source.scale(self.operand, self.quantization, amax, known)
+            key = self.source.key(reading, slot, amax, self.matmul)
+        scale = self.source.scale(
+            self.operand, self.quantization, amax, reading
+        )
         if scale is not None and self._is_cast_alone:
             values = cast(home, scale, self._as_stored.format, False)
             scales = scale[None, None, None]
-            found = Quantized(values, scales, self._as_stored)
-            return found, found
+            operand = Quantized(values, scales, self._as_stored)
+            return operand, operand
         saturated, amaxes = quantized.quantize(
             home,
             self._as_stored,
@@ -319,13 +304,7 @@ class OperandUse:
         return saturated, marked
 
     def read(self, operand: Quantized) -> Quantized:
-        """Return a quantized operand as the matrix that this matmul reads.
-
-        Transpose last: XLA commutes a transpose with one operation per pass.
-
-        Args:
-            operand: The quantized operand.
-        """
+        """Return a quantized operand as the matrix that this matmul reads."""
         if self.native:
             operand = operand.with_float32_scales
             matrix = self.contraction.read(self.operand, operand)
@@ -337,6 +316,7 @@ class OperandUse:
             matrix = self.contraction.read(self.operand, wide)
             if self._folds_scales:
                 matrix = emulated.folded(matrix, self.reads_transpose)
+        # Last, since XLA commutes a transpose with one operation per pass.
         if self.reads_transpose:
             return self.contraction.transposed(matrix)
         return matrix
@@ -362,87 +342,70 @@ class BoundOperand:
     It is quantized once if the second matmul can read the transpose of the
     first one's matrix. Otherwise it is quantized twice.
 
-    Args:
-        plan: A `Plan`.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        engine: The kernels of the framework.
-        selections: The kernel of each matmul, and the reason for it.
-
     Attributes:
         first: The operand in the first matmul that reads it.
         second: The operand in the second matmul that reads it.
+        is_shared: Whether both matmuls read one quantized matrix.
     """
 
     use: type[OperandUse] = OperandUse
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
+    def __init__(self, binding: Binding, operand: str):
+        plan, engine, _ = binding
         self.operand = operand
-        uses = (
-            self.use(plan, operand, matmul, engine, selections)
-            for matmul in matmuls_of(operand)
+        self.first, self.second = (
+            self.use(binding, operand, matmul) for matmul in matmuls_of(operand)
         )
-        self.first, self.second = uses
         self.is_shared = plan.operands.shares_quantization[operand]
         if self.is_shared:
+            # What is quantized for the first matmul is read by the second too.
             self.first.is_stored_in_float8 |= self.second.native
+        # Takes the operand and its quantization.
         self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
         self._framework = backends.current
         self._amax_of = self.first.amax_of
         if plan.histories > 1:
-            asked = self.first.quantization
-            of = functools.partial(plan.contraction.amaxes, operand)
-            self._amax_of = lambda home: of(home, asked)
-        self._is_stochastic = any(
-            use.is_stochastic for use in (self.first, self.second)
+            # One amax for each matrix of a bank.
+            self._amax_of = functools.partial(
+                plan.contraction.amaxes,
+                operand,
+                quantization=self.first.quantization,
+            )
+        self._is_stochastic = (
+            self.first.is_stochastic or self.second.is_stochastic
         )
-        self._cast = _cast_of(plan, engine, self.first, self.second)
+        if self.first.native or self.second.native:
+            self._cast = engine.narrow_cast
+        else:
+            self._cast = (
+                engine.cast_in_training if plan.training else engine.cast
+            )
 
     def sums_columns_of(self, like: Tensor) -> bool:
-        """Return True if `quantize` can sum the columns of its matrix.
-
-        Args:
-            like: A tensor on the device of the operand.
-        """
+        """Return True if `quantize` can sum columns on the device of `like`."""
         return False
 
     def amax(self, x: Tensor) -> Tensor:
         """Compute the amax of an operand, a scalar or one per history."""
         return self._amax_of(self._home(x, self.first.quantization))
 
-    def quantize(
-        self,
-        x: Tensor,
-        known: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
-        """Quantize an operand for the two matmuls that read it.
-
-        Args:
-            x: The operand.
-            known: The reading of the state; None for a recipe without state.
-            observe: Whether the amax is needed for the state.
-            once: Whether only the first matmul runs.
-            sums: Whether to sum the columns if the cast can.
-            slot: See `OperandUse.quantize`.
-        """
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
+        """Quantize an operand for the two matmuls that read it."""
+        reading, slot = options.reading, options.slot
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
         if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
-        wanted = observe or self._is_stochastic
+        wanted = options.observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
-        saturated, marked = self.first.quantize(home, amax, known, cast, slot)
+        saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)
-            _, marked = self.second.quantize(home, amax, known, cast, slot)
-        return QuantizedForBoth(first, marked, amax.known if observe else None)
+            _, marked = self.second.quantize(home, amax, reading, cast, slot)
+        observed = amax.value if options.observe else None
+        return QuantizedForBoth(first, marked, observed)
 
     def matrix(self, operand: Quantized) -> Quantized:
         """Return a quantized operand as its matrix (batch, rows, columns)."""
@@ -456,11 +419,10 @@ class OperandInBothLayouts(BoundOperand):
     first: UseOfBothLayouts
     second: UseOfBothLayouts
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
-        super().__init__(plan, operand, engine, selections)
-        self._both: Any = engine.both_layouts
+    def __init__(self, binding: Binding, operand: str):
+        super().__init__(binding, operand)
+        plan = binding.plan
+        self._both: Any = binding.engine.both_layouts
         self._quantization: Any = plan.operands.cast_for_both[operand]
         self._rule: Any = plan.source.rule
         is_kernel = operand == "kernel"
@@ -483,43 +445,44 @@ class OperandInBothLayouts(BoundOperand):
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
         """Return True if one cast writes this operand in both layouts."""
-        how = values, self._dtype, self._quantization.format
-        return self._both.supports(*how) is None
+        format_name = self._quantization.format
+        return self._both.supports(values, self._dtype, format_name) is None
 
-    def quantize(
-        self,
-        x: Tensor,
-        known: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Quantize an operand by one cast in both layouts, if it can."""
         if not self.is_in_both_layouts(x):
-            return super().quantize(x, known, observe, slot=slot)
+            return super().quantize(x, options)
         home = self._home(x, self.first.quantization)
         home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
-        history: Any = known
-        wanted = Wanted(observe, self._is_transposed_in_memory, once, sums)
-        how = self._quantization, self._rule, history, wanted
-        return read_both(self._both, matrix, self.operand, *how)
+        wanted = Wanted(
+            options.observe,
+            self._is_transposed_in_memory,
+            options.once,
+            options.sums,
+        )
+        return read_both(
+            self._both,
+            matrix,
+            self.operand,
+            self._quantization,
+            self._rule,
+            options.reading,
+            wanted,
+        )
 
 
 class OperandOfRows(BoundOperand):
     """An operand that one cast quantizes by rows for both of its matmuls."""
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
-        super().__init__(plan, operand, engine, selections)
-        self._row_casts: Any = engine.row_casts
+    def __init__(self, binding: Binding, operand: str):
+        super().__init__(binding, operand)
+        self._row_casts: Any = binding.engine.row_casts
         self._uses = self.first, self.second
-        self._asked = tuple(use.quantization for use in self._uses)
-        self._by_rows = [asked for asked in self._asked if asked is not None]
+        self._quantizations = tuple(use.quantization for use in self._uses)
+        self._by_rows = [q for q in self._quantizations if q is not None]
         self._is_transposed_in_memory = (
-            plan.contraction.is_transposed_in_memory(operand)
+            binding.plan.contraction.is_transposed_in_memory(operand)
         )
 
     def sums_columns_of(self, like: Tensor) -> bool:
@@ -527,33 +490,25 @@ class OperandOfRows(BoundOperand):
         return not self._is_transposed_in_memory and self._can_cast(like)
 
     def _can_cast(self, x: Tensor) -> bool:
-        formats = [asked.format for asked in self._by_rows]
+        formats = [quantization.format for quantization in self._by_rows]
         return self._row_casts.supports(x, *formats) is None
 
-    def quantize(
-        self,
-        x: Tensor,
-        known: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Quantize an operand by one cast for both matmuls, if it can."""
         home = self._home(x, self._by_rows[0])
         if home.shape[0] != 1 or not self._can_cast(home):
-            return super().quantize(x, known, observe, slot=slot)
-        first, second = self._asked
-        if once:
+            return super().quantize(x, options)
+        first, second = self._quantizations
+        if options.once:
             second = None
         # The cast reads a matrix as it lies in memory.
         if self._is_transposed_in_memory:
             matrix = quantized.swapped(home)[0]
-            found = self._row_casts.cast(matrix, second, first)
-            casts = found.across, found.plain
+            result = self._row_casts.cast(matrix, second, first)
+            casts = result.across, result.plain
         else:
-            found = self._row_casts.cast(home[0], first, second, sums)
-            casts = found.plain, found.across
+            result = self._row_casts.cast(home[0], first, second, options.sums)
+            casts = result.plain, result.across
         (saturated, marked), (_, other) = (
             self._for_use(use, cast, x)
             for use, cast in zip(self._uses, casts, strict=True)
@@ -562,7 +517,7 @@ class OperandOfRows(BoundOperand):
             saturated if self._in_forward else marked,
             other,
             None,
-            found.column_sums,
+            result.column_sums,
         )
 
     def _for_use(
@@ -583,53 +538,37 @@ class OperandOfRows(BoundOperand):
 class OperandOfCodes(BoundOperand):
     """A kernel that arrives as codes, which are gathered before."""
 
-    def __init__(
-        self, plan: Any, operand: str, engine: Engine, selections: Selections
-    ):
-        super().__init__(plan, operand, engine, selections)
-        asked = self.first.quantization
-        if not self.is_shared or asked is None or not asked.keeps_axes:
+    def __init__(self, binding: Binding, operand: str):
+        super().__init__(binding, operand)
+        plan, quantization = binding.plan, self.first.quantization
+        can = quantization is not None and quantization.keeps_axes
+        if not (self.is_shared and can):
             raise NotImplementedError(
                 "A kernel that is gathered as float8 has one scale. Received: "
                 f"{plan.contraction!r} under {plan.recipe!r}, which needs "
                 "more. Allowed: kernels that are not gathered as float8. "
                 "Leave out kpe.loops.gather_float8 for this layer."
             )
-        self._asked = asked
+        self._quantization = quantization
         self._narrow = self.first.native or self.second.native
 
     def amax(self, x: Tensor) -> Tensor:
         """Return the amax of the shard of this process, a scalar."""
-        found: Tensor = x.read(self._asked, self._narrow)[2]
-        return found
+        amax: Tensor = x.read(self._quantization, self._narrow)[2]
+        return amax
 
-    def quantize(
-        self,
-        x: Tensor,
-        known: StateReading | None,
-        observe: bool,
-        once: bool = False,
-        sums: bool = False,
-        slot: Slot = 0,
-    ) -> QuantizedForBoth:
+    def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Return the kernel as it is, for the two matmuls that read it."""
-        saturated, marked, amax = x.read(self._asked, self._narrow)
-        return QuantizedForBoth(saturated, marked, amax if observe else None)
+        saturated, marked, amax = x.read(self._quantization, self._narrow)
+        observed = amax if options.observe else None
+        return QuantizedForBoth(saturated, marked, observed)
 
 
-def bind_operand(
-    plan: Any, operand: str, engine: Engine, selections: Selections
-) -> BoundOperand:
-    """Return the `BoundOperand` that quantizes an operand of a plan.
-
-    Args:
-        plan: A `Plan`.
-        operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-        engine: The kernels of the framework.
-        selections: The kernel of each matmul, and the reason for it.
-    """
+def bind_operand(binding: Binding, operand: str) -> BoundOperand:
+    """Return the `BoundOperand` that quantizes an operand of a plan."""
+    plan, engine, selections = binding
     if _is_gathered(plan, operand) and plan.gathering.is_quantized:
-        return OperandOfCodes(plan, operand, engine, selections)
+        return OperandOfCodes(binding, operand)
     cast_for_both = (
         engine.both_layouts is not None
         and plan.operands.cast_for_both[operand] is not None
@@ -640,34 +579,31 @@ def bind_operand(
     kind: type[BoundOperand] = BoundOperand
     if cast_for_both:
         kind = OperandInBothLayouts
-    elif _is_cast_by_rows(plan, operand, engine, selections):
+    elif _is_cast_by_rows(binding, operand):
         kind = OperandOfRows
-    return kind(plan, operand, engine, selections)
+    return kind(binding, operand)
 
 
 def _is_gathered(plan: Any, operand: str) -> bool:
-    """Return True if the quantized shards of an operand are gathered.
-
-    Each device quantizes a small shard of such a kernel. It gathers the codes
-    in one layout, since both would be twice the bytes.
-    """
+    """Return True if the quantized shards of an operand are gathered."""
+    # Each device quantizes a small shard of such a kernel. It gathers the codes
+    # in one layout, since both would be twice the bytes.
     return operand == "kernel" and plan.gathering is not None
 
 
-def _is_cast_by_rows(
-    plan: Any, operand: str, engine: Engine, selections: Selections
-) -> bool:
+def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
     """Return True if one cast may quantize an operand by rows for matmuls."""
+    plan, engine, selections = binding
     of_rows = [
         plan.operands.quantizations[operand, matmul]
         for matmul in matmuls_of(operand)
     ]
-    asked = [each for each in of_rows if each is not None]
+    quantizations = [each for each in of_rows if each is not None]
     rule = plan.source.rule
     return (
         engine.row_casts is not None
-        and bool(asked)
-        and all(each == _by_rows(each) for each in asked)
+        and bool(quantizations)
+        and all(each == _by_rows(each) for each in quantizations)
         and rule is not None
         and not rule.inverted
         and plan.source.state_shape is None
@@ -681,17 +617,10 @@ def _is_cast_by_rows(
     )
 
 
-def _by_rows(asked: Quantization) -> Quantization:
+def _by_rows(quantization: Quantization) -> Quantization:
     """Return the quantization with one float32 scale per row."""
     return Quantization(
-        format=asked.format, tile=ROW, scale_rounding=asked.scale_rounding
+        format=quantization.format,
+        tile=ROW,
+        scale_rounding=quantization.scale_rounding,
     )
-
-
-def _cast_of(
-    plan: Any, engine: Engine, first: OperandUse, second: OperandUse
-) -> Any:
-    """Return the cast of an operand: to float8 if a native matmul reads it."""
-    if first.native or second.native:
-        return engine.narrow_cast
-    return engine.cast_in_training if plan.training else engine.cast

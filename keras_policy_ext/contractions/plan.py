@@ -134,8 +134,12 @@ class Plan:
     @functools.cached_property
     def histories(self) -> int:
         """The number of histories of each operand; 1 but for a bank."""
-        known = self.contraction
-        return known.histories if isinstance(known, EinsumOfBank) else 1
+        contraction = self.contraction
+        return (
+            contraction.histories
+            if isinstance(contraction, EinsumOfBank)
+            else 1
+        )
 
     def resolved(self) -> Plan:
         """Return a copy of this plan with the current value of `prefer`."""
@@ -182,10 +186,8 @@ class Plan:
         return self.choose("forward")[1]
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_of(*fields: Any) -> Plan:
-    """Return a `Plan` with these fields, from a cache."""
-    return Plan(*fields)
+plan_of = functools.lru_cache(maxsize=4096)(Plan)
+"""Return a `Plan` with these fields, from a cache."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -210,30 +212,27 @@ def make_plan(
     slot: int = 0,
     gathering: Any = None,
 ) -> Plan:
-    """Return a contraction's plan for the current backend and settings.
-
-    The arguments are attributes of `Plan`.
-    """
+    """Return a contraction's plan for the current backend and settings."""
     framework = backends.current
-    known = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
+    fields = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
         # All fields: torch 2.11 would look up defaults in each call.
-        return Plan(*known, None, False, None)
+        return Plan(*fields, None, False, None)
     here = _preferred.get(), framework.traces_for_xla()
-    return plan_of(*known, *here, gathering)
+    return plan_of(*fields, *here, gathering)
 
 
 def run(
-    plan: Plan, inputs: Tensor, kernel: Any, *state: Any, bias: Any = None
+    plan: Plan,
+    inputs: Tensor,
+    kernel: Tensor,
+    *state: Any,
+    bias: Tensor | None = None,
 ) -> Any:
     """Compute the outputs of a planned contraction; its plan has the gradients.
 
-    Args:
-        plan: From `make_plan`.
-        inputs: Of dtype `plan.inputs_dtype`.
-        kernel: Of dtype `plan.kernel_dtype`.
-        *state: The state matrix of the recipe, if it has one.
-        bias: To be added to the outputs, in their dtype; None for none.
+    The operands have the dtypes of the plan, the bias that of the outputs. The
+    state is one matrix, if the recipe has one.
     """
     if calls.are_shapes_alone_wanted():
         plan, state = unrounded(plan), ()

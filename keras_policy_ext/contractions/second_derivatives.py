@@ -40,17 +40,9 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Differentiate both gradients by outputs gradient, inputs and kernel.
 
-    Args:
-        bound: A `BoundPlan`.
-        residuals: From its forward pass.
-        outputs_grad: `g`, of the dtype of the inputs.
-        v: With the shape and dtype of the inputs; None for zeros.
-        u: With the shape and dtype of the kernel; None for zeros.
-        needed: Which of the three to compute.
-
-    Returns:
-        The three gradients, each in the dtype of its operand; None for one
-        that is not needed, or zero.
+    `v` has the shape and dtype of the inputs, `u` those of the kernel; None
+    stands for zeros. `needed` says which of the three gradients to compute;
+    None is returned for one that is not needed, or zero.
     """
     read = _Operands(bound, residuals, outputs_grad)
     g = x = w = None
@@ -108,17 +100,17 @@ class _Operands:
         plain = quantized.passthrough(ops.cast(home, plan.inputs_dtype))
         return plan.contraction.read(operand, plain)
 
-    def _decoded(self, operand: str, kept: Quantized) -> Quantized:
+    def _decoded(self, operand: str, saved: Quantized) -> Quantized:
         """Dequantize a saved operand, and return it as a matrix of floats."""
         bound = getattr(self._bound, operand)
         across = bound.second.reads_transpose
-        asked = kept.quantization
-        wide = kept.decoded(decode=self._bound.engine.decode)
+        quantization = saved.quantization
+        wide = saved.decoded(decode=self._bound.engine.decode)
         matrix = bound.matrix(wide)
-        values = matrix.values if asked is None else matrix.dequantize()
+        values = matrix.values if quantization is None else matrix.dequantize()
         if wide.tensor_scale is not None:
             values = ops.multiply(values, wide.tensor_scale)
-        if asked is not None and asked.hadamard is not None:
+        if quantization is not None and quantization.hadamard is not None:
             # The axis that it sums with the output gradient.
             axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2
             size = ops.shape(self.gradient.values)[summed]

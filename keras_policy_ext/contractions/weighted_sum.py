@@ -15,23 +15,19 @@ def fold(
 ) -> tuple[Tensor, Tensor]:
     """Return weights and values with the same product, values in range.
 
-    Values are divided by a scale per key, and weights are multiplied by it:
-    `P V = (P s) (V / s)`. It is a power of two, so that nothing is rounded.
-    No scale is of two keys, so a key whose weight is 0, such as a masked one,
-    changes nothing. A key with a value that is infinite or NaN has the scale
-    NaN, as the outputs should.
+    Values are divided by a scale per key, and weights are multiplied by it: `P
+    V = (P s) (V / s)`. It is a power of two, so that nothing is rounded, and a
+    constant for gradients. No scale is of two keys, so a key whose weight is 0,
+    such as a masked one, changes nothing. A key with a value that is infinite
+    or NaN has the scale NaN, as the outputs should.
 
     Args:
-        equation: Explicit; the second operand is the values.
+        equation: Explicit; the second operand is the values. All its axes but
+            those of the columns tell keys apart.
         weights: The first operand, in the dtype of `values`, which has the
             range of float32.
-        values: The second operand. All axes but those of the columns tell its
-            keys apart.
+        values: The second operand.
         limit: The largest value of the format of the values.
-
-    Returns:
-        Weights and values, in their dtype. The scale is a constant for
-        gradients.
 
     Raises:
         ValueError: If an axis of the values is neither in the weights nor in
@@ -69,14 +65,14 @@ def _scale_of_keys(
 
 def _for_weights(first: str, second: str, scale: Tensor) -> Tensor:
     """Transpose the scales of keys, so that they broadcast to weights."""
-    kept = [letter for letter in first if letter in second]
-    columns = [letter for letter in second if letter not in kept]
-    order = [second.index(letter) for letter in kept + columns]
+    keys = [letter for letter in first if letter in second]
+    columns = [letter for letter in second if letter not in keys]
+    order = [second.index(letter) for letter in keys + columns]
     scale = ops.transpose(scale, order)
     # By axes and not by sizes, of which a graph may not know some.
     for _ in columns:
         scale = ops.squeeze(scale, -1)
     for axis, letter in enumerate(first):
-        if letter not in kept:
+        if letter not in keys:
             scale = ops.expand_dims(scale, axis)
     return scale

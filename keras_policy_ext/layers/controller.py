@@ -477,7 +477,7 @@ class Float8Controller:
             variable.look_at(value)
         matrix = variable.matrix()
         variable.warn_if_moved()
-        if variable.left_out and framework.keeps_values_apart:
+        if variable.left_out and framework.steps_take_values:
             matrix = variable.kept_up(value, matrix)
         observes = framework.may_take_gradients()
         observes = observes and training is not False

@@ -23,7 +23,7 @@ from keras_policy_ext.numerics.observations import (
     StateLayout,
 )
 from keras_policy_ext.numerics.scale_sources import (
-    keeps_histories_apart,
+    has_history_per_matrix,
     source_of,
     state_source_of,
 )
@@ -109,7 +109,7 @@ class StateVariable(
     ):
         self.recipe = recipe
         self.kernel = kernel
-        if not keeps_histories_apart(recipe):
+        if not has_history_per_matrix(recipe):
             bank_axis = None
         self.bank_axis = bank_axis
         self.matrices = 1 if bank_axis is None else kernel.shape[bank_axis]
@@ -171,7 +171,7 @@ class StateVariable(
         assigned = self.value if value is None else super().assign(value)
         if readable or settled:
             self.warn_if_moved()
-        if readable and backends.current.keeps_values_apart:
+        if readable and backends.current.steps_take_values:
             self._count_unchanged()
         return assigned
 
@@ -235,7 +235,7 @@ class StateVariable(
         if self._watched != id(self.kernel):  # this is a copy of another
             self._watch()
         framework = backends.current
-        if framework.keeps_values_apart or not self._looks:
+        if framework.steps_take_values or not self._looks:
             return  # see `value` and `look_last`
         version = framework.version(kernel)
         is_new = version != self._version

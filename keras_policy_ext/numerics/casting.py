@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -22,6 +22,13 @@ EXPONENT_BITS = 0x7F800000
 
 format_of = functools.cache(formats.get)
 """Return the `Format` of this name, from a cache."""
+
+Cast = Callable[[Tensor, Tensor, str, bool], Tensor]
+"""Takes a tensor, the scale of each element, the name of a format, and whether
+to multiply by the scale instead of dividing by it. Returns the values."""
+
+Codec = Callable[[Tensor, str], Tensor]
+"""Takes values and the name of a format or dtype; returns them converted."""
 
 MAGNITUDE_BITS = 0x7FFFFFFF
 SIGN_BIT = -0x80000000
@@ -97,16 +104,8 @@ def quantize_float32(
     """Return in float32 the values to which `quantize` rounds a tensor.
 
     It uses no float8 dtype. A cast to float8 takes a CPU most of the time, and
-    a compiler may drop it.
-
-    Args:
-        x: Tensor of any shape and real dtype; read as float32.
-        scale: Dequantizing scale, float32, broadcastable to `x`.
-        dtype: Name of a signed format of four or eight bits.
-        is_factor: Whether to multiply by `scale` instead of dividing by it.
-
-    Returns:
-        Float32 tensor of the shape of `x`.
+    a compiler may drop it. Arguments are those of `quantize`; `dtype` may be
+    any signed format of four or eight bits.
     """
     return round_to_format(scaled(x, scale, dtype, is_factor), dtype)
 
@@ -122,10 +121,6 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
 
     Args:
         x: Float32 tensor, no larger than the format's largest value.
-        dtype: Name of a signed format of four or eight bits.
-
-    Returns:
-        Float32 tensor of the shape of `x`.
     """
     lowest, shift = grid_constants(dtype)
     bits = view(x, "int32")
@@ -176,10 +171,11 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 
 def as_dtype(x: Tensor, dtype: str) -> Tensor:
     """Cast a tensor, also to and from formats that Keras does not know."""
-    before = str(x.dtype)
-    if "fnuz" in f"{before} {dtype}":
+    dtype_before = str(x.dtype)
+    if "fnuz" in f"{dtype_before} {dtype}":
         return primitives.current.as_dtype(x, dtype)
-    if "float8" in before:
+    if "float8" in dtype_before:
+        # A compiler may drop this cast together with the one to float8.
         x = primitives.current.before_widening(x)
     return ops.cast(x, dtype)
 
@@ -204,7 +200,7 @@ def quantize_dequantize(
     return dequantize(quantize(x, scale, dtype), scale, out_dtype)
 
 
-def _limit(dtype: Any) -> float:
+def _limit(dtype: object) -> float:
     if not isinstance(dtype, str) or dtype not in CASTABLE:
         hint = formats.ALIASES.get(str(dtype))
         step = (
@@ -220,10 +216,8 @@ def _limit(dtype: Any) -> float:
 
 
 def _cast(x: Tensor, dtype: str) -> Tensor:
-    """Cast clipped values to float8; write NaN with the same bits everywhere.
-
-    `float8_e5m2` has several NaN: torch gives 0x7f (2.13), all others 0x7e.
-    """
+    """Cast clipped values to float8; give NaN one code on every backend."""
+    # `float8_e5m2` has several NaN: torch gives 0x7f (2.13), all others 0x7e.
     q = as_dtype(primitives.current.before_cast(x, dtype), dtype)
     if dtype != "float8_e5m2" or keras.backend.backend() != "torch":
         return q
@@ -235,14 +229,7 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
 def scaled(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Divide by a scale in float32, and clip to the range of a format.
-
-    Args:
-        x: Tensor of any shape and real dtype; read as float32.
-        scale: Dequantizing scale, float32, broadcastable to `x`.
-        dtype: The name of the format.
-        is_factor: Whether to multiply by `scale` instead of dividing by it.
-    """
+    """Divide by a scale and clip to any format, in float32; see `quantize`."""
     limit = format_of(dtype).max
     x = ops.cast(x, "float32")
     if is_factor:
@@ -257,8 +244,8 @@ def view(x: Tensor, dtype: str) -> Tensor:
     It also works for a last axis of unknown size on TensorFlow, where
     `ops.view` fails (keras 3.15; for a scalar keras 3.12).
     """
-    known = len(x.shape) > 0 and x.shape[-1] is not None
-    if known or keras.backend.backend() != "tensorflow":
+    is_size_known = len(x.shape) > 0 and x.shape[-1] is not None
+    if is_size_known or keras.backend.backend() != "tensorflow":
         return ops.view(x, dtype)
     return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)
 
@@ -284,7 +271,6 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
     Args:
         values: Float32 numbers of the format, of any shape.
-        format_name: The ml_dtypes name of a signed format.
 
     Returns:
         Uint8 tensor of that shape. NaN has one code, the one that casts give;
@@ -305,25 +291,19 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     normal = ops.right_shift(magnitude, MANTISSA - fmt.mantissa_bits)
     normal = normal - _offset(fmt)
     code = ops.where(magnitude < lowest, small, normal)
-    code = ops.minimum(code, _largest_code(fmt) + fmt.has_inf)
+    largest = _largest_code(fmt)
+    nan_code = largest if fmt.nan_code is None else fmt.nan_code
+    code = ops.minimum(code, largest + fmt.has_inf)
     sign = ops.left_shift(shifted_right(raw, 31), fmt.bits - 1)
     if not fmt.has_negative_zero:
         sign = ops.where(ops.equal(code, 0), 0, sign)
         sign = ops.where(magnitude > EXPONENT_BITS, 0, sign)
-    code = ops.where(magnitude > EXPONENT_BITS, _nan_code(fmt), code)
+    code = ops.where(magnitude > EXPONENT_BITS, nan_code, code)
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
 
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
-    """Convert codes (the bits of a narrow format) to float32 values.
-
-    Args:
-        codes: Uint8 tensor of any shape.
-        format_name: The ml_dtypes name of the format.
-
-    Returns:
-        Float32 tensor of that shape.
-    """
+    """Convert codes (the bits of a narrow format, uint8) to float32 values."""
     if _cuts_float16(format_name):
         return _decode_by_half(codes, format_name)
     fmt = format_of(format_name)
@@ -347,12 +327,9 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
 
 @functools.cache
 def _cuts_float16(format_name: str) -> bool:
-    """Return True if codes can be the upper bits of float16 values.
-
-    That takes less than half the operations, which XLA compiles for every
-    layer (JAX 0.10, CPU). PyTorch cannot do it: it shifts no unsigned
-    integers.
-    """
+    """Return True if codes can be the upper bits of float16 values."""
+    # That takes less than half the operations, which XLA compiles for every
+    # layer (JAX 0.10, CPU). PyTorch shifts no unsigned integers.
     shifts = keras.backend.backend() in ("jax", "tensorflow")
     return shifts and format_name in HALVES
 
@@ -373,11 +350,11 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
     """Convert codes to values by the framework's cast; see `decode`."""
-    found = primitives.current.numbers(codes, format_name)
+    values = primitives.current.numbers(codes, format_name)
     if HALVES[format_name][0] == _BITS:
-        return found
+        return values
     magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)
-    return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, found)
+    return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, values)
 
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
@@ -385,7 +362,6 @@ def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
 
     Args:
         scale: Float32 values of the format, of any shape.
-        scale_format: `"float8_e8m0fnu"` or `"float8_e4m3fn"`.
     """
     if scale_format != "float8_e8m0fnu":
         return encode(scale, scale_format)
@@ -420,8 +396,3 @@ def _offset(fmt: formats.Format) -> int:
 def _largest_code(fmt: formats.Format) -> int:
     """Return the code of the largest finite value of a format."""
     return int(np.array(fmt.max).astype(fmt.dtype).view(np.uint8))
-
-
-def _nan_code(fmt: formats.Format) -> int:
-    """Return the code of NaN, or of the largest value without a NaN."""
-    return _largest_code(fmt) if fmt.nan_code is None else fmt.nan_code

@@ -44,11 +44,9 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
 
 
 def _log_norm(x: Tensor) -> Tensor:
-    """Return the logarithm of a tensor's Frobenius norm.
-
-    The values are scaled by the largest, since their squares might overflow.
-    """
+    """Return the logarithm of a tensor's Frobenius norm."""
     largest = amax(x)
+    # The squares of unscaled values might overflow.
     unit = ops.where(ops.greater(largest, 0.0), largest, 1.0)
     power = ops.sum(ops.square(ops.divide(x, unit)))
     return ops.log(unit) + 0.5 * ops.log(power)

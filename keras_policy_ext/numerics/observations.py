@@ -90,7 +90,6 @@ class StateLayout:
     """The columns of a delayed-scaling state, and its arithmetic.
 
     Attributes:
-        length: Length of the amax history.
         constant: For each row, whether all uses of a step observe the same
             value.
         unseen: The first column of a row that was never observed.
@@ -122,13 +121,8 @@ class StateLayout:
     def observation(self, amaxes: Tensor, slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a gradient of the state.
 
-        Args:
-            amaxes: Float32 (rows,).
-            slot: The number of this use in the step; taken modulo 8. As a
-                tensor, an int32 scalar below 8.
-
-        Returns:
-            Float32 (rows, width).
+        The amaxes are float32 (rows,), the result (rows, width). A slot is
+        taken modulo 8; as a tensor it is an int32 scalar below 8.
         """
         columns = np.arange(_FIRST, dtype="int32")
         if isinstance(slot, int):
@@ -143,11 +137,9 @@ class StateLayout:
         return ops.concatenate([use, entries, zeros], axis=1)
 
     def largest(self, state: Tensor) -> Tensor:
-        """Return each row's largest amax; infinity for one not `is_intact`.
-
-        One reduction finds both, which compilers turn into one kernel.
-        """
+        """Return each row's largest amax; infinity for one not `is_intact`."""
         columns = self._columns()
+        # One reduction finds both, which compilers turn into one kernel.
         seal = ops.where(columns == 0, VALID_MARK, 0.0)
         is_seal = columns < _FIRST - 1
         moved = ops.logical_and(is_seal, ops.not_equal(state, seal))
@@ -164,13 +156,6 @@ class StateLayout:
         It is computed column by column, so that a compiler makes one kernel of
         it. That matters, since every layer has a state.
 
-        Args:
-            value: (rows, width); each row is an observation, a settled row or
-                zeros. Further columns are the observations of other replicas,
-                without `uses`.
-            previous: (rows, width), settled.
-            used: Float32 (rows,), the scales of the observed step.
-
         Returns:
             (rows, width), settled. An amax that is not finite is not entered.
             A settled row that is assigned is sealed, unless it was changed or
@@ -183,30 +168,29 @@ class StateLayout:
         is_rounded = ops.less_equal(ops.abs(first - VALID_MARK), ROUNDING)
         seal = ops.where(is_rounded, VALID_MARK, first)
         given = ops.where(columns == 0, seal, value[:, : self.width])
-        kept = ops.where(ops.less(uses, 0.0), given, previous)
+        unobserved = ops.where(ops.less(uses, 0.0), given, previous)
 
         unseen = ops.where(columns == 0, self.unseen, 0.0)
-        kept = ops.where(ops.greater(uses, 0.0), unseen, kept)
+        unobserved = ops.where(ops.greater(uses, 0.0), unseen, unobserved)
         sealed = ops.where(columns == 0, VALID_MARK, 0.0)
         scale = ops.expand_dims(used, 1)
         sealed = ops.where(columns == _FIRST - 1, scale, sealed)
         history = self._entered(uses, entries, previous)
         observed = ops.where(columns < _FIRST, sealed, history)
-        return ops.where(self._is_observation(uses, entries), observed, kept)
+        return ops.where(
+            self._is_observation(uses, entries), observed, unobserved
+        )
 
     def _columns(self) -> Tensor:
         """Return the index of each column, (1, width)."""
         return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
 
     def _entries(self, value: Tensor) -> Tensor:
-        """Return an observation's slots, scale and amax, without `uses`.
-
-        The result is (rows, replicas, 10).
-
-        The last two are 0 in an observation and nonzero in a state in use, so
-        that the sum of both is not an observation. The other columns are left
-        out: reducing them takes XLA four steps on a CPU, four times per layer.
-        """
+        """Return an observation's slots, scale and amax, without `uses`."""
+        # An observation has zeros in the last two columns, a state in use has
+        # not: so the sum of both is no observation. The others are left out,
+        # since reducing them takes XLA four steps on a CPU, four times per
+        # layer.
         if value.shape[1] == self.width:
             return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)
         shape = (len(self.constant), -1, self.width - 1)
@@ -215,32 +199,26 @@ class StateLayout:
     def _entered(
         self, uses: Tensor, entries: Tensor, previous: Tensor
     ) -> Tensor:
-        """Return each row's history with the newest amax added.
-
-        The history starts at column `_FIRST`.
-
-        As in Keras and Flax, the ring turns left and index 0 is overwritten.
-        So index 1 has the oldest entry and the last index the one before the
-        newest.
-        """
+        """Return each row's history with the newest amax added."""
         intact = ops.expand_dims(self.is_intact(previous), 1)
         before = ops.where(intact, previous, 0.0)
         first = before[:, _FIRST : _FIRST + 1]
         columns, last = self._columns(), self.width - 1
+        # As in Keras and Flax, the ring turns left and index 0 is overwritten.
+        # So index 1 has the oldest entry and the last index the one before the
+        # newest.
         turned = ops.pad(before[:, 1:], ((0, 0), (0, 1)))
         turned = ops.where(columns == last, first, turned)
         newest = self._newest(uses, entries, first)
         rolled = ops.where(columns == _FIRST, newest, turned)
-        # Axis by axis: for two PyTorch raises an error (keras 3.12).
+        # One axis at a time: PyTorch raises an error for two (keras 3.12).
         finite = ops.all(ops.all(ops.isfinite(entries), axis=2), axis=1)
         return ops.where(ops.expand_dims(finite, 1), rolled, before)
 
     def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
-        """Return True for each row that is an unscaled sum of observations.
-
-        A sum that was scaled, as by clipping a norm or averaging batches, has
-        a fractional number of uses, or more amaxes than uses.
-        """
+        """Return True for each row that is an unscaled sum of observations."""
+        # A sum that was scaled, as by clipping a norm or averaging batches, has
+        # a fractional number of uses, or more amaxes than uses.
         slots = np.arange(_FIRST) < SLOTS
         weights = np.where(slots, 1.0, np.inf).astype("float32")
         seen = ops.where(ops.not_equal(entries, 0.0), weights, 0.0)
@@ -259,13 +237,11 @@ class StateLayout:
 
 
 def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
-    """Return the kernel's rows of an observation where `flag` is set.
+    """Return an observation that is zero in all rows but the kernel's.
 
-    The others are zeros.
-
-    Args:
-        observation: (rows, width), as many rows for each of `OPERANDS`.
-        flag: Bool scalar; or (matrices,), one for each matrix of a bank.
+    It is (rows, width), with as many rows for each of `OPERANDS`. The flag, a
+    bool scalar or one for each matrix of a bank, says whether a row of the
+    kernel is kept.
     """
     is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
     if len(flag.shape):

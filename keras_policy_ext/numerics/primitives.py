@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
 """How to decode a format by way of float16: a shift and a factor.
@@ -46,7 +46,7 @@ class Primitives:
 
     numbers_of_a_part = 1 << 16
 
-    def reshape(self, x: Tensor, shape: Any) -> Tensor:
+    def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
         """Reshape a tensor as `ops.reshape` does."""
         return ops.reshape(x, shape)
 
@@ -80,10 +80,7 @@ class Primitives:
         return None
 
     def abs_or_inf(self, x: Tensor) -> Tensor:
-        """Return absolute values; some backends turn NaN into infinity.
-
-        A backend does so if its maximum can lose NaN.
-        """
+        """Return absolute values; infinity for NaN where `max` can lose NaN."""
         return ops.abs(x)
 
     def sqrt(self, x: Tensor) -> Tensor:
@@ -95,10 +92,6 @@ class Primitives:
 
         Args:
             codes: Uint8 tensor of any shape, without codes of NaN or infinity.
-            format_name: The ml_dtypes name of a format of eight bits.
-
-        Returns:
-            Float32 tensor of that shape.
         """
         table = ops.convert_to_tensor(numbers_of_codes(format_name))
         return ops.take(table, ops.cast(codes, "int32"), axis=0)
@@ -108,18 +101,15 @@ class Primitives:
         return ops.cast(self.numbers(codes, format_name), format_name)
 
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        """Cast a tensor, also to and from formats Keras does not know."""
+        """Cast a tensor; a backend overrides it for formats Keras lacks."""
         return ops.cast(x, dtype)
 
     def before_cast(self, x: Tensor, dtype: str) -> Tensor:
         """Return values that a cast to a format does not change.
 
-        Some compilers drop a cast to float8 if the result is cast back, and
-        so would drop the rounding. There the values are rounded in float32.
-
-        Args:
-            x: Float32, no larger than the format's largest value.
-            dtype: The ml_dtypes name of the format.
+        Some compilers drop a cast to float8 if the result is cast back, and so
+        would drop the rounding. There the values, float32 and no larger than
+        the format's largest, are rounded in float32.
         """
         return x
 
@@ -132,26 +122,16 @@ class Primitives:
         return x
 
     def divided(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return `x / y`, correctly rounded.
-
-        Args:
-            x: Float32, normal numbers.
-            y: Float32, normal numbers, broadcastable to `x`.
-        """
+        """Return `x / y` of normal float32 numbers, correctly rounded."""
         return ops.divide(x, y)
 
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return `scale` in a form by which XLA really divides.
+        """Return `scale`, float32, in a form by which XLA divides correctly.
 
-        XLA must not see a broadcast scalar.
-
-        It is NaN where `x` is. XLA for a CPU turns a division by a broadcast
-        scalar into a multiplication by its reciprocal, which differs by one
-        ulp in a quarter of the cases (JAX 0.10).
-
-        Args:
-            x: Float32, the tensor to divide.
-            scale: Float32, broadcastable to `x`.
+        The result is NaN where `x` is. XLA for a CPU turns a division by a
+        broadcast scalar into a multiplication by its reciprocal, which differs
+        by one ulp in a quarter of the cases (JAX 0.10). So XLA must not see
+        one.
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import casting, primitives, scaling, tiles
+from keras_policy_ext.numerics.casting import Cast, Codec
 from keras_policy_ext.numerics.stochastic import random_bits, round_to_neighbour
 from keras_policy_ext.numerics.tiles import Scales, scales_of
 from keras_policy_ext.recipes import WHOLE, Quantization, Tile
@@ -31,15 +31,9 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`. With the factor
     it is orthogonal, so a matmul of two operands that are both transformed
     along the contracted axis is unchanged. It is computed in four stages of
-    additions, over distances of 1, 2, 4 and 8. They give the same bits on
-    every backend, unlike a matmul.
-
-    Args:
-        matrix: Float32 (b, m, k).
-        axis: 1 or 2; the size of this axis is a multiple of 16.
-
-    Returns:
-        Float32 tensor of the same shape.
+    additions, over distances of 1, 2, 4 and 8. They give the same bits on every
+    backend, unlike a matmul. The matrix is float32 (b, m, k); the axis is 1 or
+    2, its size a multiple of 16.
     """
     axes = primitives.current
     shape = ops.shape(matrix)
@@ -56,17 +50,8 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     return axes.reshape(x, shape) * 0.25
 
 
-def inverse(matrix: Tensor, size: Any, axis: int = 2) -> Tensor:
-    """Undo `hadamard`; crop the axis to `size`.
-
-    Args:
-        matrix: Float32 (b, m, k), as `hadamard` returns it.
-        size: The size of the axis before it was padded.
-        axis: 1 or 2.
-
-    Returns:
-        Float32 tensor of that size along the axis.
-    """
+def inverse(matrix: Tensor, size: Size, axis: int = 2) -> Tensor:
+    """Undo `hadamard`; crop the axis to its size before it was padded."""
     sixteens = ops.shape(matrix)[axis] // SIZE
     signs = ops.tile(np.array(SIGNS, "float32"), sixteens)
     signs = ops.reshape(signs, (1, -1, 1) if axis == 1 else (1, 1, -1))
@@ -136,16 +121,13 @@ class Quantized:
             return self.scale
         return tiles.spread(self.scale, quantization.tile, self.values)
 
-    def encoded(self, dtype: str, encode: Any = casting.encode) -> Quantized:
+    def encoded(self, dtype: str, encode: Codec = casting.encode) -> Quantized:
         """Return a copy whose values are in a narrow dtype, or codes.
 
-        This is the form saved for the backward pass. Unquantized and narrow
-        tensors are returned unchanged.
-
-        Args:
-            dtype: Float32 for no change, uint8 for codes, or the dtype of the
-                format. Eight-bit scales then become codes.
-            encode: Takes values of a format and its name; returns the codes.
+        This is the form saved for the backward pass. `dtype` is float32 for no
+        change, uint8 for codes, or the dtype of the format. Eight-bit scales
+        then become codes. Unquantized and narrow tensors are returned
+        unchanged.
         """
         quantization, values, scale = (
             self.quantization,
@@ -168,17 +150,14 @@ class Quantized:
 
     def decoded(
         self,
-        widen: Any = casting.widen,
-        decode: Any = casting.decode,
+        widen: Codec = casting.widen,
+        decode: Codec = casting.decode,
         compute_dtype: str = "float32",
     ) -> Quantized:
-        """Return a copy whose values and scales are in float32.
+        """Return a copy whose scales are in float32, and whose values are wide.
 
-        Args:
-            widen: Takes values in a float8 dtype and a compute dtype; returns
-                them in float32, or in the compute dtype.
-            decode: Takes codes and the name of a format; returns the values.
-            compute_dtype: Passed to `widen`.
+        `widen` takes values in a float8 dtype. It returns them in float32, or
+        in the compute dtype.
         """
         quantization, values = self.quantization, self.values
         if quantization is None:
@@ -199,20 +178,13 @@ class Quantized:
         quantization = self.quantization
         if quantization is None or quantization.scale_format == "float32":
             return self
-        if not _is_code(self.scale):
+        if "uint8" not in str(self.scale.dtype):
             return self
         scale = casting.decode_scales(self.scale, quantization.scale_format)
         return self._with(self.values, scale, quantization)
 
     def dequantize(self, dtype: str = "float32") -> Tensor:
-        """Return the values times the scales, without `tensor_scale`.
-
-        Args:
-            dtype: The dtype of the result.
-
-        Returns:
-            A tensor with the shape of the values.
-        """
+        """Return the values times the scales, without `tensor_scale`."""
         return casting.dequantize(self.values, self.spread_scale, dtype)
 
     def with_nan_scales(self, amax: Tensor) -> Quantized:
@@ -254,10 +226,7 @@ def of_leaves(
 
 
 def is_wide(values: Tensor) -> bool:
-    """Return True if a tensor is in float32, not in a narrow dtype.
-
-    It compares the name of the dtype, since Keras does not know all dtypes.
-    """
+    """Return True for float32, by its name: Keras does not know all dtypes."""
     return "float32" in str(values.dtype)
 
 
@@ -270,8 +239,8 @@ def quantize(
     x: Tensor,
     quantization: Quantization,
     scale: Tensor | None = None,
-    cast: Any = casting.quantize_float32,
-    whole_amax: Any = scaling.amax,
+    cast: Cast = casting.quantize_float32,
+    whole_amax: Callable[[Tensor], Tensor] = scaling.amax,
     key: Tensor | None = None,
     across: bool = False,
 ) -> tuple[Quantized, Tensor | None]:
@@ -301,27 +270,27 @@ def quantize(
         x = hadamard(x, axis)
     tile, amax = quantization.tile, None
     has_one_scale = quantization.has_one_scale
-    found = Scales(scale)
+    scales = Scales(scale)
     if scale is None or quantization.constant_scale is not None:
         amax = whole_amax(x) if has_one_scale else tiles.tile_amax(x, tile)
         if quantization.four_over_six:
             x = ops.cast(x, "float32")
-            found = tiles.four_over_six(x, amax, quantization)
+            scales = tiles.four_over_six(x, amax, quantization)
         else:
-            found = scales_of(amax, quantization)
-    is_factor = found.factor is not None
-    each = found.factor if is_factor else found.scale
+            scales = scales_of(amax, quantization)
+    is_factor = scales.factor is not None
+    applied = scales.factor if is_factor else scales.scale
     if not has_one_scale:
-        each = tiles.spread(each, tile, x)
+        applied = tiles.spread(applied, tile, x)
     if quantization.rounding == "stochastic":
-        wide = casting.scaled(x, each, quantization.format, is_factor)
+        wide = casting.scaled(x, applied, quantization.format, is_factor)
         values = _at_random(wide, quantization.format, key, across)
     else:
-        values = cast(x, each, quantization.format, is_factor)
-    scale = found.scale
+        values = cast(x, applied, quantization.format, is_factor)
+    scale = scales.scale
     if has_one_scale:
         scale = scale[None, None, None]
-    return Quantized(values, scale, quantization, found.tensor_scale), amax
+    return Quantized(values, scale, quantization, scales.tensor_scale), amax
 
 
 def _at_random(
@@ -336,10 +305,6 @@ def _at_random(
         )
     bits = random_bits(ops.shape(x), key, across)
     return round_to_neighbour(x, bits, format_name)
-
-
-def _is_code(values: Tensor) -> bool:
-    return "uint8" in str(values.dtype)
 
 
 def swapped(matrix: Tensor) -> Tensor:

@@ -81,6 +81,8 @@ class StepCount:
 StateReading = HistoryScales | StepCount
 """The reading of a state before the step: scales, or a count of steps."""
 
+ReadingAndRest = tuple[StateReading | None, Sequence[Tensor]]
+
 
 class Amax:
     """The amax of an operand, computed when it is called.
@@ -93,23 +95,22 @@ class Amax:
             not make a known scale wait for it.
 
     Attributes:
-        known: Float32 scalar; None if it is not always needed.
-        in_branch: See above.
+        value: Float32 scalar; None if it is not always needed.
     """
 
     def __init__(
         self,
         x: Tensor,
         wanted: bool,
-        of: Any = scaling.amax,
+        of: Callable[[Tensor], Tensor] = scaling.amax,
         in_branch: bool = False,
     ):
         self._x, self._of, self.in_branch = x, of, in_branch
-        self.known: Tensor | None = of(x) if wanted else None
+        self.value: Tensor | None = of(x) if wanted else None
 
     def __call__(self) -> Tensor:
         """Return the operand's amax, a float32 scalar."""
-        return self.anew() if self.known is None else self.known
+        return self.anew() if self.value is None else self.value
 
     def anew(self) -> Tensor:
         """Compute the amax again, for use inside a compiled branch."""
@@ -133,7 +134,6 @@ class ScaleSource(Protocol):
     """The object that computes the scales of a recipe.
 
     Attributes:
-        recipe: The recipe.
         state_shape: The shape of a kernel's state; None for a source without
             state.
         rule: How scales are computed from amaxes; None for another kind of
@@ -149,42 +149,24 @@ class ScaleSource(Protocol):
     def history_scales(self, state: Tensor) -> StateReading:
         """Read the scales, or the count of steps, from a state."""
 
-    def known_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
-        """Take scales or step count from saved tensors; return the rest too.
-
-        Returns:
-            The reading, None for a source without state; and the other
-            tensors.
-        """
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
+        """Return the reading in saved tensors, perhaps None, and the rest."""
 
     def scale(
         self,
         operand: str,
         quantization: Quantization,
         amax: Amax,
-        known: StateReading | None,
+        reading: StateReading | None,
     ) -> Tensor | None:
-        """Return the scale of an operand; None to use the tensor's own amax.
+        """Return the float32 scale of an operand, a scalar.
 
-        Args:
-            operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
-            quantization: How it is quantized.
-            amax: The amax of the operand.
-            known: The reading of the state; None for a source without state.
-
-        Returns:
-            Float32 scalar; None to compute the scales from the tensor itself.
+        None to compute it from the tensor's own amax. The reading is None for a
+        source without state.
         """
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
-        """Return the values that a use of a layer reports to its state.
-
-        Args:
-            known: The reading of the state.
-            amaxes: The amaxes of the operands, in the order of `OPERANDS`.
-        """
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
+        """Return what one use of a layer reports to its state."""
 
 
 class StateSource(ScaleSource, Protocol):
@@ -198,51 +180,25 @@ class StateSource(ScaleSource, Protocol):
     layout: StateLayout
 
     def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
-        """Return one value per row as a gradient of the state.
+        """Return what `observed` returns as a gradient of the state."""
 
-        Args:
-            amaxes: Float32 scalars, one per row of the state, from `observed`.
-            slot: The number of this use of the layer in the step.
-
-        Returns:
-            Float32 (rows, width).
-        """
-
-    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """Return True if a kernel's amax is too large for the stored scale.
-
-        Args:
-            amax: Float32 scalar, the amax of the kernel.
-            known: The reading of the state.
-
-        Returns:
-            Bool scalar; False for an amax that is not finite.
-        """
+    def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
+        """Return True if a finite amax of a kernel outgrew its scale."""
 
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
         """Return the state, with a larger scale if the kernel needs one.
 
-        Args:
-            amax: Float32 scalar, the amax of the kernel.
-            state: (rows, width), settled.
-            beyond: By what factor the kernel may exceed what its scale allows.
-
-        Returns:
-            (rows, width): with the amax entered if the kernel is larger,
-            otherwise unchanged.
+        The kernel may exceed what its scale allows by the factor `beyond`. If
+        it is larger, its amax is entered into the state.
         """
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """Return the new state after `value` is assigned to it.
 
-        Args:
-            value: (rows, width): an observation, a settled state, or zeros.
-            previous: (rows, width): the settled state before.
-
-        Returns:
-            (rows, width), settled.
+        `value` is an observation, a settled state, or zeros; `previous` is the
+        settled state before. All are (rows, width).
         """
 
 
@@ -251,20 +207,17 @@ class CurrentSource:
 
     observes_amaxes = False
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(inverted=False)
 
-    def known_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Return None, as there is no state, and all the saved tensors."""
         return None, leaves
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return an empty list: there is no state to report to."""
-        # Nothing, without a state.
         return []
 
     def history_scales(self, state: Tensor) -> StateReading:
@@ -275,11 +228,7 @@ class CurrentSource:
         )
 
     def scale(
-        self,
-        operand: str,
-        quantization: Quantization,
-        amax: Amax,
-        known: Any,
+        self, operand: str, quantization: Quantization, amax: Amax, reading: Any
     ) -> Tensor | None:
         """Return None: the scale comes from the tensor's own amax."""
         return None
@@ -308,11 +257,7 @@ class DelayedSource:
         ]
 
     def scale(
-        self,
-        operand: str,
-        quantization: Quantization,
-        amax: Amax,
-        known: Any,
+        self, operand: str, quantization: Quantization, amax: Amax, reading: Any
     ) -> Tensor | None:
         """Return an operand's scale from its history or, at first, its amax."""
         # The amax counts only for what was never observed. Without a branch
@@ -321,26 +266,24 @@ class DelayedSource:
         # (JAX 0.10), which most others pay more for. So `Amax.in_branch` says
         # who gets a branch. From CUDA 12.3 XLA records it in the graph that
         # CUDA runs.
-        if known is None:
+        if reading is None:
             return None
         index = OPERANDS.index(operand)
-        scale = known.scales[index]
-        if known.unseen is None:
+        scale = reading.scales[index]
+        if reading.unseen is None:
             return scale
-        unseen = known.unseen[index]
+        unseen = reading.unseen[index]
         limit = self.limits[index]
         waits = not amax.in_branch or keras.backend.backend() != "jax"
-        if amax.known is not None and waits:
-            amax_of_now = ops.where(unseen, amax.known, 0.0)
+        if amax.value is not None and waits:
+            amax_of_now = ops.where(unseen, amax.value, 0.0)
             known_scale = ops.where(unseen, 1.0, scale)
             return self._scale(amax_of_now, limit, known_scale)
         return ops.cond(
             unseen, lambda: self._scale(amax.anew(), limit, 1.0), lambda: scale
         )
 
-    def known_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Take `HistoryScales` from saved tensors; return the rest too."""
         # The amaxes that follow are two or none: of an even number of tensors
         # one says what was never observed.
@@ -348,22 +291,20 @@ class DelayedSource:
         unseen = leaves[1] if count == 2 else None
         return HistoryScales(leaves[0], unseen), leaves[count:]
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the amaxes: a delayed-scaling state records them."""
-        # The amaxes.
         return amaxes
 
     def observation(self, amaxes: list[Tensor], slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a state's gradient."""
-        # In the order of `OPERANDS`.
         return self.layout.observation(ops.stack(amaxes), slot)
 
-    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
+    def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
         """Return True if a kernel's amax is too large for the stored scale."""
         # A kernel that was never observed is scaled by its own amax already,
         # unless the recipe starts from a fixed scale.
         index = OPERANDS.index("kernel")
-        before = known.scales[index]
+        before = reading.scales[index]
         own = self._scale(amax, self.limits[index], 0.0)
         return ops.logical_and(before > 0.0, own > before)
 
@@ -381,12 +322,7 @@ class DelayedSource:
         return self.layout.settle(value, previous, used)
 
     def history_scales(self, state: Tensor) -> HistoryScales:
-        """Compute the operands' scales from a state's amax histories.
-
-        Without a fixed initial scale, an operand that was never observed has
-        scale 0. `unseen` is computed from the scales. Computed from the state,
-        a compiler would read the state again for each use of it.
-        """
+        """Compute the operands' scales from a state's amax histories."""
         largest = self.layout.largest(state)
         intact = ops.less(largest, np.inf)
         stored = ops.where(intact, self.layout.scale(state), 0.0)
@@ -396,10 +332,14 @@ class DelayedSource:
         reduced = ops.where(intact, reduced, 0.0)
         limits = ops.convert_to_tensor(self.limits, "float32")
         scales = self._scale(reduced, limits, previous)
+        # Not computed from the state, which a compiler would then read again
+        # for each use of it.
         unseen = scales == 0.0 if self.starts_from_current else None
         return HistoryScales(scales, unseen)
 
-    def _scale(self, amax: Tensor, limit: Any, previous: Tensor) -> Tensor:
+    def _scale(
+        self, amax: Tensor, limit: float | Tensor, previous: Tensor
+    ) -> Tensor:
         margin = self.recipe.margin
         return scaling.scale_of_multiplier(amax, limit, margin, previous)
 
@@ -407,13 +347,9 @@ class DelayedSource:
 class DelayedSourceOfBank(DelayedSource):
     """Delayed scaling of a bank, with a history for each of its matrices.
 
-    A state has a row for each matrix of the inputs, then of the kernel, then
-    of the outputs gradient. Amaxes are float32 (matrices, 1, 1). An amax of 0
-    is not observed: so a row of an expert that gets no token stays as it is.
-
-    Args:
-        recipe: A delayed-scaling recipe.
-        matrices: The number of matrices.
+    A state has a row for each matrix of the inputs, then of the kernel, then of
+    the outputs gradient. Amaxes are float32 (matrices, 1, 1). An amax of 0 is
+    not observed: so a row of an expert that gets no token stays as it is.
     """
 
     def __init__(self, recipe: Any, matrices: int):
@@ -425,21 +361,17 @@ class DelayedSourceOfBank(DelayedSource):
         self.limits = np.repeat(self.limits, matrices).tolist()
 
     def scale(
-        self,
-        operand: str,
-        quantization: Quantization,
-        amax: Amax,
-        known: Any,
+        self, operand: str, quantization: Quantization, amax: Amax, reading: Any
     ) -> Tensor | None:
         """Return a scale for each matrix of an operand, (matrices, 1, 1)."""
-        if known is None:
+        if reading is None:
             return None
         first = OPERANDS.index(operand) * self.matrices
         rows = slice(first, first + self.matrices)
-        scale = ops.reshape(known.scales[rows], (-1, 1, 1))
-        if known.unseen is None:
+        scale = ops.reshape(reading.scales[rows], (-1, 1, 1))
+        if reading.unseen is None:
             return scale
-        unseen = ops.reshape(known.unseen[rows], (-1, 1, 1))
+        unseen = ops.reshape(reading.unseen[rows], (-1, 1, 1))
         amax_of_now = ops.where(unseen, amax(), 0.0)
         known_scale = ops.where(unseen, 1.0, scale)
         return self._scale(amax_of_now, self.limits[first], known_scale)
@@ -451,18 +383,10 @@ class DelayedSourceOfBank(DelayedSource):
         is_used = ops.expand_dims(ops.not_equal(flat, 0.0), 1)
         return ops.where(is_used, observation, 0.0)
 
-    def outgrown(self, amax: Tensor, known: Any) -> Tensor:
-        """Return, for each matrix of a kernel, whether its scale is too small.
-
-        Args:
-            amax: The amax of each matrix.
-            known: The reading of the state.
-
-        Returns:
-            Bool (matrices,).
-        """
+    def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
+        """Return, for each matrix of a kernel, whether it outgrew its scale."""
         first = OPERANDS.index("kernel") * self.matrices
-        before = known.scales[first : first + self.matrices]
+        before = reading.scales[first : first + self.matrices]
         amax = ops.reshape(amax, (-1,))
         own = self._scale(amax, self.limits[first], 0.0)
         return ops.logical_and(before > 0.0, own > before)
@@ -472,11 +396,10 @@ class CountingSource(CurrentSource):
     """A source that uses a tensor's own amax, and a state that counts steps.
 
     The count seeds the stochastic rounding: each use of a kernel reports the
-    number of the next step. It has one more method than a `ScaleSource`,
-    `key`.
+    number of the next step.
     """
 
-    def __init__(self, recipe: Any):
+    def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.layout = Counting(length=1, constant=(True,))
         self.state_shape = (1, self.layout.width)
@@ -488,33 +411,22 @@ class CountingSource(CurrentSource):
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)
         return StepCount(steps[0], self.layout.scale(state)[0])
 
-    def known_of(
-        self, leaves: Sequence[Tensor]
-    ) -> tuple[StateReading | None, Any]:
+    def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Take a `StepCount` from saved tensors; return the rest too."""
         return StepCount(leaves[0], leaves[1]), leaves[2:]
 
-    def key(self, known: Any, slot: Slot, amax: Amax, matmul: str) -> Tensor:
-        """Return the random key for rounding an operand of a matmul.
-
-        Args:
-            known: The reading of the state.
-            slot: The number of this use of the kernel in the step.
-            amax: The amax of the operand.
-            matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
-
-        Returns:
-            Int32 scalar.
-        """
-        step = ops.cast(known.number, "int32")
-        kernel = ops.cast(known.kernel, "int32")
+    def key(
+        self, reading: StepCount, slot: Slot, amax: Amax, matmul: str
+    ) -> Tensor:
+        """Return the int32 random key to round an operand of a matmul."""
+        step = ops.cast(reading.number, "int32")
+        kernel = ops.cast(reading.kernel, "int32")
         key = key_of_use(step, self.seed, slot, kernel)
         return key_of_matmul(key, amax(), list(MATMULS).index(matmul))
 
-    def observed(self, known: Any, amaxes: list[Tensor]) -> list[Tensor]:
+    def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the number of the next step, for the state to record."""
-        # The number of the next step.
-        return [following(known.number)]
+        return [following(reading.number)]
 
     def observation(self, numbers: list[Tensor], slot: Slot) -> Tensor:
         """Pack the number of the next step into the gradient of a state."""
@@ -542,9 +454,6 @@ def source_of(recipe: Recipe, matrices: int = 1) -> ScaleSource:
         matrices: The number of matrices of a kernel that have a history each,
             under delayed scaling; 1 for one history.
 
-    Returns:
-        The same object for equal recipes.
-
     Raises:
         TypeError: If this is not a recipe.
         ValueError: If the recipe is not supported, or has a history that no
@@ -559,8 +468,8 @@ def source_of(recipe: Recipe, matrices: int = 1) -> ScaleSource:
     check(recipe)
     if recipe.is_stochastic:
         return CountingSource(recipe)
-    found = next(b for b in type(recipe).__mro__ if b in _SOURCES)
-    source = _SOURCES[found](recipe)
+    base = next(b for b in type(recipe).__mro__ if b in _SOURCES)
+    source = _SOURCES[base](recipe)
     if matrices > 1 and type(source) is DelayedSource:
         return DelayedSourceOfBank(recipe, matrices)
     if recipe.history_length and source.state_shape is None:
@@ -578,7 +487,7 @@ def state_source_of(recipe: Recipe, matrices: int = 1) -> StateSource:
     return cast(StateSource, source_of(recipe, matrices))
 
 
-def keeps_histories_apart(recipe: Recipe) -> bool:
+def has_history_per_matrix(recipe: Recipe) -> bool:
     """Return True if matrices of a bank can have a history each."""
     of_tensors = scales_whole_tensors(recipe)
     return of_tensors and type(source_of(recipe)) is DelayedSource

@@ -26,7 +26,9 @@ LARGEST_MARGIN = 127
 _MANTISSA_BITS = 0x007FFFFF
 
 
-def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
+def amax(
+    x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False
+) -> Tensor:
     """Return the largest magnitude along axes of a tensor, in float32.
 
     Args:
@@ -63,12 +65,9 @@ def amax(x: Tensor, axis: Any = None, keepdims: bool = False) -> Tensor:
 def amax_by_columns(x: Tensor) -> Tensor:
     """Return `amax(x)`, on JAX by reducing each column first.
 
-    The gradient of a bias is the sum of each column of an outputs gradient.
-    XLA for a GPU, as JAX configures it, fuses two reductions along the same
-    axes into one kernel, so that the amax needs no extra read.
-
-    Args:
-        x: Tensor of any shape and real dtype.
+    The gradient of a bias is the sum of each column of an outputs gradient. XLA
+    for a GPU, as JAX configures it, fuses two reductions along the same axes
+    into one kernel, so that the amax needs no extra read.
     """
     rows = tuple(range(len(x.shape) - 1))
     if not rows or keras.backend.backend() != "jax":
@@ -111,7 +110,7 @@ def scale_from_amax(
 
 def scale_for_limit(
     amax: Tensor,
-    limit: Any,
+    limit: float | Tensor,
     margin: int = 0,
     power_of_two: bool = False,
     previous: Tensor = 1.0,
@@ -124,31 +123,27 @@ def scale_for_limit(
         scale = previous if scale is None else scale
         return ops.convert_to_tensor(scale, "float32")
     amax = ops.cast(amax, "float32")
-    known = is_positive_finite(amax)
+    is_usable = is_positive_finite(amax)
     # XLA multiplies by the reciprocal of a constant divisor, which differs in
     # the last bit (seen on JAX 0.10); this one is no constant to it.
-    divisor = ops.where(known, with_margin(limit, margin), 1.0)
+    divisor = ops.where(is_usable, with_margin(limit, margin), 1.0)
     # JAX and TensorFlow on a CPU take a subnormal for 0, torch does not.
     normal = ops.maximum(amax, SMALLEST_SCALE)
     scale = primitives.current.divided(normal, divisor)
     scale = ops.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
-    return ops.where(known, scale, previous)
+    return ops.where(is_usable, scale, previous)
 
 
 def _scale_of_number(
     amax: float, divisor: float, power_of_two: bool
 ) -> float | None:
-    """Return `scale_for_limit` of a float; None if the amax is unusable.
-
-    An amax is unusable if it is 0 or not finite.
-
-    It uses float64: the quotient of two float32 values, rounded to float32, is
-    the same.
-    """
+    """Return `scale_for_limit` of a float; None if it is 0 or not finite."""
     if not 0.0 < amax < math.inf:
         return None
+    # In float64: the quotient of two float32 values, rounded to float32, is
+    # the same.
     scale = max(amax, SMALLEST_SCALE) / divisor
     scale = float(np.float32(min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)))
     if not power_of_two:
@@ -158,32 +153,23 @@ def _scale_of_number(
 
 
 def scale_of_multiplier(
-    amax: Tensor, limit: Any, margin: int = 0, previous: Tensor = 1.0
+    amax: Tensor, limit: float | Tensor, margin: int = 0, previous: Tensor = 1.0
 ) -> Tensor:
     """Return `1 / (limit / 2**margin / amax)`, delayed scaling's scale.
 
-    Flax and Transformer Engine compute the quantizing multiplier and invert
-    it. The result differs from `amax / limit` by one ulp at most. Delayed
-    scaling feeds its own rounding back. After a few steps only the same order
-    of operations gives the same amax histories as theirs.
+    Flax and Transformer Engine compute the quantizing multiplier and invert it.
+    The result differs from `amax / limit` by one ulp at most. Delayed scaling
+    feeds its own rounding back. After a few steps only the same order of
+    operations gives the same amax histories as theirs. The arguments are those
+    of `scale_for_limit`, the result is between 2^-126 and 2^126.
 
     Source: `compute_scale` in flax/linen/fp8_ops.py.
-
-    Args:
-        amax: Float32 tensor of any shape, not negative.
-        limit: Largest value of the format, or a tensor of them.
-        margin: Powers of two of headroom left above `amax`; more than 127
-            act as 127.
-        previous: Scale to keep where `amax` is 0 or not finite.
-
-    Returns:
-        Float32 tensor of the shape of `amax`, between 2^-126 and 2^126.
     """
     number = primitives.current.known_number(amax)
     if isinstance(limit, float) and number and 0.0 < number < math.inf:
         scale = inverted_of_number(number, with_margin(limit, margin))
         return ops.convert_to_tensor(scale, "float32")
-    known = is_positive_finite(amax)
+    is_usable = is_positive_finite(amax)
     # Without the clips XLA would turn 1 / (a / b) into b / a. Written `1 / x`,
     # torch (`a / x` for a number a) and TensorFlow's graphs (for 1) multiply
     # by a reciprocal, which TensorFlow even approximates.
@@ -191,22 +177,19 @@ def scale_of_multiplier(
     divided = primitives.current.divided
     multiplier = divided(with_margin(limit, margin), normal)
     multiplier = ops.clip(multiplier, SMALLEST_SCALE, 1.0 / SMALLEST_SCALE)
-    one = ops.where(known, 1.0, previous)
-    return divided(one, ops.where(known, multiplier, 1.0))
+    one = ops.where(is_usable, 1.0, previous)
+    return divided(one, ops.where(is_usable, multiplier, 1.0))
 
 
 def inverted_of_number(amax: float, divisor: float) -> float:
-    """Return `scale_of_multiplier` of a positive finite float.
-
-    It uses float64: each quotient of two float32 values, rounded to float32,
-    is the same.
-    """
+    """Return `scale_of_multiplier` of a positive finite float."""
+    # In float64, in which each quotient of two float32 values rounds the same.
     multiplier = divisor / max(amax, SMALLEST_SCALE)
     multiplier = min(max(multiplier, SMALLEST_SCALE), 1.0 / SMALLEST_SCALE)
     return float(np.float32(1.0 / float(np.float32(multiplier))))
 
 
-def with_margin(limit: Any, margin: int) -> Any:
+def with_margin(limit: float | Tensor, margin: int) -> Any:
     """Divide a format's largest value by `2**margin`, the headroom."""
     # An exact division. Applied to the quotient instead it might go through
     # a subnormal, which JAX and TensorFlow on a CPU flush to 0, and XLA
@@ -215,11 +198,8 @@ def with_margin(limit: Any, margin: int) -> Any:
 
 
 def is_positive_finite(amax: Tensor) -> Tensor:
-    """Return, per element, whether a value is positive and finite.
-
-    It reads the bits, since JAX and TensorFlow on a CPU compare a subnormal as
-    0 and torch does not.
-    """
+    """Return, per element, whether a value is positive and finite."""
+    # JAX and TensorFlow on a CPU compare a subnormal as 0, and torch does not.
     bits = view(amax, "int32")
     # Operators, here and below: an eager call of `ops` takes ten times as long.
     return (bits > 0) & (bits < EXPONENT_BITS)

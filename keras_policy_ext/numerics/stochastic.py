@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import (
     EXPONENT_BITS,
@@ -21,32 +21,25 @@ from keras_policy_ext.numerics.casting import (
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return the hash lowbias32 of int32 values; overflow wraps.
-
-    Source: Chris Wellons, "Prospecting for Hash Functions" (2018).
-    """
+    """Return the hash lowbias32 of int32 values; overflow wraps."""
+    # Source: Chris Wellons, "Prospecting for Hash Functions" (2018).
     x = ops.bitwise_xor(x, shifted_right(x, 16)) * _wrapped(0x7FEB352D)
     x = ops.bitwise_xor(x, shifted_right(x, 15)) * _wrapped(0x846CA68B)
     return ops.bitwise_xor(x, shifted_right(x, 16))
 
 
-def random_bits(shape: Any, key: Tensor, across: bool = False) -> Tensor:
-    """Return sixteen random bits per element of a matrix.
+def random_bits(
+    shape: Sequence[Size], key: Tensor, across: bool = False
+) -> Tensor:
+    """Return sixteen random bits per element of a matrix (b, m, k), int32.
 
     They depend on the index of an element in the matrix that a matmul reads,
-    row by row.
-
-    Args:
-        shape: (b, m, k); scalars for sizes that a graph does not know.
-        key: Int32 scalar; equal keys give equal bits.
-        across: Whether the matmul reads the transpose of these matrices.
-
-    Returns:
-        Int32 tensor of that shape, from 0 to 2^16 - 1.
+    row by row; `across` says that it reads the transpose. Equal keys, int32
+    scalars, give equal bits.
     """
     _, m, k = shape
     steps = (m * k, 1, m) if across else (m * k, k, 1)
-    index: Any = 0
+    index: Tensor | int = 0
     for axis, (size, step) in enumerate(zip(shape, steps, strict=True)):
         places = ops.arange(size, dtype="int32") * step
         index = index + ops.reshape(
@@ -61,12 +54,8 @@ def key_of_use(
 ) -> Tensor:
     """Return the random key for one use of a kernel in one step.
 
-    Args:
-        step: Int32 scalar, the number of steps so far.
-        seed: From 0 to 2^31 - 1.
-        slot: The number of this use in the step; an int, or an int32 scalar.
-        kernel: Int32 scalar, the number of the kernel. Two kernels with the
-            same outputs gradient get different bits.
+    Two kernels with the same outputs gradient get different bits, by their
+    numbers. All arguments are ints or int32 scalars; the seed is below 2^31.
     """
     first = mix(step + ops.convert_to_tensor(seed, "int32"))
     of_kernel = mix(ops.convert_to_tensor(kernel, "int32"))
@@ -77,14 +66,9 @@ def key_of_use(
 def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
     """Return the random key for rounding an operand of one matmul.
 
-    It depends on the amax of the operand, since micro-batches, replicas and
-    the steps of a scan share the key of their step.
-
-    Args:
-        key: From `key_of_use`.
-        amax: Float32 scalar, the amax of the operand before any transform.
-        number: The number of the matmul: 0 for `forward`, 1 for `inputs_grad`,
-            2 for `kernel_grad`.
+    It depends on the amax of the operand before any transform, a float32
+    scalar, since micro-batches, replicas and the steps of a scan share the key
+    of their step. Matmuls have the numbers 0 to 2, in the order of `MATMULS`.
     """
     salt = mix(view(amax, "int32"))
     return mix(ops.bitwise_xor(key, salt) + number)
@@ -149,39 +133,29 @@ def stochastic_round(
     bits = keras.random.randint(
         ops.shape(x), 0, 2**RANDOM_BITS, dtype="int32", seed=seed
     )
-    (found,) = primitives.current.by_rows(
+    (rounded,) = primitives.current.by_rows(
         lambda _, x, bits: (round_with_bits(x, bits, dtype),), x, bits
     )
-    return found
+    return rounded
 
 
 def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
     """Round as `stochastic_round` does, with the random bits given.
 
-    The bits are added below the last bit of the format, and all bits below it
-    are dropped. A carry makes the result the neighbour farther from 0. It is
-    integer arithmetic, which no compiler rounds or flushes, so the result is
-    the same on every backend.
-
-    Args:
-        x: Float32 tensor of any shape.
-        bits: Int32 tensor of that shape, from 0 to 2^16 - 1.
-        dtype: `"bfloat16"` or `"float16"`.
-
-    Returns:
-        Tensor of the shape of `x` and of dtype `dtype`.
-
-    Raises:
-        ValueError: If `dtype` is another dtype.
+    The bits, int32 from 0 to 2^16 - 1, are added below the last bit of the
+    format, and all bits below it are dropped. A carry makes the result the
+    neighbour farther from 0. It is integer arithmetic, which no compiler rounds
+    or flushes, so the result is the same on every backend.
     """
     check_roundable(dtype)
     raw = view(x, "int32")
     magnitude = ops.bitwise_and(raw, MAGNITUDE_BITS)
     # The upper bound keeps the sum with the bits of a NaN from wrapping.
     bounded = ops.minimum(magnitude, EXPONENT_BITS)
-    code = {"bfloat16": _bfloat16_code, "float16": _float16_code}[dtype](
-        bounded, bits
-    )
+    if dtype == "bfloat16":
+        code = ops.right_shift(bounded + bits, 16)
+    else:
+        code = _float16_code(bounded, bits)
     largest, infinity, nan = _SPECIAL[dtype]
     special = ops.where(ops.equal(magnitude, EXPONENT_BITS), infinity, nan)
     code = ops.where(
@@ -195,15 +169,8 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
     """Round each value up or down to a narrow format, by 16 random bits.
 
     It rounds away from 0 if the position between the two neighbours plus `bits
-    * 2^-16` is at least 1. Values of the format do not change.
-
-    Args:
-        x: Float32 tensor, no larger than the largest value of the format.
-        bits: Int32 tensor of its shape, from 0 to 2^16 - 1.
-        format_name: The ml_dtypes name of a format of four or eight bits.
-
-    Returns:
-        Float32 tensor of the shape of `x`.
+    * 2^-16` is at least 1. Values of the format do not change. No value is
+    larger than the largest of the format.
     """
     fmt = formats.get(format_name)
     lowest, _ = grid_constants(format_name)
@@ -223,22 +190,13 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
 
 
 def check_roundable(dtype: str) -> None:
-    """Raise if `stochastic_round` does not support this dtype.
-
-    Raises:
-        ValueError: If the dtype is not supported.
-    """
+    """Raise if `stochastic_round` does not support this dtype."""
     if dtype not in ROUNDABLE:
         raise ValueError(
             f"Cannot round stochastically to this dtype. Received: {dtype!r}. "
             f"Allowed: {', '.join(ROUNDABLE)}. For float8 use `cast`, which "
             "rounds to nearest."
         )
-
-
-def _bfloat16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Round magnitudes to bfloat16 by random bits; return the codes."""
-    return ops.right_shift(magnitude + bits, 16)
 
 
 def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:

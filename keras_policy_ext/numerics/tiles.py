@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import casting, primitives, scaling
 from keras_policy_ext.numerics.casting import round_to_format, view
 from keras_policy_ext.recipes import Quantization, Tile
@@ -44,14 +44,7 @@ class Scales(NamedTuple):
 
 
 def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute one scale per tile from one amax per tile.
-
-    An amax that is not finite counts as 0.
-
-    Args:
-        amax: Float32 tensor, one per tile, not negative.
-        quantization: How the operand is quantized.
-    """
+    """Compute a float32 scale per tile; an infinite amax counts as 0."""
     if quantization.constant_scale is not None:
         return Scales(ops.ones_like(amax) * quantization.constant_scale)
     if quantization.has_tensor_scale:
@@ -74,15 +67,10 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
 def four_over_six(
     x: Tensor, amax: Tensor, quantization: Quantization
 ) -> Scales:
-    """Compute the scales of tiles whose amax becomes 4 or 6.
+    """Compute the scales of tiles of `x` whose amax becomes 4 or 6.
 
-    Each tile has the scale whose squared error is smaller, 6 if they are
-    equal. `reference.scales.four_over_six_scales` defines the error.
-
-    Args:
-        x: Float32 (b, m, k).
-        amax: Float32, one per tile, not negative.
-        quantization: How the operand is quantized.
+    Each tile has the scale whose squared error is smaller, 6 if they are equal.
+    `reference.scales.four_over_six_scales` defines the error.
     """
     tile = quantization.tile
     six = _two_level(amax, quantization, SIX)
@@ -97,14 +85,12 @@ def four_over_six(
 
 
 def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
-    """Return the squared error of each tile, rounded to nearest in e2m1fn.
-
-    Compilers contract and reorder sums of floats, so the errors are integers,
-    parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
-    """
+    """Return the squared error of each tile, rounded to nearest in e2m1fn."""
     product = ops.abs(x) * spread(scales.factor, tile, x)
     scaled = ops.minimum(product, 8.0)
     values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
+    # Compilers contract and reorder sums of floats, so the errors are integers,
+    # parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
     parts = _parts(scaled) - _parts(values)
     sums = ops.sum(_blocks(parts * parts, tile), axis=(2, 4))
     return ops.cast(sums, "float32") * (scales.scale * scales.scale)
@@ -116,11 +102,7 @@ def _parts(values: Tensor) -> Tensor:
 
 
 def _powers(amax: Tensor, quantization: Quantization) -> Scales:
-    """Compute one power-of-two scale (E8M0) per tile, 2^-127 to 2^127.
-
-    Values are multiplied by 2^(127 - byte), which is finite for byte 0. A
-    backend that flushes subnormals could not divide by the scale of byte 0.
-    """
+    """Compute one power-of-two scale (E8M0) per tile, 2^-127 to 2^127."""
     limit = formats.get(quantization.format).max
     if quantization.scale_rounding == "floor":
         byte = _floored_exponent(amax, limit)
@@ -131,15 +113,15 @@ def _powers(amax: Tensor, quantization: Quantization) -> Scales:
     byte = ops.where(scaling.is_positive_finite(amax), byte, 0)
     bits = ops.left_shift(byte, casting.MANTISSA)
     scale = view(ops.maximum(bits, casting.SUBNORMAL_SCALE), "float32")
+    # Values are multiplied by 2^(127 - byte), which is finite for byte 0. A
+    # backend that flushes subnormals could not divide by the scale of byte 0.
     factor = view(ops.left_shift(254 - byte, casting.MANTISSA), "float32")
     return Scales(scale, factor)
 
 
 def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
-    """Return the biased float32 exponent of `amax / limit`, rounded down.
-
-    Source: OCP Microscaling formats 1.0, section 6.3.
-    """
+    """Return the biased float32 exponent of `amax / limit`, rounded down."""
+    # Source: OCP Microscaling formats 1.0, section 6.3.
     exponent = ops.right_shift(view(amax, "int32"), casting.MANTISSA)
     return ops.maximum(exponent - int(np.frexp(limit)[1] - 1), 0)
 
@@ -155,26 +137,26 @@ def _largest_of_byte_0(limit: float) -> float:
 
 
 def _two_level(
-    amax: Tensor, quantization: Quantization, reach: float | None = None
+    amax: Tensor,
+    quantization: Quantization,
+    reach: float | None = None,  # What the amax of a tile becomes: 4 or 6.
 ) -> Scales:
-    """Compute e4m3fn scales of tiles, and a float32 scale of the tensor.
-
-    `reach` is what the amax of a tile becomes under four over six.
-
-    The order of operations is Transformer Engine's. XLA would turn a division
-    by a constant into a multiplication, which differs in the last bit (JAX
-    0.10). So no divisor is a constant for the compiler.
-    """
+    """Compute e4m3fn scales of tiles, and a float32 scale of the tensor."""
     limit = formats.get(quantization.format).max
     largest = formats.get(_E4M3).max if reach is None else LARGEST_OF_SIX
     tensor = scaling.amax(amax)
-    known = scaling.is_positive_finite(tensor)
+    is_usable = scaling.is_positive_finite(tensor)
 
+    # The order of operations is Transformer Engine's. XLA would turn a division
+    # by a constant into a multiplication, which differs in the last bit (JAX
+    # 0.10). So no divisor is a constant for the compiler.
     def number(value: float) -> Tensor:
-        return ops.cast(ops.where(known, value, 1.0), "float32")
+        return ops.cast(ops.where(is_usable, value, 1.0), "float32")
 
-    wanted = ops.divide(number(largest * limit), ops.where(known, tensor, 1.0))
-    encode = ops.where(known, ops.minimum(wanted, _LARGEST), 1.0)
+    wanted = ops.divide(
+        number(largest * limit), ops.where(is_usable, tensor, 1.0)
+    )
+    encode = ops.where(is_usable, ops.minimum(wanted, _LARGEST), 1.0)
     divisor = ops.cast(ops.where(encode > 0.0, reach or limit, 1.0), "float32")
     finite = ops.where(scaling.is_positive_finite(amax), amax, 0.0)
     blocks = finite * ops.divide(encode, divisor)
@@ -182,55 +164,37 @@ def _two_level(
     scale = round_to_format(ops.minimum(blocks, highest), _E4M3)
     # Of a one that is a constant TensorFlow's graphs make a reciprocal, which
     # they approximate (TF 2.21).
-    one = ops.where(known, 1.0, encode)
+    one = ops.where(is_usable, 1.0, encode)
     inverse = scale * ops.divide(one, encode)
     factor = ops.minimum(ops.divide(one, inverse), _LARGEST)
     tensor_scale = ops.divide(
-        ops.where(known, tensor, 1.0), number(largest * limit)
+        ops.where(is_usable, tensor, 1.0), number(largest * limit)
     )
     return Scales(scale, factor, tensor_scale)
 
 
 def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
-    """Return the largest magnitude in each tile of a matrix.
+    """Return the largest magnitude in each tile of a matrix (b, m, k).
 
-    Args:
-        matrix: (b, m, k), of any real dtype.
-        tile: The shape of a tile.
-
-    Returns:
-        Float32 (b, m', k'); a scalar for a whole tensor.
+    Float32 (b, m', k'); a scalar for a whole tensor.
     """
     if tile.is_whole:
         return scaling.amax(matrix)
     if tile.free in (None, 1) and tile.contracted in (None, 1):
-        axes = _whole_axes(tile)
+        sizes = ((1, tile.free), (2, tile.contracted))
+        axes = tuple(axis for axis, size in sizes if size is None)
         return scaling.amax(matrix, axes, keepdims=True)
     return scaling.amax(_blocks(matrix, tile), axis=(2, 4))
 
 
 def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
-    """Expand one scale per tile to one scale per element of a matrix.
-
-    Args:
-        scale: (b, m', k'), one per tile.
-        tile: The shape of a tile.
-        matrix: (b, m, k), for its sizes.
-
-    Returns:
-        Tensor of three axes, of the size of the matrix or of size 1 each.
-    """
+    """Expand scales (b, m', k') of tiles to elements; axes of 1 may stay."""
     for axis, size in ((1, tile.free), (2, tile.contracted)):
         if size not in (None, 1):
             scale = primitives.current.repeat(scale, size, axis)
             whole = ops.shape(matrix)[axis]
             scale = scale[:, :whole] if axis == 1 else scale[:, :, :whole]
     return scale
-
-
-def _whole_axes(tile: Tile) -> tuple[int, ...]:
-    pairs = ((1, tile.free), (2, tile.contracted))
-    return tuple(axis for axis, size in pairs if size is None)
 
 
 def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
@@ -245,9 +209,7 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     return primitives.current.reshape(matrix, blocks)
 
 
-def _counted(size: Any, of: int | None) -> tuple[Any, Any]:
-    """Return the number of tiles along an axis, and the tile's size.
-
-    It is written so that JAX sees that a padded symbolic size divides evenly.
-    """
+def _counted(size: Size, of: int | None) -> tuple[Any, Any]:
+    """Return the number of tiles along an axis, and the tile's size."""
+    # In this form JAX sees that a padded symbolic size divides evenly.
     return (1, size) if of is None else ((size + of - 1) // of, of)

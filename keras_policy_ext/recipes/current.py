@@ -10,11 +10,10 @@ from keras_policy_ext.recipes.fields import (
     FP8_FORMATS,
     boolean,
     choice,
-    put,
     tensorwise,
 )
-from keras_policy_ext.recipes.quantization import MATMULS, Quantization
-from keras_policy_ext.recipes.recipe import Recipe
+from keras_policy_ext.recipes.quantization import Quantization
+from keras_policy_ext.recipes.recipe import Recipe, quantizations_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,19 +47,15 @@ class CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         choice(self, "fp8_format", FP8_FORMATS)
-        put(self, "power_of_two", boolean(self, "power_of_two"))
+        boolean(self, "power_of_two")
         super().__post_init__()
 
     @property
     def for_activations(self) -> Recipe:
         """The recipe for a matmul of two activations: one scale per tensor."""
-        asked = [
-            self.quantization(operand, matmul)
-            for matmul, operands in MATMULS.items()
-            for operand in operands
-        ]
-        whole = all(q is None or q.keeps_axes for q in asked)
-        return self if whole else super().for_activations
+        each = quantizations_of(self)
+        has_one_scale = all(q is None or q.keeps_axes for q in each)
+        return self if has_one_scale else super().for_activations
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

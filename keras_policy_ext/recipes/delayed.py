@@ -67,12 +67,8 @@ class DelayedScaling(Recipe):
     initial_scale: str | float = "current"
 
     def __post_init__(self) -> None:
-        put(
-            self,
-            "amax_history_length",
-            integer(self, "amax_history_length", 1),
-        )
-        put(self, "margin", integer(self, "margin", 0, LARGEST_MARGIN))
+        integer(self, "amax_history_length", 1)
+        integer(self, "margin", 0, LARGEST_MARGIN)
         choice(self, "fp8_format", FP8_FORMATS)
         choice(self, "amax_compute", ("max", "most_recent"))
         put(self, "initial_scale", _initial_scale(self.initial_scale))
@@ -90,14 +86,17 @@ class DelayedScaling(Recipe):
 
     @property
     def spec(self) -> str:
-        """The short string of a recipe in policy names; see `Recipe.spec`."""
-        changed = self._changed_fields
-        if type(self) is not DelayedScaling or changed[1:]:
-            return super().spec
-        if not changed:
-            return ""
-        length = changed == ["amax_history_length"]
-        return str(self.amax_history_length) if length else super().spec
+        """The short string of this recipe in policy names; see `Recipe.spec`.
+
+        It is the history length alone if only that differs from its default.
+        """
+        # A number stands for this class and no subclass.
+        if type(self) is DelayedScaling:
+            if not self._changed_fields:
+                return ""
+            if self._changed_fields == ["amax_history_length"]:
+                return str(self.amax_history_length)
+        return super().spec
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

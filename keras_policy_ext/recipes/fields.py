@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext.recipes.quantization import Quantization
-from keras_policy_ext.recipes.recipe import Recipe, fields_of
+from keras_policy_ext.recipes.recipe import Recipe
 
 _FORMATS = {
     "hybrid": ("float8_e4m3fn", "float8_e5m2"),
@@ -55,13 +55,13 @@ def counterpart(recipe: Recipe) -> Recipe | None:
 
 def put(recipe: Recipe, field: str, value: object) -> None:
     """Set a field of a frozen recipe; for use in its `__post_init__`."""
-    object.__setattr__(recipe, field, value)  # Normalises in __post_init__.
+    object.__setattr__(recipe, field, value)
 
 
 def integer(
     recipe: Recipe, field: str, minimum: int, maximum: int | None = None
-) -> int:
-    """Return a recipe's field as an int; raise if it is out of range."""
+) -> None:
+    """Make a recipe's field an int; raise if it is out of range."""
     value = getattr(recipe, field)
     allowed = f"an integer >= {minimum}"
     if maximum is not None:
@@ -74,25 +74,18 @@ def integer(
         raise TypeError(wrong(recipe, field, allowed)) from error
     if number < minimum or (maximum is not None and number > maximum):
         raise ValueError(wrong(recipe, field, allowed))
-    return number
+    put(recipe, field, number)
 
 
-def boolean(recipe: Recipe, field: str) -> bool:
-    """Return a recipe's field as a bool; raise if it is not one."""
+def boolean(recipe: Recipe, field: str, or_none: bool = False) -> None:
+    """Make a recipe's field a bool, or None if allowed; raise for others."""
     value = getattr(recipe, field)
+    if or_none and value is None:
+        return
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(wrong(recipe, field, "True or False"))
-    return bool(value)
-
-
-def boolean_or_none(recipe: Recipe, field: str) -> bool | None:
-    """Return a recipe's field as a bool or None; raise if it is neither."""
-    value = getattr(recipe, field)
-    if value is None:
-        return None
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(wrong(recipe, field, "True, False or None"))
-    return bool(value)
+        allowed = "True, False or None" if or_none else "True or False"
+        raise TypeError(wrong(recipe, field, allowed))
+    put(recipe, field, bool(value))
 
 
 def is_open(recipe: Recipe) -> bool:
@@ -103,9 +96,7 @@ def is_open(recipe: Recipe) -> bool:
 def settled(recipe: Recipe, power_of_two: bool) -> Recipe:
     """Return a recipe that says whether its scales are powers of two.
 
-    Args:
-        recipe: Any recipe. It is returned unchanged unless it is open.
-        power_of_two: The value for an open recipe.
+    It is returned unchanged unless it leaves that open.
     """
     if not is_open(recipe):
         return recipe
@@ -124,7 +115,7 @@ def choice(recipe: Recipe, field: str, allowed: tuple[str, ...]) -> None:
 def wrong(recipe: Recipe, field: str, allowed: str) -> str:
     """Return an error message: a recipe's field has a wrong value."""
     value = getattr(recipe, field)
-    defaults = {each.name: each.default for each in fields_of(type(recipe))}
+    defaults = {each.name: each.default for each in dataclasses.fields(recipe)}
     return (
         f"Wrong {field} of {type(recipe).__name__}. Received: {value!r} (of "
         f"type {type(value).__name__}). Allowed: {allowed}. Leave it out for "

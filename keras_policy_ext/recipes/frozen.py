@@ -8,21 +8,13 @@ from typing import Any, ClassVar
 from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
-from keras_policy_ext.recipes.recipe import (
-    HIGH_PRECISION,
-    REGISTRY,
-    Recipe,
-)
+from keras_policy_ext.recipes.recipe import HIGH_PRECISION, REGISTRY, Recipe
 from keras_policy_ext.stored_kernels import BLOCK, GRANULARITIES, WEIGHTS
 
 ACTIVATIONS = (None, "dynamic", "static")
 """How inputs are quantized: not at all, or with one of two kinds of scale."""
 
-_TILES = {
-    "channel": Tile(free=1),
-    "tensor": WHOLE,
-    "block": Tile(BLOCK, BLOCK),
-}
+_TILES = {"channel": Tile(free=1), "tensor": WHOLE, "block": Tile(BLOCK, BLOCK)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +85,9 @@ class FrozenKernels(Recipe):
         return Quantization(format=formats.ALIASES["e4m3"], tile=tile)
 
 
-def _check(recipe: FrozenKernels, name: str, allowed: Any) -> None:
+def _check(
+    recipe: FrozenKernels, name: str, allowed: tuple[str | None, ...]
+) -> None:
     value = getattr(recipe, name)
     if value not in allowed:
         raise ValueError(

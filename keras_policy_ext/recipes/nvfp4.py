@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from keras_policy_ext._types import override
-from keras_policy_ext.recipes.fields import boolean, integer, put
+from keras_policy_ext.recipes.fields import boolean, integer
 from keras_policy_ext.recipes.quantization import Quantization, Tile
 from keras_policy_ext.recipes.recipe import Recipe
 
@@ -56,8 +56,8 @@ class NVFP4Scaling(Recipe):
 
     def __post_init__(self) -> None:
         for field in ("hadamard", "stochastic_rounding", "four_over_six"):
-            put(self, field, boolean(self, field))
-        put(self, "seed", integer(self, "seed", 0, LARGEST_SEED))
+            boolean(self, field)
+        integer(self, "seed", 0, LARGEST_SEED)
         super().__post_init__()
 
     @override

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from keras_policy_ext import formats
@@ -104,50 +105,55 @@ class Quantization:
 
     def __post_init__(self) -> None:
         formats.get(self.format)
+        for name, allowed in self._wrong_attributes():
+            raise ValueError(
+                f"`{name}` of this quantization is not valid. Received: "
+                f"{name}={getattr(self, name)!r} in {self!r}. Allowed: "
+                f"{allowed}. Change `{name}` in what `Recipe.quantization` "
+                "returns."
+            )
+
+    def _wrong_attributes(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of attributes that are wrong, and what is allowed."""
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(self._wrong(name, repr(allowed)[1:-1]))
+                yield name, repr(allowed)[1:-1]
         sizes = [n for n in self.tile[:2] if n is not None]
         if any(size < 1 for size in sizes):
-            raise ValueError(self._wrong("tile", "sizes >= 1, or None"))
+            yield "tile", "sizes >= 1, or None"
         if sizes and self.tile.each_matrix:
-            raise ValueError(
-                self._wrong("tile", "sizes, or each_matrix=True without them")
-            )
-        of_exponents = self.scale_format == "float8_e8m0fnu"
-        if of_exponents and self.scale_rounding == "nearest":
-            raise ValueError(
-                self._wrong(
-                    "scale_rounding", "'up' or 'floor' for scales in e8m0"
-                )
-            )
+            yield "tile", "sizes, or each_matrix=True without them"
+        if self.scale_format == "float8_e8m0fnu" and self._to_nearest:
+            yield "scale_rounding", "'up' or 'floor' for scales in e8m0"
         if self.tile.is_whole and self.scale_format != "float32":
-            raise ValueError(
-                self._wrong(
-                    "scale_format",
-                    "'float32' if one scale covers the whole tensor; any if "
-                    "`tile` is smaller",
-                )
+            yield (
+                "scale_format",
+                "'float32' if one scale covers the whole tensor; any if "
+                "`tile` is smaller",
             )
-        if self.scale_format == "float8_e4m3fn" and not self._to_nearest:
-            raise ValueError(
-                self._wrong("scale_rounding", "'nearest' for scales in e4m3")
-            )
+        if self.has_tensor_scale and not self._to_nearest:
+            yield "scale_rounding", "'nearest' for scales in e4m3"
         of_four_bits = self.format == "float4_e2m1fn" and self.has_tensor_scale
         if self.four_over_six and not of_four_bits:
-            raise ValueError(
-                self._wrong(
-                    "four_over_six",
-                    "False; True for values in float4_e2m1fn with scales in "
-                    "float8_e4m3fn",
-                )
+            yield (
+                "four_over_six",
+                "False; True for values in float4_e2m1fn with scales in "
+                "float8_e4m3fn",
             )
         if self.hadamard and self.hadamard % (self.tile.contracted or 1):
-            raise ValueError(
-                self._wrong("hadamard", "a multiple of tile.contracted")
+            yield "hadamard", "a multiple of tile.contracted"
+        scale = self.constant_scale
+        if scale is None:
+            return
+        if self.has_tensor_scale:
+            yield "constant_scale", "None for scales in e4m3"
+        if not 2.0**-126 <= scale <= 2.0**127:
+            yield "constant_scale", "2**-126 to 2**127, or None"
+        if not self._to_nearest and math.frexp(scale)[0] != 0.5:
+            yield (
+                "constant_scale",
+                f"a power of two with {self.scale_rounding!r}",
             )
-        if self.constant_scale is not None:
-            self._check_constant_scale(self.constant_scale)
 
     @functools.cached_property
     def transposed(self) -> Quantization:
@@ -182,18 +188,14 @@ class Quantization:
         return self.tile.is_whole
 
     @functools.cached_property
-    def by_place(self) -> bool:
-        """True if an element's position can change how it is quantized."""
-        return self.hadamard is not None or self.rounding == "stochastic"
-
-    @functools.cached_property
     def keeps_axes(self) -> bool:
         """True if the operand can be quantized without becoming a matrix.
 
         There is one scale, and an element's code does not depend on its
         position.
         """
-        return self.has_one_scale and not self.by_place
+        by_position = self.hadamard is not None or self.rounding == "stochastic"
+        return self.has_one_scale and not by_position
 
     @functools.cached_property
     def has_tensor_scale(self) -> bool:
@@ -215,30 +217,6 @@ class Quantization:
     def _to_nearest(self) -> bool:
         return self.scale_rounding == "nearest"
 
-    def _check_constant_scale(self, scale: float) -> None:
-        if self.has_tensor_scale:
-            raise ValueError(
-                self._wrong("constant_scale", "None for scales in e4m3")
-            )
-        if not 2.0**-126 <= scale <= 2.0**127:
-            raise ValueError(
-                self._wrong("constant_scale", "2**-126 to 2**127, or None")
-            )
-        if not self._to_nearest and math.frexp(scale)[0] != 0.5:
-            raise ValueError(
-                self._wrong(
-                    "constant_scale",
-                    f"a power of two with {self.scale_rounding!r}",
-                )
-            )
-
-    def _wrong(self, name: str, allowed: str) -> str:
-        return (
-            f"`{name}` of this quantization is not valid. Received: "
-            f"{name}={getattr(self, name)!r} in {self!r}. Allowed: {allowed}. "
-            f"Change `{name}` in what `Recipe.quantization` returns."
-        )
-
 
 _WORDS = {
     "scale_format": SCALE_FORMATS,
@@ -250,15 +228,9 @@ _WORDS = {
 def read_transposed(
     first: Quantization | None, second: Quantization | None
 ) -> bool:
-    """Return True if both matmuls can read one quantized matrix.
-
-    The second matmul reads the transpose of it.
+    """Return True if the second matmul can read the first one's transpose.
 
     Otherwise the operand is quantized twice, once for each matmul.
-
-    Args:
-        first: The quantization that the first matmul asks for.
-        second: The quantization that the second matmul asks for.
     """
     if first is None or second is None or first.hadamard is not None:
         return False

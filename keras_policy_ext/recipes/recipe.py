@@ -63,7 +63,9 @@ class Recipe:
             _register(cls)
 
     def __post_init__(self) -> None:
-        defaults = {each.name: each.default for each in fields_of(type(self))}
+        defaults = {
+            each.name: each.default for each in dataclasses.fields(self)
+        }
         for matmul in MATMULS:
             allowed = (str(defaults[matmul]), HIGH_PRECISION)
             if getattr(self, matmul) not in allowed:
@@ -107,8 +109,8 @@ class Recipe:
         and from a counter of steps, the state of a kernel.
         """
         return any(
-            asked is not None and asked.rounding == "stochastic"
-            for asked in _all_asked(self)
+            each is not None and each.rounding == "stochastic"
+            for each in quantizations_of(self)
         )
 
     @property
@@ -119,8 +121,10 @@ class Recipe:
     @property
     def scale_options(self) -> dict[str, Any]:
         """The keyword arguments for `scale_from_amax`: margin, power_of_two."""
-        asked = (each for each in _all_asked(self) if each is not None)
-        rounded_up = any(each.scale_rounding == "up" for each in asked)
+        quantizations = (
+            each for each in quantizations_of(self) if each is not None
+        )
+        rounded_up = any(each.scale_rounding == "up" for each in quantizations)
         return {"margin": 0, "power_of_two": rounded_up}
 
     @property
@@ -166,13 +170,15 @@ class Recipe:
                 f"Allowed: {', '.join(OPERANDS)}. The matmuls (forward, "
                 "inputs_grad, kernel_grad) have no format of their own."
             )
-        asked = (self.quantization(operand, m) for m in matmuls_of(operand))
-        found = [each.format for each in asked if each is not None]
-        return found[0] if found else formats.ALIASES["e4m3"]
+        quantizations = (
+            self.quantization(operand, m) for m in matmuls_of(operand)
+        )
+        names = [each.format for each in quantizations if each is not None]
+        return names[0] if names else formats.ALIASES["e4m3"]
 
     def get_config(self) -> dict[str, Any]:
         """Return the recipe's fields as a dict, which `from_config` reads."""
-        return {f.name: getattr(self, f.name) for f in fields_of(type(self))}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_config(cls: type[_R], config: Mapping[str, Any]) -> _R:
@@ -184,7 +190,7 @@ class Recipe:
         """
         if not isinstance(config, Mapping):
             raise TypeError(no_recipe(config))
-        allowed = [field.name for field in fields_of(cls)]
+        allowed = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(config) - set(allowed))
         if unknown:
             raise ValueError(
@@ -213,7 +219,7 @@ class Recipe:
         """The names of the fields whose values are not the defaults."""
         return [
             field.name
-            for field in fields_of(type(self))
+            for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
 
@@ -256,9 +262,11 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
     return next(filter(None, unknown), "")
 
 
-def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
+def _unfit(
+    recipe: Recipe, matmul: str, *quantizations: Quantization | None
+) -> str:
     """Return why a matmul's quantizations contradict their recipe, or ""."""
-    quantized = [each for each in asked if each is not None]
+    quantized = [each for each in quantizations if each is not None]
     if recipe.in_high_precision(matmul) and quantized:
         return f"its `quantization` does not follow {matmul}='high_precision'"
     if recipe.history_length and not all(q.keeps_axes for q in quantized):
@@ -271,8 +279,10 @@ def _unfit(recipe: Recipe, matmul: str, *asked: Quantization | None) -> str:
 @functools.lru_cache(maxsize=256)
 def scales_whole_tensors(recipe: Recipe) -> bool:
     """Return True if a recipe that trains has one scale for each tensor."""
-    asked = (each for each in _all_asked(recipe) if each is not None)
-    return recipe.trains and all(each.has_one_scale for each in asked)
+    quantizations = (
+        each for each in quantizations_of(recipe) if each is not None
+    )
+    return recipe.trains and all(each.has_one_scale for each in quantizations)
 
 
 def scales_rows_apart(recipe: Recipe) -> bool:
@@ -282,10 +292,12 @@ def scales_rows_apart(recipe: Recipe) -> bool:
     query. Then no output depends on other queries, examples or heads through
     scales. There is no state either, so that activations can be scaled so.
     """
-    asked = [recipe.quantization(o, "forward") for o in MATMULS["forward"]]
+    quantizations = [
+        recipe.quantization(o, "forward") for o in MATMULS["forward"]
+    ]
     return not (recipe.history_length or recipe.is_stochastic) and all(
         each is None or (each.tile.free == 1 and not each.has_tensor_scale)
-        for each in asked
+        for each in quantizations
     )
 
 
@@ -299,10 +311,10 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 """The supported quantizations, by attribute."""
 
 
-def _not_computed(asked: Quantization) -> str:
+def _not_computed(quantization: Quantization) -> str:
     """Return what is not implemented in a quantization, or ""."""
     for name, allowed in _COMPUTED.items():
-        if getattr(asked, name) not in allowed:
+        if getattr(quantization, name) not in allowed:
             words = " or ".join(map(str, allowed))
             return f"{name} can be {words} and nothing else"
     return ""
@@ -315,7 +327,8 @@ def _computed_words() -> str:
     )
 
 
-def _all_asked(recipe: Recipe) -> list[Quantization | None]:
+def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
+    """Return how a recipe quantizes both operands of each matmul."""
     return [
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
@@ -324,25 +337,20 @@ def _all_asked(recipe: Recipe) -> list[Quantization | None]:
 
 
 def _register(cls: type[Recipe]) -> None:
-    known = REGISTRY.get(cls.name)
-    same = known is not None and (
-        (known.__module__, known.__qualname__)
+    registered = REGISTRY.get(cls.name)
+    is_same_class = registered is not None and (
+        (registered.__module__, registered.__qualname__)
         == (cls.__module__, cls.__qualname__)
     )
-    if known is not None and not same:
+    if registered is not None and not is_same_class:
         raise ValueError(
             f"Two recipes have the name {cls.name!r}. Received: "
             f"{cls.__module__}.{cls.__qualname__}; the name already "
-            f"belongs to {known.__module__}.{known.__qualname__}. Allowed: a "
-            f"name not in {', '.join(REGISTRY)}. Give the new recipe another "
-            "`name`."
+            f"belongs to {registered.__module__}.{registered.__qualname__}. "
+            f"Allowed: a name not in {', '.join(REGISTRY)}. Give the new "
+            "recipe another `name`."
         )
     REGISTRY[cls.name] = cls
-
-
-def fields_of(cls: type[Recipe]) -> tuple[dataclasses.Field[Any], ...]:
-    """Return the dataclass fields of a recipe class, in order."""
-    return dataclasses.fields(cls)
 
 
 def no_recipe(identifier: object) -> str:

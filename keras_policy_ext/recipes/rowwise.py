@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import override
-from keras_policy_ext.recipes.fields import boolean_or_none, put
+from keras_policy_ext.recipes.fields import boolean
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
 from keras_policy_ext.recipes.recipe import Recipe, scales_rows_apart
 
@@ -47,7 +47,7 @@ class RowwiseScaling(Recipe):
     power_of_two: bool | None = None
 
     def __post_init__(self) -> None:
-        put(self, "power_of_two", boolean_or_none(self, "power_of_two"))
+        boolean(self, "power_of_two", or_none=True)
         super().__post_init__()
 
     @property

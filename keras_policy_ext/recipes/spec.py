@@ -31,15 +31,7 @@ _OF_OTHERS = {
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a hint such as `"Did you mean 'delayed'? "`, or "".
-
-    Args:
-        word: What was received.
-        known: The allowed words.
-
-    Returns:
-        The hint and a space; "" if no word is similar.
-    """
+    """Return a hint such as `"Did you mean 'delayed'? "`, or ""."""
     if not isinstance(word, str):
         return ""
     names = list(known)
@@ -56,8 +48,8 @@ def _near(word: str, names: list[str]) -> str | None:
             return meant
     import difflib  # Only errors need it.
 
-    found = difflib.get_close_matches(_plain(word), plain, n=1)
-    return plain[found[0]] if found else None
+    matches = difflib.get_close_matches(_plain(word), plain, n=1)
+    return plain[matches[0]] if matches else None
 
 
 def _plain(word: str) -> str:
@@ -124,10 +116,7 @@ def serialize(recipe: Recipe) -> dict[str, Any]:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(no_recipe(recipe))
-    return {
-        "class_name": type(recipe).__name__,
-        "config": recipe.get_config(),
-    }
+    return {"class_name": type(recipe).__name__, "config": recipe.get_config()}
 
 
 def deserialize(config: Mapping[str, Any]) -> Recipe:
@@ -216,9 +205,9 @@ def _grammar(spec: str) -> str:
 
 
 def _class(name: object) -> type[Recipe]:
-    for known in (name, _ALIASES.get(str(name))):
-        if isinstance(known, str) and known in REGISTRY:
-            return REGISTRY[known]
+    for candidate in (name, _ALIASES.get(str(name))):
+        if isinstance(candidate, str) and candidate in REGISTRY:
+            return REGISTRY[candidate]
     raise ValueError(
         f"{name!r} is not a recipe. {did_you_mean(name, REGISTRY)}Allowed: "
         f"{', '.join(REGISTRY)}. Use one of these, or derive a dataclass from "

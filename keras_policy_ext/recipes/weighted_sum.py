@@ -32,23 +32,19 @@ class WeightedSum(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        asked = self.activations.quantization(operand, matmul)
-        if asked is None or (operand, matmul) != ("kernel", "forward"):
-            return asked
-        return dataclasses.replace(asked, constant_scale=1.0)
+        quantization = self.activations.quantization(operand, matmul)
+        if quantization is None or (operand, matmul) != ("kernel", "forward"):
+            return quantization
+        return dataclasses.replace(quantization, constant_scale=1.0)
 
 
 def weighted_sum_of(activations: Recipe) -> Recipe:
-    """Return the recipe for weights times values.
+    """Return the recipe for weights times values, from that of activations.
 
-    Args:
-        activations: The recipe for two activations.
-
-    Returns:
-        A `WeightedSum` if no scale of `activations` is of two rows; otherwise
-        `activations`, also if its forward matmul is not in float8.
+    It is a `WeightedSum` if no scale of `activations` is of two rows; otherwise
+    `activations`, also if its forward matmul is not in float8.
     """
-    asked: Any = activations.quantization("kernel", "forward")
-    if asked is None or not scales_rows_apart(activations):
+    quantization: Any = activations.quantization("kernel", "forward")
+    if quantization is None or not scales_rows_apart(activations):
         return activations
     return WeightedSum(activations=activations)

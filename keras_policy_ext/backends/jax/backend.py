@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from keras_policy_ext.backends.interface import (
     FrozenOperation,
     Mark,
     Operation,
+    Settle,
     Shape,
 )
 from keras_policy_ext.backends.jax import gradients, tracing
@@ -47,59 +48,7 @@ class Gathering(NamedTuple):
     is_quantized: bool = False
 
 
-def gathering_of(variable: keras.Variable) -> Gathering | None:
-    """Return the `Gathering` of a kernel; None if no gather is needed.
-
-    A device with a shard of the batch needs all of a kernel that is sharded
-    along the same mesh axis. Matmuls of kernels that are sharded along other
-    mesh axes are left to XLA.
-
-    Args:
-        variable: The kernel.
-    """
-    distribution = keras.distribution.distribution()
-    if distribution is None or not isinstance(variable, keras.Variable):
-        return None
-    layout = distribution.get_variable_layout(variable)
-    sharding = getattr(layout, "backend_layout", layout)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    cut = [names_of(entry) for entry in sharding.spec]
-    cut += [()] * (len(variable.shape) - len(cut))
-    batch = distribution.batch_dim_name
-    is_cut = any(batch in names for names in cut)
-    if not is_cut or sharding.mesh.shape[batch] == 1:
-        return None
-    return Gathering(sharding.mesh, tuple(cut), batch)
-
-
-def gathered(
-    x: Tensor, gathering: Gathering, axes: Iterable[Names | None]
-) -> Tensor:
-    """Gather the shards of a tensor along the mesh axis of the batch.
-
-    The first constraint keeps XLA from gathering the tensors that `x` is
-    computed from. Float8 is gathered as bytes: XLA gathers it as float16 if
-    the device has no float8 (JAX 0.10, CPU).
-
-    Args:
-        x: The tensor.
-        gathering: From `gathering_of`.
-        axes: For each axis of `x`, the mesh axes that shard it; None to leave
-            the choice to XLA.
-    """
-    cut = list(axes)
-    whole = [
-        names and tuple(n for n in names if n != gathering.batch)
-        for names in cut
-    ]
-    bits = x if x.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
-    for axes in (cut, whole):
-        bits = _lying(bits, gathering.mesh, axes)
-    return lax.bitcast_convert_type(bits, x.dtype)
-
-
-def _lying(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
+def _sharded(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
     """Constrain each axis of a tensor to be sharded along given mesh axes."""
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -110,7 +59,7 @@ class JaxBackend(Backend):
     """The backend for JAX."""
 
     name = "jax"
-    keeps_values_apart = True
+    steps_take_values = True
 
     @override
     def trace(
@@ -150,7 +99,7 @@ class JaxBackend(Backend):
         return isinstance(lax.neg(0.0), jax.core.Tracer)
 
     @override
-    def is_compiled(self, function: Any) -> bool:
+    def is_compiled(self, function: object) -> bool:
         # What `jax.jit` and `jax.pmap` return.
         return callable(getattr(function, "clear_cache", None)) and callable(
             getattr(function, "lower", None)
@@ -242,14 +191,17 @@ class JaxBackend(Backend):
 
     @override
     def settle_here(
-        self, settle: Any, value: Tensor, previous: Tensor
+        self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
         # Traced once for each shape.
         return _settled(settle, value, previous)
 
     @override
     def transpose(
-        self, function: Any, shape: Shape, cotangent: Tensor
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: Shape,
+        cotangent: Tensor,
     ) -> Tensor:
         like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
         return jax.linear_transpose(function, like)(cotangent)[0]
@@ -268,14 +220,40 @@ class JaxBackend(Backend):
         return "uint8" if codes else super().kept_dtype(x, format_name)
 
     @override
-    def gathering_of(self, variable: keras.Variable) -> Any:
-        return gathering_of(variable)
+    def gathering_of(self, variable: keras.Variable) -> Gathering | None:
+        # A device with a shard of the batch needs all of a kernel that is
+        # sharded along the same mesh axis. Matmuls of kernels that are sharded
+        # along other mesh axes are left to XLA.
+        distribution = keras.distribution.distribution()
+        if distribution is None or not isinstance(variable, keras.Variable):
+            return None
+        layout = distribution.get_variable_layout(variable)
+        sharding = getattr(layout, "backend_layout", layout)
+        if not isinstance(sharding, NamedSharding):
+            return None
+        cut = [names_of(entry) for entry in sharding.spec]
+        cut += [()] * (len(variable.shape) - len(cut))
+        batch = distribution.batch_dim_name
+        is_cut = any(batch in names for names in cut)
+        if not is_cut or sharding.mesh.shape[batch] == 1:
+            return None
+        return Gathering(sharding.mesh, tuple(cut), batch)
 
     @override
     def gathered(
-        self, x: Tensor, gathering: Any, axes: Sequence[Any]
+        self, x: Tensor, gathering: Gathering, axes: Sequence[Names | None]
     ) -> Tensor:
-        return gathered(x, gathering, axes)
+        # The first constraint keeps XLA from gathering the tensors that `x` is
+        # computed from. Float8 is gathered as bytes: XLA gathers it as float16
+        # if the device has no float8 (JAX 0.10, CPU).
+        whole = [
+            names and tuple(n for n in names if n != gathering.batch)
+            for names in axes
+        ]
+        bits = x if x.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
+        bits = _sharded(bits, gathering.mesh, list(axes))
+        bits = _sharded(bits, gathering.mesh, whole)
+        return lax.bitcast_convert_type(bits, x.dtype)
 
     @override
     def marked_gradients(
@@ -293,8 +271,8 @@ class JaxBackend(Backend):
 
         with jax.disable_jit(step_by_step):
             run(mark)
-            found, kept = jax.grad(loss, has_aux=True)(zeros)
-        return kept, found
+            gradients, results = jax.grad(loss, has_aux=True)(zeros)
+        return results, gradients
 
     @override
     def run(
@@ -305,13 +283,11 @@ class JaxBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        operands = inputs, kernel, state
-        if bias is None:
-            return gradients.run(operation, *operands, None)
-        if operation.bound.takes_bias(bias, inputs, kernel):
-            return gradients.run(operation, *operands, bias)
-        outputs = gradients.run(operation, *operands, None)
-        return keras.ops.add(outputs, bias)
+        bound, inside = operation.bound, None
+        if bias is not None and bound.takes_bias(bias, inputs, kernel):
+            inside = bias
+        outputs = gradients.run(operation, inputs, kernel, state, inside)
+        return outputs if bias is inside else keras.ops.add(outputs, bias)
 
     @override
     def run_frozen(
@@ -377,10 +353,12 @@ class JaxBackend(Backend):
             scales = lax.dynamic_slice_in_dim(scale, start, size, axis)
             return product(some, scales)
 
-        found = jnp.moveaxis(lax.map(part, jnp.arange(parts)), 0, out_axis)
-        shape = list(found.shape)
+        parts_of_result = jnp.moveaxis(
+            lax.map(part, jnp.arange(parts)), 0, out_axis
+        )
+        shape = list(parts_of_result.shape)
         shape[out_axis : out_axis + 2] = [parts * size]
-        return found.reshape(shape)
+        return parts_of_result.reshape(shape)
 
     @override
     def cuts(self, numbers: int) -> bool:
@@ -399,7 +377,7 @@ BACKEND = JaxBackend()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _settled(settle: Any, value: Tensor, previous: Tensor) -> Tensor:
+def _settled(settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
     return settle(value, previous)
 
 
@@ -409,34 +387,29 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `relu(x)`, and its mask packed into bits for the gradient.
-
-    The mask is behind a barrier, so that XLA saves the bits and not the
-    outputs.
-    """
+    """Return `relu(x)`, and its mask packed into bits for the gradient."""
     mask = x > 0
     has_bits = x.ndim and 0 not in x.shape
-    kept = jnp.packbits(mask, axis=-1) if has_bits else mask
-    return jax.nn.relu(x), lax.optimization_barrier(kept)
+    saved = jnp.packbits(mask, axis=-1) if has_bits else mask
+    # Behind a barrier, so that XLA saves the bits and not the outputs.
+    return jax.nn.relu(x), lax.optimization_barrier(saved)
 
 
-def _relu_backward(kept: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
-    if kept.dtype == jnp.uint8:
+def _relu_backward(saved: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
+    if saved.dtype == jnp.uint8:
         count = outputs_grad.shape[-1]
-        kept = jnp.unpackbits(kept, axis=-1, count=count).astype(bool)
-    return (jnp.where(kept, outputs_grad, jnp.zeros_like(outputs_grad)),)
+        saved = jnp.unpackbits(saved, axis=-1, count=count).astype(bool)
+    return (jnp.where(saved, outputs_grad, jnp.zeros_like(outputs_grad)),)
 
 
 _relu.defvjp(_relu_forward, _relu_backward)
 
 
 def _correctly_divided(x: Tensor, y: Tensor) -> Tensor:
-    """Return `x / y` of normal numbers, with the rounding of IEEE 754.
-
-    The error of a first quotient is exact: halves of 12 bits have exact
-    products, and each difference has at most 24 bits. So a compiler may join a
-    product and a difference into one operation.
-    """
+    """Return `x / y` of normal numbers, with the rounding of IEEE 754."""
+    # The error of a first quotient is exact: halves of 12 bits have exact
+    # products, and each difference has at most 24 bits. So a compiler may join
+    # a product and a difference into one operation.
     first = x / y
     (high, low), (above, below) = map(_halves, (first, y))
     error = x - high * above - high * below - low * above - low * below
@@ -458,11 +431,7 @@ _PART = 1 << 20
 
 
 def _parts(size: int, numbers: int) -> int:
-    """Return into how many equal parts to split an axis of this size.
-
-    A part has at least a million elements.
-
-    A part in floats then stays in the cache of a core.
-    """
+    """Return how many equal parts to split an axis of this size into."""
+    # A part of a million elements in floats stays in the cache of a core.
     most = numbers // _PART
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)

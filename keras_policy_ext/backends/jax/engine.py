@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +65,8 @@ def lacking_mx() -> str | None:
 def found() -> Device:
     """Return the `Device` that JAX runs on, from the table of devices.
 
-    A CPU is always the table's `cpu`, also if it has bfloat16 instructions.
-
-    XLA lacks some bfloat16 matmuls on CPUs: "Unsupported element type for
-    DotThunk: BF16 x BF16 = F32" (JAX 0.10).
+    A CPU is always the table's `cpu`. XLA lacks some bfloat16 matmuls on CPUs:
+    "Unsupported element type for DotThunk: BF16 x BF16 = F32" (JAX 0.10).
     """
     if jax.default_backend() == "cpu":
         return devices.KNOWN["cpu"]
@@ -87,7 +84,7 @@ def found() -> Device:
     return devices.of_nvidia(numbers, title)
 
 
-def _numbers(capability: Any) -> tuple[int, ...] | None:
+def _numbers(capability: str) -> tuple[int, ...] | None:
     """Convert a compute capability such as `"9.0"` to (9, 0), or None."""
     numbers = capability.split(".")
     if len(numbers) != 2 or not all(each.isdigit() for each in numbers):
@@ -158,8 +155,8 @@ def failing() -> str | None:
     # A compiler may raise anything on a device that nobody has tried. It is
     # the reason that users see.
     except Exception as error:
-        told = str(error).partition("\n")[0]
-        return f"lax.scaled_dot fails here: {type(error).__name__}: {told}"
+        message = str(error).partition("\n")[0]
+        return f"lax.scaled_dot fails here: {type(error).__name__}: {message}"
     return "lax.scaled_dot does not multiply here as it should"
 
 
@@ -172,9 +169,9 @@ def _gives_our_numbers() -> bool:
         scale = 2.0 ** rng.integers(-4, 5, (1, rows, 256 // MX_BLOCK))
         operands += [jnp.asarray(values, "float8_e4m3fn"), jnp.float32(scale)]
         exact.append((values * np.repeat(scale, MX_BLOCK, 2))[0])
-    found = np.asarray(jax.jit(_scaled_product)(*operands))[0]
+    computed = np.asarray(jax.jit(_scaled_product)(*operands))[0]
     expected = exact[0] @ exact[1].T
-    error = np.abs(found - expected).max() / np.abs(expected).max()
+    error = np.abs(computed - expected).max() / np.abs(expected).max()
     return bool(error < 2.0**-10)
 
 
@@ -183,11 +180,14 @@ def _scaled_product(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    dtype: Any = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed, with scales of MX blocks."""
     scales = [
-        _as_exponents(_padded(encode_scales(each, E8M0), TERMS // MX_BLOCK))
+        lax.bitcast_convert_type(
+            _padded(encode_scales(each, E8M0), TERMS // MX_BLOCK),
+            jnp.float8_e8m0fnu,
+        )
         for each in (a_scale, b_scale)
     ]
     return lax.scaled_dot(
@@ -200,10 +200,6 @@ def _scaled_product(
     )
 
 
-def _as_exponents(codes: Tensor) -> Tensor:
-    return lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu)
-
-
 def _padded(x: Tensor, multiple: int) -> Tensor:
     """Pad the last axis of a tensor with zeros to a multiple of a number."""
     over = -x.shape[2] % multiple
@@ -213,10 +209,11 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 def _product(
     a: Tensor,
     b: Tensor,
-    precision: Any = lax.Precision.DEFAULT,
-    dtype: Any = jnp.float32,
+    precision: lax.PrecisionLike = lax.Precision.DEFAULT,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Tensor:
-    """Multiply (b, m, k) by (b, n, k) transposed, accumulated in float32."""
+    """Multiply (b, m, k) by (b, n, k) transposed; write and sum in `dtype`."""
+    # A batch of one is a plain matrix, as in `quantized.swapped`.
     single = a.shape[0] == 1 and b.shape[0] == 1
     if single:
         a, b = a[0], b[0]
@@ -330,10 +327,8 @@ class Float8Dot(NativeMatmul):
 
 
 def _may_be_partial(dtype: str) -> bool:
-    """Return True if XLA may add up a product over devices, then scale it.
-
-    It would do both in the compute dtype, with the scale that is cast to it.
-    """
+    """Return True if XLA may add up a product over devices, then scale it."""
+    # It would do both in the compute dtype, with the scale that is cast to it.
     return dtype != "float32" and jax.device_count() > 1
 
 

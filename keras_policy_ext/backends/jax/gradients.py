@@ -62,14 +62,12 @@ class _SavedLeaves:
         return cls(leaves, shapes)
 
 
-def _simplified_apart(x: Tensor) -> Tensor:
-    """Return the same tensor; on a CPU, behind an optimization barrier.
-
-    XLA moves the reshape of a matmul past the operations after it one at a
-    time, and repeats its pass over the whole program up to 25 times. It
-    removes barriers before it fuses (JAX 0.10). XLA for a GPU does not fuse
-    across barriers, so it gets none.
-    """
+def _behind_barrier_on_cpu(x: Tensor) -> Tensor:
+    """Return the same tensor; on a CPU, behind an optimization barrier."""
+    # XLA moves the reshape of a matmul past the operations after it one at a
+    # time, and repeats its pass over the whole program up to 25 times. It
+    # removes barriers before it fuses (JAX 0.10). XLA for a GPU does not fuse
+    # across barriers, so it gets none.
     barrier = lax.optimization_barrier
     return lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
 
@@ -92,7 +90,7 @@ def _forward(
     )
     if not observe:
         residuals = operation.bound.observed(residuals, inputs, kernel)
-    outputs = _simplified_apart(outputs)
+    outputs = _behind_barrier_on_cpu(outputs)
     return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
 
 
@@ -127,29 +125,30 @@ def run(
 def _run_forward(
     operation: Operation,
     inputs: Tensor,
-    kernel: Any,
-    state: tuple[Any, ...],
-    bias: Any,
+    kernel: Tensor,
+    state: State,
+    bias: Tensor | None,
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
-    """Return the outputs, and what is saved for the backward pass.
-
-    Links are added where gradients are differentiated; the residuals are then
-    computed from constants. If the kernel gets a gradient and its state does
-    not, observations are discarded.
-    """
+    """Return the outputs, and what is saved for the backward pass."""
     learns, observes = kernel.perturbed, any(x.perturbed for x in state)
-    inputs, kernel, state = inputs.value, kernel.value, _values(state)
+    inputs, kernel = inputs.value, kernel.value
+    state = tuple(x.value for x in state)
     bias_shape = None
     if bias is not None:
         bias, bias_shape = bias.value, bias.value.shape
     if learns and not observes:
+        # The observation of this pass, a gradient, is discarded. So a scale
+        # that is too small for the kernel is raised here.
         state = operation.bound.caught_up(kernel, state)
-    how = operation.first_use, operation.training is not False
+    observe = operation.training is not False
+    forward = functools.partial(_forward, operation.first_use, observe)
     tensors = inputs, kernel, state
     if not _are_differentiated(*tensors):
-        outputs, saved = _forward(*how, *tensors, bias)
+        outputs, saved = forward(*tensors, bias)
         return outputs, (saved, state, None, _Static(bias_shape))
-    outputs, saved = _forward(*how, *lax.stop_gradient(tensors), None)
+    # The residuals are constants: second derivatives go through the links. JAX
+    # differentiates the addition of the bias.
+    outputs, saved = forward(*lax.stop_gradient(tensors), None)
     links = _link(inputs), _link(kernel)
     outputs = _linked(operation, outputs, saved, state, links)
     outputs = outputs if bias is None else outputs + bias
@@ -158,35 +157,29 @@ def _run_forward(
 
 def _run_backward(
     operation: Operation,
-    kept: tuple[_SavedLeaves, State, Links, _Static],
+    residuals: tuple[_SavedLeaves, State, Links, _Static],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
-    *saved, bias_shape = kept
+    *saved, bias_shape = residuals
     shape = bias_shape.value
     if shape is None or saved[2] is None:
         return _backward_of(operation, shape, *saved, outputs_grad)
     # A gradient that is differentiated again is one of JAX's.
-    found = _backward_of(operation, None, *saved, outputs_grad)
+    gradients = _backward_of(operation, None, *saved, outputs_grad)
     rows = outputs_grad.ndim - len(shape)
     bias_grad = jnp.sum(outputs_grad, tuple(range(rows))).reshape(shape)
-    return *found[:3], bias_grad
+    return *gradients[:3], bias_grad
 
 
 run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 
-def _values(primals: tuple[Any, ...]) -> State:
-    return tuple(primal.value for primal in primals)
-
-
 def _are_differentiated(*tensors: Any) -> bool:
-    """Return True if JAX takes a second derivative of these tensors.
-
-    JAX then passes tracers. Tracers of finished programs, such as the body of
-    a loop, do not count, since links would become part of the program.
-    """
+    """Return True if JAX takes a second derivative of these tensors."""
+    # JAX then passes tracers. Tracers of finished programs, such as the body of
+    # a loop, do not count, since links would become part of the program.
     leaves = jax.tree_util.tree_leaves(tensors)
     return any(
         isinstance(leaf, jax.core.Tracer) and not isinstance(leaf, _OfProgram)
@@ -216,16 +209,16 @@ def _linked(
 
 
 def _linked_forward(
-    operation: Operation, outputs: Tensor, *kept: Any
+    operation: Operation, outputs: Tensor, *residuals: Any
 ) -> tuple[Tensor, Any]:
-    return _linked(operation, outputs, *kept), kept
+    return _linked(operation, outputs, *residuals), residuals
 
 
 def _linked_backward(
-    operation: Operation, kept: Any, outputs_grad: Tensor
+    operation: Operation, residuals: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
-    found = _backward_of(operation, None, *kept, outputs_grad)
-    *of_links, of_state, _ = found
+    gradients = _backward_of(operation, None, *residuals, outputs_grad)
+    *of_links, of_state, _ = gradients
     return None, None, of_state, tuple(of_links)
 
 
@@ -237,21 +230,17 @@ _LARGE = 1 << 16
 
 
 def _is_large(x: Tensor) -> bool:
-    """Return True if a tensor has at least `_LARGE` elements.
-
-    False for a symbolic size, as in an export with open sizes.
-    """
+    """Return True if a tensor has at least `_LARGE` elements."""
+    # The size is symbolic in an export with open sizes.
     return isinstance(x.size, int) and x.size >= _LARGE
 
 
 def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return saved leaves that XLA cannot decode before `outputs_grad`.
-
-    In one program XLA for a CPU would decode codes where they are made, and
-    save float32: it removes barriers before it fuses. So codes pass through a
-    loop that XLA cannot see through and that changes nothing: it runs zero
-    times or, if the gradient starts with NaN, twice.
-    """
+    """Return saved leaves that XLA cannot decode before `outputs_grad`."""
+    # In one program XLA for a CPU would decode codes where they are made, and
+    # save float32: it removes barriers before it fuses. So codes pass through a
+    # loop that XLA cannot see through and that changes nothing: it runs zero
+    # times or, if the gradient starts with NaN, twice.
     large = [leaf.dtype == jnp.uint8 and _is_large(leaf) for leaf in leaves]
     off_cpu = jax.default_backend() != "cpu"
     if off_cpu or not any(large) or 0 in outputs_grad.shape:
@@ -260,14 +249,14 @@ def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     codes = [
         leaf for leaf, is_large in zip(leaves, large, strict=True) if is_large
     ]
-    kept, _ = lax.while_loop(
+    after, _ = lax.while_loop(
         lambda carry: carry[1] > 0,
         lambda carry: ([~each for each in carry[0]], carry[1] - 1),
         (codes, times),
     )
-    found = iter(kept)
+    remaining = iter(after)
     return [
-        next(found) if is_large else leaf
+        next(remaining) if is_large else leaf
         for leaf, is_large in zip(leaves, large, strict=True)
     ]
 
@@ -281,47 +270,39 @@ def _gradients(
     outputs_grad: Tensor,
     slot: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
-    """Return the gradients of the inputs, the kernel, the state and the bias.
-
-    Args:
-        how: The operation, and the shape of a bias that it adds, or None.
-        saved: From `_forward`.
-        state: The state matrix of the recipe, or nothing.
-        links: See above.
-        outputs_grad: The gradient of the outputs.
-        slot: Int32 scalar, the number of this use of the kernel in the step.
-    """
+    """Return the gradients of the inputs, the kernel, state and bias."""
+    # The second part of `how` is the shape of a bias that is added, or None.
     operation, bias_shape = how
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.bound.residuals(leaves, saved.shapes)
     inputs_grad, kernel_grad, *others = operation.bound.backward(
         residuals, outputs_grad, state, bias_shape=bias_shape, slot=slot
     )
-    found = map(_simplified_apart, (inputs_grad, kernel_grad))
-    return *found, *others
+    of_operands = map(_behind_barrier_on_cpu, (inputs_grad, kernel_grad))
+    return *of_operands, *others
 
 
 def _gradients_forward(
     how: tuple[Operation, None], *tensors: Any
 ) -> tuple[Any, Any]:
     *others, slot = tensors
-    found = _gradients(how, *others, how[0].another_slot(slot))
+    results = _gradients(how, *others, how[0].another_slot(slot))
     saved, _, links, outputs_grad = others
-    return found, (saved, found[2], links, outputs_grad)
+    return results, (saved, results[2], links, outputs_grad)
 
 
 def _gradients_backward(
-    how: tuple[Operation, None], kept: Any, gradients: Any
+    how: tuple[Operation, None], residuals: Any, gradients: Any
 ) -> tuple[Any, ...]:
-    """Differentiate `_gradients`; return a gradient per argument.
-
-    The gradient of the state is the observation of the backward pass.
-    """
-    saved, observed, links, outputs_grad = kept
+    """Differentiate `_gradients`; return a gradient per argument."""
+    # The gradient of the state is the observation of the backward pass.
+    saved, observed, links, outputs_grad = residuals
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
-    found = _second_derivatives(how[0], saved, outputs_grad, *gradients[:2])
-    of_outputs_grad, *of_operands = found
+    derivatives = _second_derivatives(
+        how[0], saved, outputs_grad, *gradients[:2]
+    )
+    of_outputs_grad, *of_operands = derivatives
     return None, observed, tuple(of_operands), of_outputs_grad, None
 
 
@@ -334,8 +315,8 @@ def _backward_of(
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     """Compute the gradients for one slot, by a pass that all slots share."""
     how = operation.first_use, bias_shape
-    found: Any = _backward(how, *tensors, np.int32(operation.slot))
-    return found
+    gradients: Any = _backward(how, *tensors, np.int32(operation.slot))
+    return gradients
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -357,11 +338,12 @@ def _last_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:
     return _last(operation, *arguments), None
 
 
-def _refuse(operation: Operation, kept: None, gradients: Any) -> Any:
+def _refuse_third(operation: Operation, residuals: None, gradients: Any) -> Any:
+    """Raise: the backward rule of the second derivatives."""
     raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-_last.defvjp(_last_forward, _refuse)
+_last.defvjp(_last_forward, _refuse_third)
 _second_derivatives = jax.jit(_last, static_argnums=0)
 
 

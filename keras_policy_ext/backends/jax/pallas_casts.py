@@ -11,7 +11,8 @@ import concurrent.futures
 import functools
 import math
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +37,11 @@ from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.scale_sources import ScaleRule
 from keras_policy_ext.recipes import Quantization
 
-
-def _found_triton() -> Any:
-    """Return Pallas's module for Triton, or None."""
-    # JAX says that it will be removed (0.11.2).
-    try:
-        from jax.experimental.pallas import triton
-    except ImportError:
-        return None
-    return triton
-
-
-triton = _found_triton()
+# JAX says that it will be removed (0.11.2).
+try:
+    from jax.experimental.pallas import triton as triton  # Also for `rows`.
+except ImportError:
+    triton = None
 
 ROWS, COLUMNS = 64, 64
 """The tile of one program of the cast."""
@@ -57,6 +51,9 @@ PART, PROGRAMS = 4096, 256
 
 MOST = 1 << 31
 """The number of elements from which a place does not fit an int32."""
+
+Ref: TypeAlias = Any
+"""A reference to a block of a tensor, in a kernel."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -118,14 +115,13 @@ class PallasCasts(BothLayouts):
     """Pallas kernels that quantize a matrix, and write its transpose too.
 
     Args:
-        device: Returns the device that is computed on.
         interpreted: Whether to run on any device, in Pallas's interpreter; for
             tests.
     """
 
     sums_columns = True
 
-    def __init__(self, device: Any, interpreted: bool = False):
+    def __init__(self, device: Callable[[], Device], interpreted: bool = False):
         self._device, self.interpreted = device, interpreted
 
     @override
@@ -140,22 +136,22 @@ class PallasCasts(BothLayouts):
     def quantize(
         self,
         matrix: Tensor,
-        asked: Quantization,
-        known: ScaleHint,
+        quantization: Quantization,
+        hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
         x = matrix.T if wanted.is_transposed_in_memory else matrix
         how = Cast(
-            asked.format,
-            known.rule,
-            asked.scale_rounding == "up",
+            quantization.format,
+            hint.rule,
+            quantization.scale_rounding == "up",
             self.interpreted or self._device().one_layout,
             wanted.column_sums,
             self.interpreted,
         )
         casts = ShardCast(how, wanted)
         codes, across, *others = partitioned.run(
-            casts, x, known.scale, known.unseen
+            casts, x, hint.scale, hint.unseen
         )
         if wanted.is_transposed_in_memory:
             codes, across = across, codes
@@ -163,13 +159,7 @@ class PallasCasts(BothLayouts):
 
 
 class ShardCast(NamedTuple):
-    """The cast of a matrix or of its shards, for `partitioned.run`.
-
-    Attributes:
-        how: How the kernel casts.
-        wanted: What else is known and wanted.
-        vmapped: Whether to do without Pallas, for `jax.vmap`.
-    """
+    """The cast of a matrix or shard; for `jax.vmap` it is without Pallas."""
 
     how: Cast
     wanted: Wanted
@@ -189,35 +179,33 @@ class ShardCast(NamedTuple):
     def __call__(
         self, shards: Shards, x: Tensor, *scalars: Tensor | None
     ) -> tuple[Any, ...]:
-        """Quantize a matrix or a shard; see `partitioned.Kernel`.
-
-        Args:
-            shards: The mesh axes that shard the matrix.
-            x: (m, k).
-            *scalars: `scale` and `unseen` of a `ScaleHint`.
-        """
+        """Quantize a matrix or shard; the scalars are those of `ScaleHint`."""
         scale = self._scale(shards, x, *scalars)
         run = _by_xla if self.wanted.once or self.vmapped else cast
-        found = run(self.how, x, scale)
-        amax, sums = None, found.sums
+        result = run(self.how, x, scale)
+        amax, sums = None, result.sums
         if self.wanted.amax:
             if scalars[0] is None and shards.cut:
                 # That of all shards is known already.
                 amax = _largest(scale.amaxes)
             else:
-                amax = shards.amax(found.amax)
+                amax = shards.amax(result.amax)
         if sums is not None:
             sums = shards.column_sums(sums)
-        return found.codes, found.across, found.scale, amax, sums
+        return result.codes, result.across, result.scale, amax, sums
 
     def _scale(
-        self, shards: Shards, x: Tensor, scale: Any, unseen: Any
+        self,
+        shards: Shards,
+        x: Tensor,
+        scale: Tensor | None,
+        unseen: Tensor | None,
     ) -> Scale:
         """Return what is known of the scale of a matrix."""
 
         def amax() -> Tensor:
-            found = shards.amax(scaling.amax(x), early=True)
-            return lax.bitcast_convert_type(found, jnp.int32).reshape(1)
+            largest = shards.amax(scaling.amax(x), early=True)
+            return lax.bitcast_convert_type(largest, jnp.int32).reshape(1)
 
         one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
         if scale is None:
@@ -238,11 +226,8 @@ def lacking(
 ) -> str | None:
     """Return why Pallas's casts cannot quantize an operand; None if they can.
 
-    Args:
-        like: A tensor with the sizes of the operand.
-        dtype: The dtype of the operand.
-        format_name: The format to quantize to.
-        device: The device; None for Pallas's interpreter.
+    `like` is a tensor with its sizes. The device is None for Pallas's
+    interpreter.
     """
     if format_name not in FAMILIES["ocp"]:
         return f"Pallas's casts do not write {format_name}"
@@ -291,8 +276,10 @@ def _tried() -> str | None:
         # A compiler may raise any error on an untested device. The warning
         # shows it.
         except Exception as error:
-            told = str(error).partition("\n")[0]
-            return f"Pallas's casts fail here: {type(error).__name__}: {told}"
+            message = str(error).partition("\n")[0]
+            return (
+                f"Pallas's casts fail here: {type(error).__name__}: {message}"
+            )
     return "Pallas's casts do not round here as they should"
 
 
@@ -306,15 +293,15 @@ def _gives_our_codes(format_name: str) -> bool:
         quotient = x.astype("float32") / scale
     codes = np.clip(quotient, -limit, limit).astype(dtype)
     how = Cast(format_name)
-    known = Scale(jnp.full(1, scale), no, no)
-    found = jax.jit(cast, static_argnums=0)(how, jnp.asarray(x), known)
+    given = Scale(jnp.full(1, scale), no, no)
+    result = jax.jit(cast, static_argnums=0)(how, jnp.asarray(x), given)
     return all(
         _are_equal(expected, np.asarray(each))
-        for expected, each in ((codes, found.codes), (codes.T, found.across))
+        for expected, each in ((codes, result.codes), (codes.T, result.across))
     )
 
 
-def _are_equal(codes: Any, others: Any) -> bool:
+def _are_equal(codes: np.ndarray, others: np.ndarray) -> bool:
     """Return True if two arrays of float8 have the same bits, or are NaN."""
     same = codes.view(np.uint8) == others.view(np.uint8)
     nan = np.isnan(codes.astype("float32"))
@@ -322,13 +309,7 @@ def _are_equal(codes: Any, others: Any) -> bool:
 
 
 def cast(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
-    """Quantize a matrix with one scale.
-
-    Args:
-        how: What to write.
-        x: (m, k), bfloat16, float16 or float32.
-        scale: Its scale.
-    """
+    """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale."""
     if how.interpreted:
         return _by_pallas(how, x, scale)
     return lax.platform_dependent(
@@ -370,7 +351,7 @@ def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
         row = pl.BlockSpec((1, COLUMNS), lambda i, j: (i, j))
         outputs["sums"] = row, (rows, k), wide
     specs, shapes, dtypes = zip(*outputs.values(), strict=True)
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_cast_kernel, how, (m, k), tuple(outputs)),
         grid=(rows, columns),
         in_specs=[tile, *(_vector(each.size) for each in scale)],
@@ -380,7 +361,7 @@ def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
         interpret=how.interpreted,
         name="float8_cast",
     )(x, *scale)
-    named = dict(zip(outputs, found, strict=True))
+    named = dict(zip(outputs, results, strict=True))
     codes = named["codes"]
     return CastOfBoth(
         codes,
@@ -399,10 +380,10 @@ def _cast_kernel(
     how: Cast,
     sizes: tuple[int, int],
     names: tuple[str, ...],
-    x_ref: Any,
-    given_ref: Any,
-    unseen_ref: Any,
-    amaxes_ref: Any,
+    x_ref: Ref,
+    given_ref: Ref,
+    unseen_ref: Ref,
+    amaxes_ref: Ref,
     *refs: Any,
 ) -> None:
     """Quantize a tile; write what is asked for."""
@@ -431,10 +412,8 @@ def _cast_kernel(
 
 
 def _scale_of(how: Cast, bits: Tensor) -> Tensor:
-    """Return the scale of an amax, (1,); 1 for one that is 0 or not finite.
-
-    See `scaling.scale_of_multiplier` and `scaling.scale_for_limit`.
-    """
+    """Return the scale of an amax, (1,); 1 for one that is 0 or not finite."""
+    # As `scaling.scale_of_multiplier` or `scaling.scale_for_limit` computes it.
     bits = jnp.full((1,), bits)
     usable = (bits > 0) & (bits < casting.EXPONENT_BITS)
     amax = lax.bitcast_convert_type(bits, jnp.float32)
@@ -490,14 +469,14 @@ def places_inside(sizes: tuple[int, int], tile: tuple[int, int]) -> Inside:
     return Inside(elements, elements.T, columns[None, :])
 
 
-def read(ref: Any, inside: Inside) -> Tensor:
+def read(ref: Ref, inside: Inside) -> Tensor:
     """Return a tile in float32, with zeros outside of the matrix."""
     if inside.elements is None:
         return ref[...].astype(jnp.float32)
     return triton.load(ref, mask=inside.elements, other=0.0).astype(jnp.float32)
 
 
-def store(ref: Any, x: Tensor, inside: Tensor | None) -> None:
+def store(ref: Ref, x: Tensor, inside: Tensor | None) -> None:
     """Store a tile, or only what is inside of the matrix."""
     if inside is None:
         ref[...] = x
@@ -518,14 +497,7 @@ def _largest(bits: Tensor) -> Tensor:
 def codes_of(
     x: Tensor, scale: Tensor, format_name: str, interpreted: bool
 ) -> Tensor:
-    """Divide a tile by a scale, clip, and cast it to a format.
-
-    Args:
-        x: Float32, a tile in a kernel.
-        scale: Float32 scalar, or of a shape that broadcasts to the tile.
-        format_name: The name of the format.
-        interpreted: Whether Pallas's interpreter runs the kernel.
-    """
+    """Divide a float32 tile in a kernel by a scale, clip, and cast it."""
     limit = formats.get(format_name).max
     if interpreted:
         # XLA multiplies by the reciprocal of a divisor that it broadcasts.
@@ -541,14 +513,12 @@ def codes_of(
 
 
 def _quotient(x: Tensor, scale: Tensor) -> Tensor:
-    """Compute `x / scale`, correctly rounded wherever a code depends on it.
+    """Compute `x / scale`, correctly rounded wherever a code depends on it."""
 
-    It uses the reciprocal and one correction (P. Markstein, "Computation of
-    elementary functions on the IBM RISC System/6000 processor", 1990), half of
-    the instructions of a division. Infinity, NaN and the signs of zeros are
-    preserved. It divides if a correction could be subnormal.
-    """
-
+    # By the reciprocal and one correction (P. Markstein, "Computation of
+    # elementary functions on the IBM RISC System/6000 processor", 1990), half
+    # of the instructions of a division. Infinity, NaN and the signs of zeros
+    # are preserved. It divides if a correction could be subnormal.
     def spread(scale: Tensor) -> Tensor:
         return jnp.broadcast_to(scale, x.shape)
 
@@ -572,26 +542,21 @@ def _asm(instruction: str, *arguments: Tensor) -> Tensor:
     """Run an instruction of PTX on float32 tiles, element by element."""
     like = arguments[0]
     places = ", ".join(f"${i}" for i in range(len(arguments) + 1))
-    (found,) = triton.elementwise_inline_asm(
+    (result,) = triton.elementwise_inline_asm(
         f"{instruction} {places};",
         args=arguments,
         constraints=",".join(["=f"] + ["f"] * len(arguments)),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
     )
-    return found
+    return result
 
 
 def amax_if(wanted: Tensor, x: Tensor, interpreted: bool = False) -> Tensor:
-    """Return amaxes of parts of a tensor if they are wanted, else zeros.
+    """Return amaxes of parts of a tensor, or zeros if `wanted`, (1,), is 0.
 
-    Args:
-        wanted: Int32 (1,), 0 if not. Nothing of `x` is then read.
-        x: Of any shape.
-        interpreted: Whether to run in Pallas's interpreter.
-
-    Returns:
-        Int32 (`PROGRAMS`,), the bits of float32; NaN is above all.
+    Nothing of `x` is then read. The amaxes are int32 (`PROGRAMS`,), the bits of
+    float32; NaN is above all.
     """
     if interpreted:
         return _amaxes_by_pallas(wanted, x, interpreted=True)
@@ -622,7 +587,7 @@ def _amaxes_by_pallas(
 
 
 def _amax_kernel(
-    size: int, wanted_ref: Any, x_ref: Any, found_ref: Any
+    size: int, wanted_ref: Ref, x_ref: Ref, found_ref: Ref
 ) -> None:
     """Write the amax of some parts if it is wanted; return at once if not."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)
@@ -631,12 +596,12 @@ def _amax_kernel(
 
     @pl.when(wanted_ref[0] != 0)
     def _() -> None:
-        def larger(i: Tensor, found: Tensor) -> Tensor:
+        def larger(i: Tensor, bits: Tensor) -> Tensor:
             # A program may read the last part again, so none is cut.
             start = jnp.minimum(first + i * PROGRAMS * PART, size - PART)
             x = x_ref[pl.ds(start, PART)].astype(jnp.float32)
-            return jnp.maximum(found, jnp.max(magnitude(x)))
+            return jnp.maximum(bits, jnp.max(magnitude(x)))
 
         times = pl.cdiv(size, PROGRAMS * PART)
-        found = lax.fori_loop(0, times, larger, jnp.int32(0))
-        found_ref[...] = jnp.full((1,), found)
+        bits = lax.fori_loop(0, times, larger, jnp.int32(0))
+        found_ref[...] = jnp.full((1,), bits)

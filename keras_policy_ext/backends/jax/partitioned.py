@@ -44,23 +44,16 @@ class Shards(NamedTuple):
         return self.rows + self.columns
 
     def amax(self, amax: Tensor, early: bool = False) -> Tensor:
-        """Return the amax of all shards from that of each.
+        """Return the amax of all shards from that of each, a float32 scalar.
 
-        Args:
-            amax: Float32 scalar.
-            early: Whether a scale waits for it. Otherwise all devices exchange
-                it, for XLA to reduce the amaxes of many operands at once.
+        `early` says that a scale waits for it. Otherwise all devices exchange
+        it, for XLA to reduce the amaxes of many operands at once.
         """
         axes = self.cut if early or not self.cut else self.every
         return self.largest(amax, axes)
 
     def largest(self, amaxes: Tensor, axes: Names) -> Tensor:
-        """Return the maximum over devices of float32 amaxes, NaN above all.
-
-        Args:
-            amaxes: Of any shape, of this device.
-            axes: The mesh axes.
-        """
+        """Return the maximum of float32 amaxes over mesh axes; NaN wins."""
         if not axes:
             return amaxes
         # Collectives on GPUs drop NaN from a maximum of floats.
@@ -97,10 +90,8 @@ class Kernel(Protocol):
     ) -> tuple[Any, ...]:
         """Compute the results of a shard.
 
-        Args:
-            shards: The mesh axes to reduce over.
-            x: (m, k), the matrix, or the shard of this device.
-            *scalars: Equal on all devices.
+        `x`, (m, k), is the matrix or the shard of this device; `shards` has the
+        mesh axes to reduce over. `scalars` are equal on all devices.
         """
 
 
@@ -117,28 +108,22 @@ def lacking() -> str | None:
 
 
 def run(kernel: Kernel, x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
-    """Run a kernel on a matrix, on each shard if it has several.
-
-    Args:
-        kernel: The kernel.
-        x: (m, k).
-        *scalars: What else it reads.
-    """
+    """Run a kernel on a matrix (m, k), on each shard if it has several."""
     if jax.device_count() == 1:
         return kernel(WHOLE, x, *scalars)
 
     @jax.custom_batching.custom_vmap
     def of_one(*operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = _on_shards(kernel, *operands)
-        return found
+        results: tuple[Any, ...] = _on_shards(kernel, *operands)
+        return results
 
     @of_one.def_vmap
     def _(size: int, batched: Sequence[Any], *operands: Any) -> Any:
         # JAX has no `vmap` of what is partitioned.
         axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         of_xla = functools.partial(kernel.of_xla, WHOLE)
-        found = jax.vmap(of_xla, tuple(axes), axis_size=size)(*operands)
-        return found, jax.tree.map(lambda _: True, found)
+        results = jax.vmap(of_xla, tuple(axes), axis_size=size)(*operands)
+        return results, jax.tree.map(lambda _: True, results)
 
     return of_one(x, *scalars)
 
@@ -151,12 +136,7 @@ def _whole(
 
 
 class _Partition:
-    """The partition of a kernel along the shards of its matrix.
-
-    Args:
-        mesh: The devices; empty if JAX does not know their axes.
-        x: The shape and the sharding of the matrix.
-    """
+    """The partition of a kernel along the shards of its matrix."""
 
     def __init__(self, mesh: Mesh, x: Any):
         cut: list[Any] = [None, None]
@@ -205,8 +185,13 @@ def _partition(
         return kernel(partition.shards, x, *scalars)
 
     of_scalars = jax.tree.map(lambda _: partition.of(""), operands[1:])
-    found = tuple(map(partition.of, kernel.results))
-    return partition.mesh, on_shard, found, (partition.of("ij"), *of_scalars)
+    shardings = tuple(map(partition.of, kernel.results))
+    return (
+        partition.mesh,
+        on_shard,
+        shardings,
+        (partition.of("ij"), *of_scalars),
+    )
 
 
 def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:
@@ -216,7 +201,7 @@ def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:
     return f"{', '.join(read)} -> {', '.join(written)}"
 
 
-def names_of(entry: Any) -> Names:
+def names_of(entry: str | Names | None) -> Names:
     """Return the mesh axes in one `PartitionSpec` entry, as a tuple."""
     if entry is None:
         return ()

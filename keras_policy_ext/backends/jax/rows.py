@@ -22,6 +22,7 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.jax import partitioned
 from keras_policy_ext.backends.jax.pallas_casts import (
+    Ref,
     codes_of,
     lacking,
     magnitude,
@@ -68,7 +69,6 @@ class PallasRowCasts(RowCasts):
     """Pallas kernels that quantize a matrix and its transpose by rows.
 
     Args:
-        device: Returns the device that JAX computes on.
         interpreted: Whether to run in Pallas's interpreter, on any device; for
             tests.
     """
@@ -93,14 +93,16 @@ class PallasRowCasts(RowCasts):
         across: Quantization | None,
         sums: bool = False,
     ) -> RowCastsOfBoth:
-        asked = plain, across
-        formats = [None if each is None else each.format for each in asked]
+        quantizations = plain, across
+        formats = [
+            None if each is None else each.format for each in quantizations
+        ]
         how = How(formats[0], formats[1], sums, self._interpreted)
         kernel = CastsOfRows(how, plain, across)
-        *found, column_sums = partitioned.run(kernel, matrix)
+        *casts, column_sums = partitioned.run(kernel, matrix)
         first, second = (
             None if cast[0] is None else RowCast(*cast)
-            for cast in (found[:3], found[3:])
+            for cast in (casts[:3], casts[3:])
         )
         return RowCastsOfBoth(first, second, column_sums)
 
@@ -108,11 +110,8 @@ class PallasRowCasts(RowCasts):
 class CastsOfRows(NamedTuple):
     """The casts of a matrix by rows, as `partitioned.run` takes them.
 
-    Attributes:
-        how: What the kernels write.
-        plain: See `RowCasts.cast`.
-        across: See `RowCasts.cast`.
-        vmapped: Whether to do without Pallas, for `jax.vmap`.
+    `plain` and `across` are those of `RowCasts.cast`. `vmapped` does without
+    Pallas, for `jax.vmap`.
     """
 
     how: How
@@ -145,32 +144,27 @@ class CastsOfRows(NamedTuple):
             shards.largest(of_rows, shards.columns),
             shards.largest(of_columns, shards.rows),
         )
-        asked = self.plain, self.across
+        quantizations = self.plain, self.across
         scales = [
             jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
-            for each, amax in zip(asked, amaxes, strict=True)
+            for each, amax in zip(quantizations, amaxes, strict=True)
         ]
         codes = write(self.how, x, *scales)
-        found: list[Any] = []
+        results: list[Any] = []
         for values, scale, amax, size in zip(
             codes, scales, amaxes, x.shape, strict=True
         ):
             cast = [values, scale[:size], amax[:size]]
-            found += [None] * 3 if values is None else cast
-        return *found, None if sums is None else shards.column_sums(sums)
+            results += [None] * 3 if values is None else cast
+        return *results, None if sums is None else shards.column_sums(sums)
 
 
 def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the amaxes of the rows and of the columns of a matrix.
+    """Return the amaxes of the rows and of the columns of a matrix (m, k).
 
-    Args:
-        how: What is needed.
-        x: (m, k).
-
-    Returns:
-        The amaxes of rows and of columns, float32 vectors with zeros after
-        them up to a multiple of `how.side`, not finite if a value is not; and
-        the sums of the columns, float32 (k,), or None.
+    They are float32 vectors with zeros after them up to a multiple of
+    `how.side`, not finite if a value is not. The third result is the sums of
+    the columns, float32 (k,), or None.
     """
     if how.interpreted:
         return _amaxes_by_pallas(how, x)
@@ -184,18 +178,10 @@ def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def both_codes_of(
     how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the codes of a matrix and of its transpose.
+    """Return the codes of a matrix (m, k) and of its transpose (k, m).
 
-    Args:
-        how: What is needed.
-        x: (m, k).
-        of_rows: Float32, the scales of the rows, as long as `amaxes_of` has
-            them.
-        of_columns: Likewise of the columns.
-
-    Returns:
-        (m, k) and (k, m), in the dtypes of the formats; None for what is not
-        needed.
+    The scales are float32, as long as `amaxes_of` has them. None for codes that
+    are not needed.
     """
     if how.interpreted:
         return _codes_by_pallas(how, x, of_rows, of_columns)
@@ -241,7 +227,7 @@ def _amaxes_by_pallas(
     if how.sums:
         specs.append(pl.BlockSpec((1, side), lambda i, j: (i, j)))
         shapes.append(jax.ShapeDtypeStruct((grid[0], k), jnp.float32))
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(_amaxes_kernel, how, (m, k)),
         grid=grid,
         in_specs=[_tile(how), whole],
@@ -252,18 +238,18 @@ def _amaxes_by_pallas(
         interpret=how.interpreted,
         name="float8_row_amaxes",
     )(x, zeros)
-    amaxes, rows = found[0], side * grid[0]
-    sums = jnp.sum(found[1], 0) if how.sums else None
+    amaxes, rows = results[0], side * grid[0]
+    sums = jnp.sum(results[1], 0) if how.sums else None
     return amaxes[:rows], amaxes[rows:], sums
 
 
 def _amaxes_kernel(
     how: How,
     sizes: tuple[int, int],
-    x_ref: Any,
-    zeros_ref: Any,
-    amaxes_ref: Any,
-    *sums_ref: Any,
+    x_ref: Ref,
+    zeros_ref: Ref,
+    amaxes_ref: Ref,
+    *sums_ref: Ref,
 ) -> None:
     """Take the maximum with the amaxes of the rows and columns of a tile."""
     side = how.side
@@ -300,7 +286,7 @@ def _codes_by_pallas(
     if how.across:
         specs.append(pl.BlockSpec((side, side), lambda i, j: (j, i)))
         shapes.append(jax.ShapeDtypeStruct((k, m), how.across))
-    found = pl.pallas_call(
+    codes = pl.pallas_call(
         functools.partial(_codes_kernel, how, (m, k)),
         grid=(pl.cdiv(m, side), pl.cdiv(k, side)),
         in_specs=[
@@ -314,17 +300,17 @@ def _codes_by_pallas(
         interpret=how.interpreted,
         name="float8_row_casts",
     )(x, of_rows, of_columns)
-    written = iter(found)
-    plain = next(written) if how.plain else None
-    return plain, next(written) if how.across else None
+    each_codes = iter(codes)
+    plain = next(each_codes) if how.plain else None
+    return plain, next(each_codes) if how.across else None
 
 
 def _codes_kernel(
     how: How,
     sizes: tuple[int, int],
-    x_ref: Any,
-    rows_ref: Any,
-    columns_ref: Any,
+    x_ref: Ref,
+    rows_ref: Ref,
+    columns_ref: Ref,
     *refs: Any,
 ) -> None:
     """Quantize a tile by rows; quantize it by columns and transpose it."""

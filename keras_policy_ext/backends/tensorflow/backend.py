@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from keras_policy_ext.backends.interface import (
     FrozenOperation,
     Mark,
     Operation,
+    Settle,
     Shape,
 )
 from keras_policy_ext.backends.tensorflow import gradients, tracing
@@ -31,22 +32,6 @@ from keras_policy_ext.backends.tensorflow.gradients import (
 )
 from keras_policy_ext.backends.tracing import Traced
 from keras_policy_ext.numerics.primitives import HALVES
-
-
-def let_go(variables: Iterable[keras.Variable]) -> None:
-    """Free the memory of Keras variables once nothing refers to them.
-
-    TensorFlow keeps every graph in which a custom gradient was traced, such as
-    the sum over replicas in each training step of Keras. The graph keeps the
-    weights that it read (TF 2.21, `gradient_registry`). Without this function
-    a weight's memory would outlive its variable.
-    """
-    for variable in variables:
-        value = getattr(variable, "value", None)
-        for each in getattr(value, "values", None) or (value,):
-            if isinstance(each, tf.Variable) and tf.executing_eagerly():
-                empty = weakref.finalize(each, _empty, each.handle, each.dtype)
-                empty.atexit = False
 
 
 def _empty(handle: Any, dtype: tf.DType) -> None:
@@ -163,7 +148,7 @@ class TensorFlowBackend(Backend):
                 tf.config.run_functions_eagerly(before)
 
     @override
-    def is_compiled(self, function: Any) -> bool:
+    def is_compiled(self, function: object) -> bool:
         # What `tf.function` returns.
         return isinstance(function, tf.types.experimental.PolymorphicFunction)
 
@@ -263,7 +248,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def settle_here(
-        self, settle: Any, value: Tensor, previous: Tensor
+        self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
         # One graph for all of a shape.
         value = tf.convert_to_tensor(value)
@@ -274,11 +259,25 @@ class TensorFlowBackend(Backend):
 
     @override
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
-        let_go(variables)
+        # TensorFlow keeps every graph in which a custom gradient was traced,
+        # such as the sum over replicas in each training step of Keras. The
+        # graph keeps the weights that it read (TF 2.21, `gradient_registry`).
+        # So a weight's memory would outlive its variable.
+        for variable in variables:
+            value = getattr(variable, "value", None)
+            for each in getattr(value, "values", None) or (value,):
+                if isinstance(each, tf.Variable) and tf.executing_eagerly():
+                    empty = weakref.finalize(
+                        each, _empty, each.handle, each.dtype
+                    )
+                    empty.atexit = False
 
     @override
     def transpose(
-        self, function: Any, shape: Shape, cotangent: Tensor
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: Shape,
+        cotangent: Tensor,
     ) -> Tensor:
         point = tf.zeros(shape, tf.float32)
         with tf.GradientTape() as tape:
@@ -322,9 +321,9 @@ class TensorFlowBackend(Backend):
                 marked.append(x)
                 return x
 
-            loss, kept = run(mark)
+            loss, results = run(mark)
         wanted = list(marked)
-        return kept, list(tape.gradient(loss, wanted))
+        return results, list(tape.gradient(loss, wanted))
 
     @override
     def run(
@@ -342,17 +341,19 @@ class TensorFlowBackend(Backend):
         def differentiable(
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
-            outputs, *kept = forward(inputs, kernel, state)
+            outputs, *saved = forward(inputs, kernel, state)
             # XLA compiles for each size. Were one a result of the graph, it
             # would compile for each value of the inputs, of which that is made.
             sizes = sizes_of(inputs), sizes_of(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
-                leaves = kept
+                leaves = saved
                 if operation.training is not True:
-                    seen = operation.bound.residuals(kept, sizes)
-                    seen = operation.bound.observed(seen, inputs, kernel)
-                    leaves = seen.leaves(narrow=False)
+                    residuals = operation.bound.residuals(saved, sizes)
+                    residuals = operation.bound.observed(
+                        residuals, inputs, kernel
+                    )
+                    leaves = residuals.leaves(narrow=False)
                 backward = Backward(operation, shapes, sizes, leaves)
                 return backward.gradients(outputs_grad, inputs, kernel, state)
 
@@ -435,16 +436,16 @@ def _in_a_loop() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shared_forward(
-    operation: Operation, shapes: tuple[Any, ...], in_a_loop: bool
+    operation: Operation, shapes: tuple[Shape, Shape], in_a_loop: bool
 ) -> CompiledPass:
-    """Return a forward pass compiled for an operation and shapes.
-
-    All that the graph depends on is in the cache key: the shapes, and whether
-    a loop stacks its results.
-    """
+    """Return a forward pass compiled for an operation and shapes."""
+    # All that the graph depends on is in the cache key: the shapes, and whether
+    # a loop stacks its results.
     observe = operation.training is True
 
-    def forward(inputs: Tensor, kernel: Tensor, state: Any) -> list[Tensor]:
+    def forward(
+        inputs: Tensor, kernel: Tensor, state: tuple[Tensor, ...]
+    ) -> list[Tensor]:
         outputs, residuals = operation.bound.forward(
             inputs, kernel, state, observe
         )
@@ -455,19 +456,16 @@ def _shared_forward(
 
 
 def _narrows(operation: Operation, *operands: Tensor) -> bool:
-    """Return True if an operation saves tensors in as few bytes as it can.
-
-    False if nothing is trained, so that gradients are rare. If that is not
-    known, also False if parts would be compiled by XLA, since an export would
-    include them.
-    """
+    """Return True if an operation saves tensors in as few bytes as it can."""
+    # If nothing is trained, gradients are rare. If that is not known, an export
+    # would include parts that XLA compiles.
     if operation.training is None:
         return not any(map(compiles_parts, operands))
     return operation.training
 
 
 @functools.lru_cache(maxsize=1024)
-def _shared_settle(settle: Any, shapes: Any) -> CompiledPass:
+def _shared_settle(settle: Settle, shapes: tuple[Shape, Shape]) -> CompiledPass:
     # A pass is traced for the shapes of its first call, so each has its own:
     # `shapes` is part of the key of the cache.
     return CompiledPass(settle)

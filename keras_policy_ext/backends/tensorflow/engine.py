@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -23,14 +24,11 @@ from keras_policy_ext.backends.emulated import (
     scales_in_product,
     unscaled,
 )
-from keras_policy_ext.backends.matmuls import (
-    Engine,
-    NativeMatmul,
-    Request,
-)
+from keras_policy_ext.backends.matmuls import Engine, NativeMatmul, Request
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
 from keras_policy_ext.backends.tensorflow.gradients import behind_barrier
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.casting import Codec
 from keras_policy_ext.numerics.quantized import Quantized
 
 
@@ -93,26 +91,25 @@ def decode(codes_of_numbers: Tensor, format_name: str) -> Tensor:
 def cast_in_training(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Quantize a tensor of a training step; return float32 values.
-
-    Not for functions that may be exported.
-    """
+    """Quantize in a training step, which is never exported, to float32."""
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)
     compiled = _flat_cast(dtype, is_factor, x.dtype)
     return _like(x, compiled, x, tf.reshape(scale, ()))
 
 
-def _like(x: Tensor, compiled: Any, flat: Tensor, *others: Tensor) -> Tensor:
+def _like(
+    x: Tensor, compiled: Callable[..., Tensor], flat: Tensor, *others: Tensor
+) -> Tensor:
     """Call `compiled` on a flattened tensor; reshape the result like `x`."""
-    found = compiled(tf.reshape(flat, [-1]), *others)
-    found = tf.reshape(found, tf.shape(x))
-    found.set_shape(x.shape)
-    return found
+    result = compiled(tf.reshape(flat, [-1]), *others)
+    result = tf.reshape(result, tf.shape(x))
+    result.set_shape(x.shape)
+    return result
 
 
 @functools.cache
-def _flat(function: Any, format_name: str, dtype: Any) -> Any:
+def _flat(function: Codec, format_name: str, dtype: tf.DType) -> Any:
     return tf.function(
         lambda flat: function(flat, format_name),
         jit_compile=True,
@@ -122,7 +119,7 @@ def _flat(function: Any, format_name: str, dtype: Any) -> Any:
 
 
 @functools.cache
-def _flat_cast(format_name: str, is_factor: bool, dtype: Any) -> Any:
+def _flat_cast(format_name: str, is_factor: bool, dtype: tf.DType) -> Any:
     def cast(flat: Tensor, scale: Tensor) -> Tensor:
         return casting.quantize_float32(flat, scale, format_name, is_factor)
 
@@ -263,11 +260,9 @@ def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
 def _by_cublas(
     a: Quantized, b: Quantized, written: str, dtype: str, fast: bool
 ) -> Tensor:
-    """Multiply as `_product` does, by cuBLASLt, and scale.
-
-    The product names its algorithm, so XLA leaves it to cuBLASLt, which
-    multiplies by an exact float32 scale, adds the bias, and rounds once.
-    """
+    """Multiply as `_product` does, by cuBLASLt, and scale."""
+    # The product names its algorithm, so XLA leaves it to cuBLASLt, which
+    # multiplies by an exact float32 scale, adds the bias, and rounds once.
     if scales_in_product(a, b, dtype):
         scale = tf.reshape(a.scale, ()) * tf.reshape(b.scale, ())
         # Infinity times a sum of 0 would be NaN.
@@ -305,14 +300,7 @@ def _float8_product(
 
 @functools.cache
 def _module(a: str, b: str, written: str, fast: bool) -> str:
-    """Return a product of (b, m, k) and (b, n, k) as StableHLO.
-
-    Args:
-        a: The format of the first operand.
-        b: The format of the second operand.
-        written: The dtype of the product.
-        fast: Whether a GPU may accumulate with fewer bits.
-    """
+    """Return a product of (b, m, k) and (b, n, k) as StableHLO."""
     left, right, out = _HLO_TYPES[a], _HLO_TYPES[b], _HLO_TYPES[written]
     x, y, z = (f"tensor<?x?x?x{each}>" for each in (left, right, out))
     return f"""
@@ -342,18 +330,14 @@ _HLO_TYPES = {
 
 
 def _format_of(operand: Quantized) -> str:
-    asked: Any = operand.quantization
-    return str(asked.format)
+    quantization: Any = operand.quantization
+    return str(quantization.format)
 
 
 ENGINE = Engine(
     name="tensorflow",
     device=here,
-    matmuls=(
-        XlaMatmul(),
-        XlaMatmulOfRows(),
-        EmulatedMatmul(_product),
-    ),
+    matmuls=(XlaMatmul(), XlaMatmulOfRows(), EmulatedMatmul(_product)),
     plain=Plain(_wide_product),
     convolutions=KerasConvolutions("XLA has no float8 convolution"),
     training_cast=cast_in_training,

@@ -10,7 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import DIFFERENTIATED_AGAIN, Operation
+from keras_policy_ext.backends.interface import (
+    DIFFERENTIATED_AGAIN,
+    Operation,
+    Shape,
+)
 
 # TensorFlow has no public way to ask whether a tape records (TF 2.21). Where
 # this one is gone, gradients are taken once.
@@ -38,19 +42,16 @@ _BODY = "loop_body"
 class Backward:
     """The backward pass of one call of an operation.
 
-    Args:
-        operation: The operation.
-        shapes: The shapes of the inputs and the kernel, with None for a size
-            that the graph does not know.
-        sizes: The same shapes, with scalar tensors in place of None.
-        leaves: The leaves of the residuals.
+    `shapes` are those of the inputs and the kernel, with None for a size that
+    the graph does not know; `sizes` has scalar tensors in its place. `leaves`
+    are those of the residuals.
     """
 
     def __init__(
         self,
         operation: Operation,
-        shapes: tuple[Any, ...],
-        sizes: tuple[Any, ...],
+        shapes: tuple[Shape, Shape],
+        sizes: tuple[Shape, Shape],
         leaves: Sequence[Tensor],
     ):
         # All slots share compiled passes.
@@ -82,47 +83,40 @@ class Backward:
         return [inputs_grad, *_after((kernel, *state), assigned)]
 
     def _linked(self, *tensors: Tensor) -> Gradients:
-        """Return the gradients, which can be differentiated once more.
-
-        Args:
-            tensors: `outputs_grad`, the inputs, the kernel and the state.
-        """
+        """Return the gradients, which can be differentiated once more."""
 
         @tf.custom_gradient
         def gradients(outputs_grad: Tensor, *operands: Tensor) -> Any:
             slot = self._operation.another_slot(self._slot)
-            found = self._passed(slot, outputs_grad, operands[2:])
+            results = self._passed(slot, outputs_grad, operands[2:])
 
             def again(*gradients: Tensor) -> Gradients:
                 derivatives = self._differentiated(outputs_grad, *gradients[:2])
                 of_operands = map(_last, derivatives)
-                return [*of_operands, *found[2:]]
+                return [*of_operands, *results[2:]]
 
-            return found, again
+            return results, again
 
-        found: Gradients = gradients(*tensors)
-        return found
+        results: Gradients = gradients(*tensors)
+        return results
 
     def _passed(
-        self,
-        slot: int,
-        outputs_grad: Tensor,
-        state: tuple[Tensor, ...],
+        self, slot: int, outputs_grad: Tensor, state: tuple[Tensor, ...]
     ) -> Gradients:
         """Run the compiled backward pass; return the gradients."""
         graph = _shared_backward(self._operation, self._shapes, self._dtypes)
         # A number would be compiled in.
         number = tf.constant(slot, tf.int32)
-        found: Gradients = graph(
+        results: Gradients = graph(
             self._leaves, self._unknown, outputs_grad, state, number
         )
-        return found
+        return results
 
     def _differentiated(self, *gradients: Tensor) -> Gradients:
         """Run the compiled second derivatives; return them."""
         graph = _shared_second(self._operation, self._shapes, self._dtypes)
-        found: Gradients = graph(self._leaves, self._unknown, *gradients)
-        return found
+        results: Gradients = graph(self._leaves, self._unknown, *gradients)
+        return results
 
 
 def is_recorded(*tensors: Tensor) -> bool:
@@ -130,12 +124,9 @@ def is_recorded(*tensors: Tensor) -> bool:
 
     False in a graph that TensorFlow makes for the gradient of a function or of
     a loop's body. False in forward mode, in which no tape records.
-
-    Args:
-        *tensors: The operands.
     """
-    asked = getattr(record, "should_record_backprop", None)
-    if asked is None or not asked(list(tensors)):
+    is_recording = getattr(record, "should_record_backprop", None)
+    if is_recording is None or not is_recording(list(tensors)):
         return False
     graph = tf.compat.v1.get_default_graph()
     # A tensor that has its numbers has no graph.
@@ -143,12 +134,7 @@ def is_recorded(*tensors: Tensor) -> bool:
 
 
 def refuse_vectorized(*tensors: Tensor) -> None:
-    """Raise if a tape records tensors in a loop that TensorFlow vectorizes.
-
-    Raises:
-        NotImplementedError: If a tape records them in a loop that TensorFlow
-            vectorizes.
-    """
+    """Raise if a tape records tensors in a loop that TensorFlow vectorizes."""
     if _is_vectorized() and is_recorded(*tensors):
         raise NotImplementedError(VECTORIZED)
 
@@ -173,14 +159,12 @@ def _last(gradient: Tensor) -> Tensor:
 
 
 def _after(reads: tuple[Tensor, ...], gradients: list[Tensor]) -> list[Tensor]:
-    """Return the same gradients, to be computed after the tensors in `reads`.
-
-    A forward pass that is recomputed for its gradient reads a kernel that the
-    gradient of the kernel does not need. Only a control edge puts that read
-    before the update. Grappler loses the edge: it considers it redundant
-    beside an IdentityN of all gradients, and then splits that IdentityN (TF
-    2.21; once in some 40,000 steps the updated kernel was read).
-    """
+    """Return the same gradients, computed after the tensors in `reads`."""
+    # A forward pass that is recomputed for its gradient reads a kernel that the
+    # gradient of the kernel does not need. Only a control edge puts that read
+    # before the update. Grappler loses the edge: it considers it redundant
+    # beside an IdentityN of all gradients, and then splits that IdentityN (TF
+    # 2.21; once in some 40,000 steps the updated kernel was read).
     with tf.control_dependencies(reads):
         return [tf.identity(gradient) for gradient in gradients]
 
@@ -203,7 +187,7 @@ class CompiledPass:
     Python function.
     """
 
-    def __init__(self, function: Any):
+    def __init__(self, function: Callable[..., object]):
         self._function = tf.function(function, autograph=False)
         self._concrete: Any = None
 
@@ -216,18 +200,17 @@ class CompiledPass:
 
 @functools.lru_cache(maxsize=1024)
 def _shared_backward(
-    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+    operation: Operation,
+    shapes: tuple[Shape, Shape],
+    dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return a backward pass compiled for an operation, shapes and dtypes.
-
-    It is cached by the dtypes of the leaves and by the known sizes.
-    """
+    """Return a backward pass compiled for an operation, shapes and dtypes."""
 
     def backward(
-        leaves: Any,
-        unknown: Any,
+        leaves: Sequence[Tensor],
+        unknown: Sequence[Tensor],
         outputs_grad: Tensor,
-        state: Any,
+        state: tuple[Tensor, ...],
         slot: Tensor,
     ) -> Gradients:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
@@ -241,21 +224,24 @@ def _shared_backward(
 
 @functools.lru_cache(maxsize=1024)
 def _shared_second(
-    operation: Operation, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
+    operation: Operation,
+    shapes: tuple[Shape, Shape],
+    dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return second derivatives compiled for an operation and shapes.
+    """Return second derivatives compiled for an operation and shapes."""
 
-    It is cached like `_shared_backward`.
-    """
-
-    def second(leaves: Any, unknown: Any, *gradients: Tensor) -> Any:
+    def second(
+        leaves: Sequence[Tensor], unknown: Sequence[Tensor], *gradients: Tensor
+    ) -> Any:
         residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
         return operation.bound.second_derivatives(residuals, *gradients)
 
     return CompiledPass(second)
 
 
-def _whole(shapes: tuple[Any, ...], unknown: Any) -> tuple[Any, Any]:
+def _whole(
+    shapes: tuple[Shape, Shape], unknown: Sequence[Tensor]
+) -> tuple[Any, Any]:
     """Return the shapes of inputs and kernel, with unknown sizes filled in."""
     sizes = iter(unknown)
     inputs, kernel = (
@@ -275,22 +261,15 @@ _BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 
 
 def relu(x: Tensor, for_xla: bool) -> Tensor:
-    """Compute `tf.nn.relu(x)`; save only a mask for the gradient.
-
-    TensorFlow's own gradient saves the outputs.
-
-    Args:
-        x: Of any shape and floating dtype.
-        for_xla: Whether XLA compiles the function.
-    """
+    """Compute `tf.nn.relu(x)`; save a mask for the gradient, no outputs."""
 
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
         outputs = tf.nn.relu(x)
-        kept = _packed(outputs > 0, for_xla)
+        mask = _packed(outputs > 0, for_xla)
 
         def gradient(outputs_grad: Tensor) -> Tensor:
-            passes = tf.cast(_unpacked(kept), outputs_grad.dtype)
+            passes = tf.cast(_unpacked(mask), outputs_grad.dtype)
             passes = tf.reshape(passes, tf.shape(outputs_grad))
             return tf.raw_ops.ReluGrad(gradients=outputs_grad, features=passes)
 
@@ -300,12 +279,7 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
 
 
 def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Compute `activation(x)`; XLA computes it again for the gradient.
-
-    Args:
-        activation: An elementwise function.
-        x: Of any shape and floating dtype.
-    """
+    """Compute `activation(x)`; XLA computes it again for the gradient."""
 
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
@@ -324,11 +298,8 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor, for_xla: bool) -> Tensor:
-    """Pack a mask into 8 elements per byte if XLA compiles the function.
-
-    Without XLA, packing needs several passes over memory. Then, or if the last
-    axis is no multiple of 8, the mask is returned.
-    """
+    """Pack a mask into 8 elements per byte if XLA compiles the function."""
+    # Without XLA, packing needs several passes over memory.
     last = mask.shape[-1] if mask.shape.rank else None
     if not for_xla or not last or last % 8:
         return mask
@@ -346,8 +317,8 @@ def behind_barrier(*tensors: Tensor) -> list[Tensor]:
     return list(optimization_barrier(*tensors))
 
 
-def _unpacked(kept: Tensor) -> Tensor:
+def _unpacked(packed: Tensor) -> Tensor:
     """Unpack a mask of `_packed`: nonzero where the mask is True."""
-    if kept.dtype == tf.bool:
-        return kept
-    return tf.bitwise.bitwise_and(kept[..., tf.newaxis], _BITS)
+    if packed.dtype == tf.bool:
+        return packed
+    return tf.bitwise.bitwise_and(packed[..., tf.newaxis], _BITS)

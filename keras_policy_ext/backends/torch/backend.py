@@ -14,7 +14,7 @@ import torch
 
 from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext._types import Tensor, override
+from keras_policy_ext._types import Size, Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.flows import Flow
@@ -24,7 +24,6 @@ from keras_policy_ext.backends.interface import (
     Mark,
     Operation,
     Settle,
-    Shape,
     saved_dtype,
 )
 from keras_policy_ext.backends.torch import (
@@ -73,10 +72,7 @@ def lacking(*formats: str) -> str | None:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Return True if `scaled_mm` takes row scales on a device.
-
-    This is so for bfloat16 outputs.
-    """
+    """Return True if `scaled_mm` takes row scales for bfloat16 outputs."""
     if device.type == "cpu":
         return torch.__version__ >= (2, 13)
     return sys.platform != "win32" and "rows" in here().scales
@@ -137,13 +133,9 @@ def sums_in_float32(dtype: str) -> bool:
 
 @functools.cache
 def _sums_in_float32(dtype: str, halves: bool) -> bool:
-    """Run a matmul of `dtype`; return True if its float32 sums are exact.
-
-    The sum is a value that no 16-bit dtype can hold.
-
-    It is tested once per process. Older versions of PyTorch, and builds for
-    other makers, have no such matmul.
-    """
+    """Return True if a matmul of `dtype` has exact float32 sums; run one."""
+    # Older versions of PyTorch, and builds for other makers, have no such
+    # matmul. No 16-bit dtype can hold the sum.
     try:
         x = torch.ones((16, 4112), device="cuda", dtype=getattr(torch, dtype))
         x[:, 0] = 0.5
@@ -236,7 +228,7 @@ class TorchBackend(Backend):
         return torch.no_grad()
 
     @override
-    def reshape(self, x: Tensor, shape: Shape) -> Tensor:
+    def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
         # 1 µs in place of 30 (torch 2.13).
         return x.reshape(shape)
 
@@ -287,8 +279,8 @@ class TorchBackend(Backend):
     def known_any(self, flags: Tensor) -> bool | None:
         # A choice of scales that is already made saves three of the five
         # computations of scales in a step.
-        known = type(flags) is torch.Tensor and flags.device.type == "cpu"
-        return bool(flags.any()) if known else None
+        is_on_cpu = type(flags) is torch.Tensor and flags.device.type == "cpu"
+        return bool(flags.any()) if is_on_cpu else None
 
     @override
     def seen_lately(self, state: Tensor) -> bool:
@@ -309,7 +301,7 @@ class TorchBackend(Backend):
         return x._version if counts else None
 
     @override
-    def as_value_of(self, variable: Any, value: Any) -> Tensor:
+    def as_value_of(self, variable: keras.Variable, value: Tensor) -> Tensor:
         # Keras's conversion would return the same tensor, and take the host
         # as long as the update of the state.
         stored = variable.value
@@ -320,30 +312,41 @@ class TorchBackend(Backend):
         return super().as_value_of(variable, value)
 
     @override
-    def assigned(self, variable: Any, value: Tensor) -> Tensor | None:
+    def assigned(
+        self, variable: keras.Variable, value: Tensor
+    ) -> Tensor | None:
         # Only there: eagerly the decorator takes longer than the kernel.
         if torch.compiler.is_compiling():
-            return self._assigned_apart(variable, value)
+            return self._assigned_outside_graph(variable, value)
         return self._assigned(variable, value)
 
     @torch.compiler.disable
-    def _assigned_apart(self, variable: Any, value: Tensor) -> Tensor | None:
+    def _assigned_outside_graph(
+        self, variable: keras.Variable, value: Tensor
+    ) -> Tensor | None:
         return self._assigned(variable, value)
 
-    def _assigned(self, variable: Any, value: Tensor) -> Tensor | None:
+    def _assigned(
+        self, variable: keras.Variable, value: Tensor
+    ) -> Tensor | None:
         with torch.no_grad():
-            found, state = observations.taken(variable, value), variable.value
+            observed, state = (
+                observations.taken(variable, value),
+                variable.value,
+            )
             merge = self._merge_of(variable, state)
             if merge is not None:
-                merge(value, found, state)
+                merge(value, observed, state)
                 return None
-            value = observations.merged(value, found)
+            value = observations.merged(value, observed)
             return super().settle(variable.settling, value, state)
 
-    def _merge_of(self, variable: Any, state: Tensor) -> Any:
+    def _merge_of(self, variable: keras.Variable, state: Tensor) -> Any:
         """Return what changes a state in place, in one kernel; or None."""
-        known: Any = backends.engine.states[:1]
-        if not (state.is_cuda or any(each.interpreted for each in known)):
+        triton_states: Any = backends.engine.states[:1]
+        if not (
+            state.is_cuda or any(each.interpreted for each in triton_states)
+        ):
             return None
         source = source_of(variable.recipe, variable.matrices)
         states: Any = backends.engine.state_kernels_for(source, state)
@@ -353,20 +356,24 @@ class TorchBackend(Backend):
         return functools.partial(states.merge, source)
 
     @override
-    def keep_observations(self, variable: Any, tensor: Tensor) -> None:
-        observations.keep_apart(variable, tensor)
+    def keep_observations(
+        self, variable: keras.Variable, tensor: Tensor
+    ) -> None:
+        observations.keep_out_of_grad(variable, tensor)
 
     @override
-    def earlier_observation(self, variable: Any) -> Tensor | None:
+    def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
         return variable.observed.earlier
 
     @override
-    def put_earlier_observation(self, variable: Any, value: Tensor) -> None:
+    def put_earlier_observation(
+        self, variable: keras.Variable, value: Tensor
+    ) -> None:
         value = torch.as_tensor(value, device=variable.value.device)
         variable.observed.earlier = value
 
     @override
-    def known_value(self, variable: Any) -> Tensor | None:
+    def known_value(self, variable: keras.Variable) -> Tensor | None:
         # Once for each change.
         if torch.compiler.is_compiling() or are_transforms_active():
             return None
@@ -374,7 +381,9 @@ class TorchBackend(Backend):
 
     @override
     def follow_shards(
-        self, variables: Sequence[Any], modules: Sequence[Any]
+        self,
+        variables: Sequence[keras.Variable],
+        modules: Sequence[keras.Layer],
     ) -> None:
         # Tensors in parts are not in every build of PyTorch.
         pass
@@ -400,11 +409,11 @@ class TorchBackend(Backend):
         float8_gathers.prepare(kernels, modules)
 
     @override
-    def gathering_of(self, variable: Any) -> Any:
+    def gathering_of(self, variable: keras.Variable) -> Any:
         return getattr(variable, "float8_gathering", None)
 
     @override
-    def settle_observed(self, variables: Sequence[Any]) -> None:
+    def settle_observed(self, variables: Sequence[keras.Variable]) -> None:
         observations.enter(variables)
 
     @override
@@ -489,12 +498,12 @@ class TorchBackend(Backend):
             return x
 
         with torch.enable_grad():
-            loss, kept = run(mark)
+            loss, results = run(mark)
             wanted = list(marked)
             if not (wanted and loss.requires_grad):
-                return kept, [None] * len(wanted)
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return kept, list(found)
+                return results, [None] * len(wanted)
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return results, list(gradients)
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
@@ -568,8 +577,8 @@ class TorchBackend(Backend):
         table = _TABLES[format_name].to(codes.device)
         if torch.compiler.is_compiling():
             return table[codes.int()]
-        found = table.index_select(0, codes.flatten().int())
-        return found.view(codes.shape)
+        values = table.index_select(0, codes.flatten().int())
+        return values.view(codes.shape)
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
@@ -583,21 +592,13 @@ class TorchBackend(Backend):
 BACKEND = TorchBackend()
 
 
-def _tables() -> dict[str, Tensor]:
-    """Return, by format name, a table of the values of all 256 codes."""
-    return {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
-
-
-# Made here and not where they are needed: its compiler takes a tensor of a
-# module for a constant.
-_TABLES = _tables()
+# The values of all 256 codes. PyTorch's compiler takes a tensor of a module for
+# a constant.
+_TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
 def is_real(x: Tensor) -> bool:
-    """Return True if a tensor has data and is no placeholder.
-
-    Tensors of other types are placeholders for data.
-    """
+    """Return True if a tensor has data; of another type it is a placeholder."""
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -617,14 +618,12 @@ def is_known(x: Tensor) -> bool:
 
 
 def _run_exported(
-    operation: Operation, inputs: Tensor, kernel: Tensor, state: Any
+    operation: Operation,
+    inputs: Tensor,
+    kernel: Tensor,
+    state: tuple[Tensor, ...],
 ) -> Tensor:
-    """Compute an operation's outputs with built-in PyTorch operations only.
-
-    It observes, since the scale of an unobserved operand is then chosen
-    without a branch. An exported file cannot have a branch inside the loop of
-    a recurrent layer.
-    """
+    """Compute an operation's outputs with PyTorch's own operations only."""
     _refuse_onnx()
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(
@@ -632,6 +631,9 @@ def _run_exported(
             "PyTorch. Received: torch.export.export(..., strict=True). "
             "Allowed: strict=False, which gives the same program."
         )
+    # It observes, since the scale of an unobserved operand is then chosen
+    # without a branch. An exported file cannot have a branch inside the loop of
+    # a recurrent layer.
     return operation.bound.forward(inputs, kernel, state, observe=True)[0]
 
 

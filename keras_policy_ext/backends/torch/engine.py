@@ -22,7 +22,7 @@ from keras_policy_ext.backends.emulated import (
     unscaled,
 )
 from keras_policy_ext.backends.interface import Shape
-from keras_policy_ext.backends.matmuls import Engine, StateKernels
+from keras_policy_ext.backends.matmuls import Convolution, Engine, StateKernels
 from keras_policy_ext.backends.torch import backend, casts, straight
 from keras_policy_ext.backends.torch.backend import is_known, is_real
 from keras_policy_ext.backends.torch.scaled_mm import (
@@ -54,7 +54,7 @@ class TorchConvolutions(KerasConvolutions):
     """
 
     @override
-    def outputs(self, conv: Any, x: Tensor, w: Tensor) -> Tensor:
+    def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
         if not conv.is_transposed:
             return super().outputs(conv, x, w)
         pads = conv.around(tuple(w.shape[:-2]))
@@ -65,28 +65,24 @@ class TorchConvolutions(KerasConvolutions):
 
     @override
     def inputs_grad(
-        self, conv: Any, g: Tensor, w: Tensor, shape: Shape
+        self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
         return _conv_backward(conv, g, g.new_zeros(tuple(shape)), w, 0)
 
     @override
     def kernel_grad(
-        self, conv: Any, x: Tensor, g: Tensor, shape: Shape
+        self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
         return _conv_backward(conv, g, x, g.new_zeros(tuple(shape)), 1)
 
 
 def _conv_backward(
-    conv: Any, g: Tensor, x: Tensor, w: Tensor, operand: int
+    conv: Convolution, g: Tensor, x: Tensor, w: Tensor, operand: int
 ) -> Tensor:
-    """Return the gradient of a convolution's operand 0 or 1.
-
-    Operand 0 is the inputs, operand 1 the kernel.
-
-    All tensors have Keras's layouts: `(batch, *spatial, channels)` or channels
-    first, and `(*spatial, channels / groups, filters)` for the kernel, or
-    `(*spatial, filters, channels)` for a transposed one.
-    """
+    """Return the gradient of a convolution's operand: 0 inputs, 1 kernel."""
+    # All tensors have Keras's layouts: `(batch, *spatial, channels)` or
+    # channels first, and `(*spatial, channels / groups, filters)` for the
+    # kernel, or `(*spatial, filters, channels)` for a transposed one.
     x, g = _channels_first(conv, x), _channels_first(conv, g)
     rank = len(conv.strides)
     pads = [(0, 0)] * rank
@@ -114,22 +110,18 @@ def _conv_backward(
     return _as_lying(conv, gradient)
 
 
-def _how(conv: Any) -> tuple[Any, ...]:
-    """Return a convolution's arguments for PyTorch, strides to padding.
-
-    These are strides, padding, dilation, whether it is transposed, and output
-    padding.
-    """
+def _how(conv: Convolution) -> tuple[Any, ...]:
+    """Return strides, padding, dilation, transposed and output padding."""
     none = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
     return list(conv.strides), none, rates, conv.is_transposed, none
 
 
-def _channels_first(conv: Any, x: Tensor) -> Tensor:
+def _channels_first(conv: Convolution, x: Tensor) -> Tensor:
     return x.movedim(-1, 1) if conv.data_format == "channels_last" else x
 
 
-def _as_lying(conv: Any, x: Tensor) -> Tensor:
+def _as_lying(conv: Convolution, x: Tensor) -> Tensor:
     """Move channels from axis 1 back to where Keras has them."""
     return x.movedim(1, -1) if conv.data_format == "channels_last" else x
 
@@ -141,15 +133,12 @@ def _outputs_first(w: Tensor) -> Tensor:
 
 
 def _flat(pads: Pads) -> list[int]:
-    """Flatten pairs of paddings into the list that `F.pad` takes.
-
-    `F.pad` takes the last axis first.
-    """
+    """Flatten pairs of paddings for `F.pad`, which begins at the last axis."""
     return [pad for pair in reversed(pads) for pad in pair]
 
 
 def _same_padding(
-    conv: Any, sizes: torch.Size, kernel_sizes: torch.Size
+    conv: Convolution, sizes: torch.Size, kernel_sizes: torch.Size
 ) -> Pads:
     """Return the zeros to pad before and after each spatial axis."""
     pads = []
@@ -176,7 +165,7 @@ class CpuStates(StateKernels):
     """NumPy arithmetic of scales and states on a CPU; see `StateKernels`."""
 
     @override
-    def supports(self, source: Any, state: Tensor) -> str | None:
+    def supports(self, source: object, state: Tensor) -> str | None:
         if type(source) is not DelayedSource:
             return "this arithmetic is that of delayed scaling"
         there = is_real(state) and state.device.type == "cpu"
@@ -188,7 +177,9 @@ class CpuStates(StateKernels):
         return None
 
     @override
-    def history_scales(self, source: Any, state: Tensor) -> HistoryScales:
+    def history_scales(
+        self, source: DelayedSource, state: Tensor
+    ) -> HistoryScales:
         before = _before(source, state.detach().numpy())
         _, scales_before = zip(*before, strict=True)
         scales = np.array(scales_before, np.float32)
@@ -200,15 +191,17 @@ class CpuStates(StateKernels):
 
     @override
     def observation(
-        self, source: Any, amaxes: list[Tensor], slot: int
+        self, source: DelayedSource, amaxes: list[Tensor], slot: int
     ) -> Tensor:
-        found = np.zeros(source.state_shape, "float32")
-        found[:, 0] = UNIT
-        found[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
-        return torch.from_numpy(found)
+        rows = np.zeros((len(OPERANDS), source.layout.width), "float32")
+        rows[:, 0] = UNIT
+        rows[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
+        return torch.from_numpy(rows)
 
     @override
-    def settle(self, source: Any, value: Tensor, previous: Tensor) -> Tensor:
+    def settle(
+        self, source: DelayedSource, value: Tensor, previous: Tensor
+    ) -> Tensor:
         value, previous = value.detach(), previous.detach()
         values, settled = value.numpy(), previous.numpy().copy()
         before = _before(source, settled)
@@ -225,18 +218,15 @@ class CpuStates(StateKernels):
         return torch.from_numpy(settled)
 
 
-def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
-    """Return, per row of a state, whether it is valid, and its scale.
-
-    See `StateLayout.is_intact` and `DelayedSource.history_scales`.
-    """
+def _before(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
+    """Return, per row of a state, whether it is valid, and its scale."""
     history = state[:, FIRST:]
     largest = history.max(axis=1).tolist()
     newest_only = source.recipe.amax_compute == "most_recent"
     amaxes = history[:, 0].tolist() if newest_only else largest
     heads = state[:, :FIRST].tolist()
     initial: float = source.initial
-    found = []
+    rows = []
     for head, most, amax, limit in zip(
         heads, largest, amaxes, source.limits_with_margin, strict=True
     ):
@@ -246,15 +236,12 @@ def _before(source: Any, state: Array) -> list[tuple[bool, float]]:
             scale = inverted_of_number(amax, limit)
         else:
             scale = stored if is_intact and stored > 0.0 else initial
-        found.append((is_intact, scale))
-    return found
+        rows.append((is_intact, scale))
+    return rows
 
 
 def _is_observation(numbers: list[float]) -> bool:
-    """Return True if a row is an observation of at least one use.
-
-    See `StateLayout._is_observation`.
-    """
+    """Return True for an observation; see `StateLayout._is_observation`."""
     uses = _rounded(numbers[0] / UNIT)
     *slots, scale, newest = numbers[1:]
     seen = math.inf if scale or newest else SLOTS - slots.count(0.0)
@@ -262,10 +249,7 @@ def _is_observation(numbers: list[float]) -> bool:
 
 
 def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:
-    """Return the amax of an observation; None if an amax is not finite.
-
-    See `StateLayout._newest`.
-    """
+    """Return the amax of an observation; None if an amax is not finite."""
     entries = numbers[1:]
     if not all(map(math.isfinite, entries)):
         return None
@@ -341,11 +325,9 @@ class Float32Matmul(Emulated):
         return product.to(getattr(torch, dtype))
 
     def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
-        """Multiply in bfloat16 two operands whose scales are powers of two.
-
-        The operands are then exact in bfloat16, and the scales that multiply
-        the output do not change how it is rounded.
-        """
+        """Multiply in bfloat16 two operands whose scales are powers of two."""
+        # The operands are then exact in bfloat16, and the scales that multiply
+        # the output do not change how it is rounded.
         product = self.product(*(unscaled(x).bfloat16() for x in (a, b)))
         product = product.float()
         return times_scales(product, a, b, torch.Tensor.mul_).bfloat16()
@@ -374,12 +356,10 @@ ENGINE = Engine(
 
 
 def _fits_bfloat16(a: Quantized, b: Quantized) -> bool:
-    """Return True if bfloat16 is as exact as float32 for a matmul, and faster.
-
-    Bfloat16 represents every float8 value exactly, also times a power of two.
-    256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in float32;
-    with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
-    """
+    """Return True if bfloat16 is as exact as float32 here, and faster."""
+    # Bfloat16 represents every float8 value exactly, also times a power of two.
+    # 256x512x2048 on a core with AVX512-BF16: 2.5 ms against 5.6 ms in float32;
+    # with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
     return (
         a.values.dtype in (torch.float32, torch.bfloat16)
         and (_in_one_scale(a, b) or are_powers_of_two(a, b))
@@ -389,15 +369,13 @@ def _fits_bfloat16(a: Quantized, b: Quantized) -> bool:
 
 
 def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
-    """Return True if a GPU can multiply these operands exactly in 16 bits.
-
-    False for tensors without data, since nothing is computed.
-    """
+    """Return True if a GPU can multiply these operands exactly in 16 bits."""
     if not _is_cuda(a.values):
         return False
     narrow = backend.here().multiplies_in
     return (
         exact_in(narrow, a, b)
+        # Without data nothing is computed.
         and is_real(a.values)
         and backend.sums_in_float32(narrow)
     )
@@ -418,16 +396,14 @@ def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
 
 
 def _in_one_scale(*operands: Quantized) -> bool:
-    asked = [each.quantization for each in operands]
-    return all(each is not None and each.keeps_axes for each in asked)
+    quantizations = [each.quantization for each in operands]
+    return all(each is not None and each.keeps_axes for each in quantizations)
 
 
 def _bfloat16_product(a: Quantized, b: Quantized, scale: float) -> Tensor:
-    """Multiply in bfloat16; apply the scale before the result is rounded.
-
-    `alpha` multiplies the float32 sums before they are rounded. Scaling a
-    bfloat16 result afterwards would round twice.
-    """
+    """Multiply in bfloat16; apply the scale before the result is rounded."""
+    # `alpha` multiplies the float32 sums before they are rounded. Scaling a
+    # bfloat16 result afterwards would round twice.
     x, y = a.values.bfloat16(), b.values.bfloat16().mT
     if x.shape[0] == 1:
         zero, x, y = x.new_zeros((1, 1)), x.squeeze(0), y.squeeze(0)

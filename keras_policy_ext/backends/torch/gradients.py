@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from keras_policy_ext._types import Tensor
@@ -35,8 +36,7 @@ FORWARD_MODE = (
 def are_transforms_active() -> bool:
     """Return True inside a transform of `torch.func`.
 
-    `torch.autograd.Function` makes the same check, to refuse functions that do
-    not support transforms. There is no public way to check (torch 2.13).
+    There is no public way to check (torch 2.13).
     """
     return bool(torch._C._are_functorch_transforms_active())
 
@@ -57,11 +57,9 @@ def refuse_compiled_transforms() -> None:
 
 
 def no_autocast(x: Tensor) -> Any:
-    """Return a context in which `torch.autocast` is off for a device.
-
-    The device "meta" has no autocast to disable.
-    """
+    """Return a context in which `torch.autocast` is off for a device."""
     device = x.device.type
+    # The device "meta" has no autocast to disable.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return _AS_IT_IS
     return torch.autocast(device, enabled=False)
@@ -74,7 +72,7 @@ class ReverseMode(torch.autograd.Function):
     """An autograd function that raises in forward-mode differentiation."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:
         """Raise: forward-mode differentiation is not supported."""
         raise NotImplementedError(FORWARD_MODE)
 
@@ -94,22 +92,22 @@ class ByExample(ReverseMode):
         """Call the function per example; return stacked outputs and axes."""
         leaves, structure = pytree.tree_flatten(arguments)
         axes = pytree.tree_leaves(in_dims, is_leaf=lambda axis: axis is None)
-        found = []
+        results = []
         for number in range(info.batch_size):
             example = [
                 x if axis is None else x.select(axis, number)
                 for x, axis in zip(leaves, axes, strict=True)
             ]
-            found.append(cls.apply(*pytree.tree_unflatten(example, structure)))
-        if isinstance(found[0], torch.Tensor):
-            return torch.stack(found), 0
-        outputs = tuple(_stacked(each) for each in zip(*found, strict=True))
+            results.append(
+                cls.apply(*pytree.tree_unflatten(example, structure))
+            )
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        outputs = tuple(
+            None if each[0] is None else torch.stack(each)
+            for each in zip(*results, strict=True)
+        )
         return outputs, tuple(None if x is None else 0 for x in outputs)
-
-
-def _stacked(outputs: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Stack one output of all examples; return None for an output of None."""
-    return None if outputs[0] is None else torch.stack(outputs)
 
 
 Links = tuple[Tensor | None, Tensor | None]
@@ -119,9 +117,8 @@ def links_of(inputs: Tensor, kernel: Tensor) -> Links:
     """Return links to inputs and kernel, which carry second derivatives.
 
     A link is a tensor that is never read; its gradient becomes the operand's.
-
-    The link of a parameter is the parameter. It is None for a tensor without
-    gradient and for tensors of other types, which are differentiated once.
+    The link of a parameter is the parameter. None for a tensor without gradient
+    and for tensors of other types, which are differentiated once.
     """
     return _link_of(inputs), _link_of(kernel)
 
@@ -142,11 +139,11 @@ class _Link(ReverseMode):
     """A tensor of an operand's shape, never read, that passes a gradient on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         return x.new_empty_strided(x.shape, (0,) * x.dim())
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Tensor:
         return outputs_grad
 
 
@@ -173,7 +170,7 @@ class Differentiable(ReverseMode):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         operation: Operation,
         links: Links,
         bias: Tensor | None,
@@ -209,7 +206,7 @@ class Differentiable(ReverseMode):
         return _no_view(outputs)
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> tuple[Any, ...]:
         """Return a gradient, or None, for each argument of `forward`."""
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
@@ -257,17 +254,10 @@ class Differentiable(ReverseMode):
 def _with_amax(
     how: Pass, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Add the kernel's amax to the saved tensors, if it is a parameter.
-
-    It is computed here, since the forward pass may never be differentiated.
-
-    Args:
-        how: See `Pass`.
-        kernel: The link to the kernel.
-        saved: See `_gradients`.
-    """
+    """Add the amax of a kernel that is a parameter to the saved tensors."""
     if kernel is None or not _is_parameter(kernel):
         return saved
+    # Not in the forward pass, which may never be differentiated.
     bound = how.operation.bound
     residuals = bound.residuals(saved[1:], how.shapes)
     with torch.no_grad():
@@ -278,13 +268,7 @@ def _with_amax(
 def _gradients(
     how: Pass, outputs_grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs, the kernel and the state.
-
-    Args:
-        how: See `Pass`.
-        outputs_grad: The gradient of the outputs.
-        saved: The state, if there is one, and the leaves of the residuals.
-    """
+    """Return the gradients of the inputs, the kernel and the state."""
     return _all_gradients(how, outputs_grad, saved, None)[:-1]
 
 
@@ -313,17 +297,13 @@ def linked(
 ) -> Any:
     """Return the gradients of `_gradients`; they can be differentiated once.
 
-    Args:
-        how: See `Pass`.
-        outputs_grad: See `_gradients`.
-        links: The links to the inputs and the kernel.
-        saved: See `_gradients`.
+    `saved` is the state, if there is one, and the leaves of the residuals.
     """
     pairs = zip(how.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
         # Of operands of a type that has no links.
-        found = _gradients(how, outputs_grad, saved)
-        return *last(found[:2], outputs_grad), *found[2:]
+        gradients = _gradients(how, outputs_grad, saved)
+        return *last(gradients[:2], outputs_grad), *gradients[2:]
     how = how._replace(slot=how.operation.another_slot(how.slot))
     return _Gradients.apply(how, outputs_grad, *links, *saved)
 
@@ -339,12 +319,14 @@ class _Gradients(ByExample):
         kernel_link: Tensor | None,
         *saved: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        found = _gradients(how, outputs_grad, saved)
-        return *(x if x is None else _no_view(x) for x in found[:2]), *found[2:]
+        gradients = _gradients(how, outputs_grad, saved)
+        return *(
+            x if x is None else _no_view(x) for x in gradients[:2]
+        ), *gradients[2:]
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.how, outputs_grad, *ctx.links = inputs[:4]
         ctx.observed = output[2:]
@@ -354,13 +336,13 @@ class _Gradients(ByExample):
 
     @staticmethod
     def backward(
-        ctx: Any, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
+        ctx: FunctionCtx, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
     ) -> tuple[Any, ...]:
         outputs_grad, *saved = ctx.saved_tensors
         bound = ctx.how.operation.bound
         leaves = saved[ctx.how.uses_state :]
         with torch.no_grad(), no_autocast(outputs_grad):
-            found = bound.second_derivatives(
+            derivatives = bound.second_derivatives(
                 bound.residuals(leaves, ctx.how.shapes),
                 outputs_grad,
                 inputs_grad_grad,
@@ -369,8 +351,10 @@ class _Gradients(ByExample):
             )
         if torch.is_grad_enabled():
             of_gradients = inputs_grad_grad, kernel_grad_grad
-            found = last(found, outputs_grad, *ctx.links, *of_gradients)
-        return None, *found, *ctx.observed, *(None for _ in leaves)
+            derivatives = last(
+                derivatives, outputs_grad, *ctx.links, *of_gradients
+            )
+        return None, *derivatives, *ctx.observed, *(None for _ in leaves)
 
 
 class Frozen(ReverseMode):
@@ -378,7 +362,10 @@ class Frozen(ReverseMode):
 
     @staticmethod
     def forward(
-        ctx: Any, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
+        ctx: FunctionCtx,
+        operation: FrozenOperation,
+        inputs: Tensor,
+        *constants: Tensor,
     ) -> Tensor:
         """Return the outputs; save the constants for the gradient."""
         ctx.operation, ctx.shape = operation, tuple(inputs.shape)
@@ -386,7 +373,7 @@ class Frozen(ReverseMode):
         return _no_view(operation.forward(inputs, constants))
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> tuple[Any, ...]:
         """Return the gradient of the inputs, and None for each constant."""
         constants = ctx.saved_tensors
         inputs_grad = ctx.operation.inputs_grad(
@@ -404,12 +391,12 @@ class _Last(ByExample):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
@@ -418,11 +405,9 @@ def last(
 ) -> list[Tensor | None]:
     """Return the same gradients; differentiating them again raises.
 
-    Args:
-        gradients: Gradients that were computed without a graph.
-        sources: The tensors that they were computed from. If none of these
-            requires a gradient, as without a link, the result still requires
-            one, so that it raises.
+    `sources` are the tensors that they were computed from. If none of these
+    requires a gradient, as without a link, the result still requires one, so
+    that it raises.
     """
     return [
         x if x is None else _Last.apply(_looked_for(x), *sources)
@@ -431,21 +416,18 @@ def last(
 
 
 def _looked_for(gradient: Tensor) -> Tensor:
-    """Return the same gradient as a tensor that requires a gradient.
-
-    Inside a transform of `torch.func` it is only detached: there a tensor
-    cannot be made to require a gradient.
-    """
+    """Return the same gradient as a tensor that requires a gradient."""
     gradient = gradient.detach()
+    # Inside a transform of `torch.func` a tensor cannot be made to require a
+    # gradient.
     return gradient if are_transforms_active() else gradient.requires_grad_()
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """Return the same tensor, as a new one if it is a view.
-
-    Autograd refuses to change a view in place if a custom function made it: `y
-    += 1` on the outputs, or the softmax of Keras 3.12, which adds its mask.
-    """
+    """Return the same tensor, as a new one if it is a view."""
+    # Autograd refuses to change a view in place if a custom function made it:
+    # `y += 1` on the outputs, or the softmax of Keras 3.12, which adds its
+    # mask.
     return x.new_empty(0).set_(x) if x._is_view() else x
 
 
@@ -464,18 +446,19 @@ class Relu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         """Return `relu(x)`; save the mask of positive outputs."""
         outputs = torch.relu(x)
-        ctx.axes = _as_in_memory(outputs)
+        # From the largest stride to the smallest.
+        ctx.axes = sorted(range(x.dim()), key=outputs.stride, reverse=True)
         ctx.save_for_backward(_kept(outputs.permute(ctx.axes)))
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Tensor:
         """Return the gradient of `x`: `outputs_grad` where the mask is True."""
-        (kept,) = ctx.saved_tensors
-        mask = _mask(kept, outputs_grad.permute(ctx.axes).shape)
+        (saved,) = ctx.saved_tensors
+        mask = _mask(saved, outputs_grad.permute(ctx.axes).shape)
         # Back to the order in memory of the outputs: the gradient gets the
         # order of the mask, and sums over it depend on the order.
         back = [ctx.axes.index(axis) for axis in range(mask.dim())]
@@ -483,18 +466,11 @@ class Relu(torch.autograd.Function):
         return torch.ops.aten.threshold_backward(outputs_grad, passes, 0)
 
 
-def _as_in_memory(x: Tensor) -> list[int]:
-    """Return the axes of a tensor, sorted from largest stride to smallest."""
-    return sorted(range(x.dim()), key=x.stride, reverse=True)
-
-
 def _kept(outputs: Tensor) -> Tensor:
-    """Return the mask of nonzero outputs, on a CPU as bits.
-
-    It has a byte per element on other devices, where memory is fast and each
-    operation is one more kernel, and if the elements do not fill bytes.
-    """
+    """Return the mask of nonzero outputs, on a CPU as bits."""
     mask = outputs.bool()
+    # A byte per element on other devices, where memory is fast and each
+    # operation is one more kernel, and if the elements do not fill bytes.
     if mask.device.type != "cpu" or mask.numel() % 8:
         return mask
     eights = mask.flatten().view(torch.int64)
@@ -502,11 +478,11 @@ def _kept(outputs: Tensor) -> Tensor:
     return bits.to(torch.uint8)
 
 
-def _mask(kept: Tensor, shape: Shape) -> Tensor:
+def _mask(saved: Tensor, shape: Shape) -> Tensor:
     """Return as bool, in this shape, the mask that `_kept` returned."""
-    if kept.dtype == torch.bool:
-        return kept
-    eights = _EIGHTS.index_select(0, kept.int())
+    if saved.dtype == torch.bool:
+        return saved
+    eights = _EIGHTS.index_select(0, saved.int())
     return eights.view(torch.bool).view(shape)
 
 

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -59,14 +60,12 @@ class Observed:
         self.version = -1
 
     def take_from(self, parameter: Tensor) -> None:
-        """Move an observation out of a state's newly accumulated gradient.
-
-        If the gradient was cleared since, the earlier observation is discarded
-        too: the loop has discarded that backward pass.
-        """
+        """Move an observation out of a state's newly accumulated gradient."""
         gradient = parameter.grad.detach()
         observation = gradient.clone()
         gradient.mul_(0.0)
+        # A loop that has cleared the gradient has discarded the earlier
+        # backward pass, so the earlier observation is discarded too.
         continued = parameter.grad is self.gradient
         if continued and self.latest is not None:
             observation = self.latest + observation
@@ -80,20 +79,20 @@ class Observed:
     def taken(self) -> Tensor | None:
         """Return the merged observations, and clear them; None if none."""
         self.keep()
-        found, self.earlier = self.earlier, None
-        return found
+        observation, self.earlier = self.earlier, None
+        return observation
 
     def replaced(self) -> None:
         """Clear all observations, after another state was assigned."""
         self.taken()
-        if self in _TOLD:
-            _TOLD[self][0].fill_(True)
+        if self in _HOST_FLAGS:
+            _HOST_FLAGS[self][0].fill_(True)
 
 
-_TOLD: weakref.WeakKeyDictionary[Observed, tuple[Tensor, memoryview]] = (
+_HOST_FLAGS: weakref.WeakKeyDictionary[Observed, tuple[Tensor, memoryview]] = (
     weakref.WeakKeyDictionary()
 )
-"""The flags that `told` returns, and their bytes.
+"""The flags that `host_flags` returns, and their bytes.
 
 They are not an attribute, since copies of a state would share it.
 """
@@ -105,13 +104,8 @@ The memory is never freed, since a pending kernel may still write into it.
 """
 
 
-def keep_apart(variable: Any, parameter: Tensor) -> None:
-    """Install a hook that moves a state's observations out of `.grad`.
-
-    Args:
-        variable: A state variable.
-        parameter: Its leaf tensor.
-    """
+def keep_out_of_grad(variable: keras.Variable, parameter: Tensor) -> None:
+    """Install a hook that moves a state's observations out of `.grad`."""
     variable.observed = Observed()
     if not (parameter.is_leaf and parameter.requires_grad):
         # Made in a layer that is not trainable, or a stand-in for a tensor
@@ -121,72 +115,61 @@ def keep_apart(variable: Any, parameter: Tensor) -> None:
     reference = weakref.ref(variable)
 
     def take(parameter: Tensor) -> None:
-        found = reference()
-        if found is not None:
-            found.observed.take_from(parameter)
+        state = reference()
+        if state is not None:
+            state.observed.take_from(parameter)
 
     parameter.register_post_accumulate_grad_hook(take)
 
 
-def taken(variable: Any, value: Tensor) -> list[Tensor]:
-    """Return a state's stored observations, and clear them.
+def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
+    """Return a state's stored observations, at most two, and clear them.
 
-    Args:
-        variable: A state variable.
-        value: What is assigned to it, as for `merged`.
-
-    Returns:
-        At most two observations, of replicas that share them one.
+    `value` is what is assigned to it, as for `merged`. Replicas share one
+    observation.
     """
     observed = variable.observed
     if value is variable.value:
         observed.keep()
         return []
     if observed.group is not None and not _is_settled(value):
-        found = _over_replicas([variable], [observed.taken()])
+        observations = _over_replicas([variable], [observed.taken()])
     else:
-        found = [observed.latest, observed.earlier]
+        observations = [observed.latest, observed.earlier]
         observed.latest = observed.earlier = observed.gradient = None
     observed.group = None
-    return [each for each in found if each is not None]
+    return [each for each in observations if each is not None]
 
 
-def merged(value: Tensor, found: list[Tensor]) -> Tensor:
-    """Return a value for a state, merged with observations.
+def merged(value: Tensor, observations: list[Tensor]) -> Tensor:
+    """Return a value for a state, merged with the observations of `taken`.
 
-    Args:
-        value: Float32 (operands, width): an observation, a settled state or
-            zeros; or the tensor in the variable itself, which an optimizer
-            that accumulates gradients assigns until it takes its step.
-        found: From `taken`.
-
-    Returns:
-        The same shape; rows that are settled are those of `value`.
+    The value, float32 (operands, width), is an observation, a settled state or
+    zeros; or the tensor in the variable itself, which an optimizer that
+    accumulates gradients assigns until it takes its step. Rows that are settled
+    stay.
     """
-    if not found:
+    if not observations:
         return value
-    largest = functools.reduce(torch.maximum, [value, *found])
+    largest = functools.reduce(torch.maximum, [value, *observations])
     return torch.where(value[:, :1] < 0.0, value, _counted(largest))
 
 
-def enter(states: Iterable[Any]) -> None:
+def enter(states: Iterable[keras.Variable]) -> None:
     """Update states with their observations, and clear their gradients.
 
     If gradients are averaged over replicas, every replica must call this for
     the same states in the same order.
-
-    Args:
-        states: State variables.
     """
     states = list(states)
     for state in states:
         if state.value.grad is None:  # the loop has cleared it
             state.observed.latest = state.observed.gradient = None
-    found = [state.observed.taken() for state in states]
-    found = _over_replicas(states, found)
+    observations = [state.observed.taken() for state in states]
+    observations = _over_replicas(states, observations)
     for state in states:
         state.observed.group = None
-    for state, observation in zip(states, found, strict=True):
+    for state, observation in zip(states, observations, strict=True):
         gradient, state.value.grad = state.value.grad, None
         if observation is None:
             observation = gradient
@@ -194,16 +177,18 @@ def enter(states: Iterable[Any]) -> None:
             state.assign(observation)
 
 
-def changed_value(variable: Any) -> Tensor | None:
+def changed_value(variable: keras.Variable) -> Tensor | None:
     """Return a state on a CPU as an array if it has changed, else None.
 
     It has changed if the tensor's version is not that of the last call.
     """
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
-    known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    known = known and tensor.dtype == torch.float32  # not cast by `to`
-    if observed is None or not known or tensor.device.type != "cpu":
+    is_float32 = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    is_float32 = (
+        is_float32 and tensor.dtype == torch.float32
+    )  # not cast by `to`
+    if observed is None or not is_float32 or tensor.device.type != "cpu":
         return None
     if tensor._version == observed.version:
         return None
@@ -211,22 +196,18 @@ def changed_value(variable: Any) -> Tensor | None:
     return tensor.detach().numpy()
 
 
-def told(parameter: Tensor) -> Tensor | None:
+def host_flags(parameter: Tensor) -> Tensor | None:
     """Return the flags that a GPU sets to report unobserved operands.
 
-    Args:
-        parameter: The parameter of a state on a GPU.
-
-    Returns:
-        Bool (operands,), in pinned memory, which a kernel writes
-        asynchronously. None for a state without gradient. Also None if the
-        flags do not exist yet while CUDA captures a graph, since that cannot
-        allocate pinned memory.
+    They are bool (operands,), in pinned memory, which a kernel writes
+    asynchronously. None for a state without gradient. Also None if the flags do
+    not exist yet while CUDA captures a graph, since that cannot allocate pinned
+    memory.
     """
     state = _STATES.get(id(parameter))
     if state is None:
         return None
-    if state.observed not in _TOLD:
+    if state.observed not in _HOST_FLAGS:
         on_gpu = parameter.is_cuda
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
@@ -234,8 +215,8 @@ def told(parameter: Tensor) -> Tensor | None:
             _FREE.append(pinned_flags(parameter.shape[0], on_gpu))
         unseen = _FREE.pop().fill_(True)
         weakref.finalize(state.observed, _FREE.append, unseen)
-        _TOLD[state.observed] = unseen, memoryview(unseen.numpy())
-    return _TOLD[state.observed][0]
+        _HOST_FLAGS[state.observed] = unseen, memoryview(unseen.numpy())
+    return _HOST_FLAGS[state.observed][0]
 
 
 def pinned_flags(count: int, pinned: bool = True) -> Tensor:
@@ -246,24 +227,18 @@ def pinned_flags(count: int, pinned: bool = True) -> Tensor:
 def seen_lately(parameter: Tensor) -> bool:
     """Return True if a GPU reported that all operands were observed."""
     state = _STATES.get(id(parameter))
-    told = None if state is None else _TOLD.get(state.observed)
-    return told is not None and True not in told[1]
+    flags = None if state is None else _HOST_FLAGS.get(state.observed)
+    return flags is not None and True not in flags[1]
 
 
 def know_replicas(parameter: Tensor) -> None:
     """Record a state's replicas for the next all-reduce of observations.
 
-    It does nothing outside of DistributedDataParallel and `fully_shard`.
-
-    Call this in a forward pass whose gradients are taken. All states of the
-    module take part in the next all-reduce, on every replica, whichever layers
-    a replica uses. PyTorch keeps the module of that pass for its compiler (1.7
-    to 2.13), under a private name. Without it, each replica would keep its own
-    amaxes. That is also the case inside `join`, where replicas that have ended
-    would not answer (`_join_config`, also private).
-
-    Args:
-        parameter: The parameter of a state in use.
+    It does nothing outside of DistributedDataParallel and `fully_shard`. Call
+    it in a forward pass whose gradients are taken. All states of the module
+    take part in the next all-reduce, on every replica, whichever layers a
+    replica uses. Inside `join`, where replicas that have ended would not
+    answer, each keeps its own amaxes (`_join_config`, private).
     """
     module = _active_module()
     state = _STATES.get(id(parameter))
@@ -275,12 +250,12 @@ def know_replicas(parameter: Tensor) -> None:
         _know_replicas(module, state)
 
 
-def know_group(variables: Iterable[Any], group: Any) -> None:
+def know_group(
+    variables: Iterable[keras.Variable], group: dist.ProcessGroup
+) -> None:
     """Set the process group over which a model's observations are reduced.
 
-    Args:
-        variables: The variables of a model that `fully_shard` has sharded.
-        group: The process group of its shards.
+    `variables` are those of a model that `fully_shard` has sharded.
     """
     ids = {id(variable) for variable in variables}
     states = [each for each in _all_states() if id(each) in ids]
@@ -304,19 +279,19 @@ def know_replicas_in_graph() -> None:
 
 
 def _active_module() -> Any:
-    """Return the DistributedDataParallel module in whose call this is, or None.
-
-    The name is private (torch 2.13). Without it, no replicas are known, and
-    each replica keeps its own amaxes.
-    """
+    """Return the DistributedDataParallel module that is called now, or None."""
+    # PyTorch keeps it for its compiler, under a private name (1.7 to 2.13).
+    # Without it each replica keeps its own amaxes.
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
-def _know_replicas(module: Any, state: Any) -> None:
+def _know_replicas(
+    module: DistributedDataParallel, state: keras.Variable
+) -> None:
     """Record a module's process group in all its states, once."""
     joining = getattr(getattr(module, "_join_config", None), "enable", False)
-    known = state.observed.group is not None
-    if known or joining or module.process_group.size() == 1:
+    is_known = state.observed.group is not None
+    if is_known or joining or module.process_group.size() == 1:
         return
     for each in module.parameters():
         state = _STATES.get(id(each))
@@ -331,10 +306,8 @@ def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _counted(largest: Tensor) -> Tensor:
-    """Return an observation with at least one use per slot that has an amax.
-
-    The observations may have used different slots.
-    """
+    """Return an observation with at least one use per slot that has an amax."""
+    # The observations may have used different slots.
     slots = (largest[:, 1:] != 0.0).sum(1, keepdim=True).to(largest.dtype)
     uses = torch.maximum(largest[:, :1], UNIT * slots)
     return torch.cat([uses, largest[:, 1:]], dim=1)
@@ -345,21 +318,17 @@ def _is_settled(value: Tensor) -> bool:
 
 
 def _over_replicas(
-    states: list[Any], found: list[Tensor | None]
+    states: list[keras.Variable], observations: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """Combine each observation with those of its replicas, by all-reduce.
-
-    The all-reduce takes the maximum, entry by entry.
-
-    There is one all-reduce per process group.
-    """
+    """Combine each observation with those of its replicas, by all-reduce."""
+    # There is one all-reduce per process group, of the maximum of each entry.
     places: dict[Any, list[int]] = {}
     for place, state in enumerate(states):
         if state.observed.group is not None:
             places.setdefault(state.observed.group, []).append(place)
-    combined = list(found)
+    combined = list(observations)
     for group, chosen in places.items():
-        parts = [_filled(found[i], states[i]) for i in chosen]
+        parts = [_filled(observations[i], states[i]) for i in chosen]
         flat = torch.cat([part.reshape(-1) for part in parts])
         # A maximum may lose NaN, and infinity is not entered either.
         flat = torch.nan_to_num(flat, nan=torch.inf, posinf=torch.inf)
@@ -370,24 +339,23 @@ def _over_replicas(
     return combined
 
 
-def _filled(observation: Tensor | None, state: Any) -> Tensor:
+def _filled(observation: Tensor | None, state: keras.Variable) -> Tensor:
     if observation is None:
         return torch.zeros_like(state.value.detach())
     return observation
 
 
 def _before_step(
-    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Update the float8 states of an optimizer's kernels before its step.
-
-    A closure, which takes gradients inside the step, is wrapped to do the
-    same.
-    """
+    """Update the float8 states of an optimizer's kernels before its step."""
     if not _STATES:
         return None
     _enter_states_of(optimizer)
 
+    # A closure takes gradients inside the step, so the same follows it.
     def followed(argument: Any) -> Any:
         if argument is optimizer or not callable(argument):
             return argument
@@ -399,7 +367,9 @@ def _before_step(
     )
 
 
-def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
+def _followed(
+    closure: Callable[..., Any], optimizer: torch.optim.Optimizer
+) -> Any:
     """Wrap an optimizer's closure to update float8 states after each call."""
 
     @functools.wraps(closure)
@@ -411,7 +381,7 @@ def _followed(closure: Callable[..., Any], optimizer: Any) -> Any:
     return call
 
 
-def _enter_states_of(optimizer: Any) -> None:
+def _enter_states_of(optimizer: torch.optim.Optimizer) -> None:
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
     with torch.no_grad(), variable_values.untold():
@@ -425,8 +395,8 @@ def _enter_states_of(optimizer: Any) -> None:
 def _all_states() -> list[Any]:
     """Return all state variables; other threads may create more meanwhile."""
     references = _STATES.valuerefs()
-    found = (reference() for reference in references)
-    return [state for state in found if state is not None]
+    states = (reference() for reference in references)
+    return [state for state in states if state is not None]
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import FrozenOperation, Operation
@@ -38,15 +39,9 @@ def run(
 ) -> Tensor:
     """Run an operation as a custom operator; return the outputs plus the bias.
 
-    The operator adds the bias if it runs straight. Elsewhere the compiler
-    adds it, perhaps with what comes next.
-
-    Args:
-        operation: Made of dataclasses and of values known to the compiler.
-        bias: In the dtype of the outputs; None for none.
-        inputs: See `BoundOperation.forward`.
-        kernel: See `BoundOperation.forward`.
-        *state: See `BoundOperation.forward`; at most one tensor.
+    The operator adds the bias if it runs straight. Elsewhere the compiler adds
+    it, perhaps with what comes next. The operation is made of dataclasses and
+    of values known to the compiler.
     """
     matrix = state[0] if state else None
     return _contraction(_written(operation), inputs, kernel, matrix, bias)
@@ -60,17 +55,13 @@ def _straight(bound: Any, keep: bool) -> Any:
     return straight
 
 
-def _written(operation: Any) -> str:
+def _written(operation: Operation | FrozenOperation) -> str:
     """Return the name under which an operation is registered."""
     return _name_of(_in_pieces(operation))
 
 
 def _in_pieces(value: Any) -> Any:
-    """Return a dataclass as its class and fields, and theirs; else the value.
-
-    An object that was created inside a graph cannot be passed out of it, and
-    with torch 2.11 no dataclass can; classes and numbers can.
-    """
+    """Return a dataclass as class and fields, recursively; else the value."""
     # `is_dataclass` asks the class, for which torch 2.11 ends the graph.
     if not hasattr(value, "__dataclass_fields__"):
         return value
@@ -111,15 +102,11 @@ def _name_of(pieces: Any) -> str:
 
 
 def _operator(name: str, key: str = "default") -> Callable[[Any], Any]:
-    """Return a decorator that registers a function as an operator.
+    """Return a decorator that registers an operator for a dispatch key."""
 
-    `key` is a dispatch key of `torch.library.impl`.
-
-    An operator of `torch.library.custom_op` takes the host longer: it looks for
-    results that share memory, at each call (torch 2.11). One of
-    `torch.library.register_autograd` is dispatched in Python twice.
-    """
-
+    # An operator of `torch.library.custom_op` takes the host longer: it looks
+    # for results that share memory, at each call (torch 2.11). One of
+    # `torch.library.register_autograd` is dispatched in Python twice.
     def register(function: Any) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=())
         tag = torch.Tag.pt2_compliant_tag
@@ -159,11 +146,11 @@ def _forward(
         )
         if keep and not observe:
             residuals = operation.bound.observed(residuals, inputs, kernel)
-    found = [inputs, kernel, *_listed(state)]
-    before = len(found)
+    tensors = [inputs, kernel, *_listed(state)]
+    before = len(tensors)
     for tensor in [outputs, *(residuals.leaves() if keep else ())]:
-        found.append(unshared(tensor, found))
-    return found[before:]
+        tensors.append(unshared(tensor, tensors))
+    return tensors[before:]
 
 
 @torch.library.register_fake("keras_policy_ext::forward")
@@ -200,11 +187,9 @@ def _backward(
     bias_shape: Sequence[int],
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Return the needed gradients, and the gradient of a state if there is one.
-
-    `shapes` holds the sizes of the inputs, `rank` of them, then those of the
-    kernel. `needed` is of the inputs, the kernel and the bias.
-    """
+    """Return the needed gradients, and that of a state if there is one."""
+    # `shapes` has the sizes of the inputs, `rank` of them, then those of the
+    # kernel. `needed` is of the inputs, the kernel and the bias.
     operation: Any = _OPERATIONS[name]
     bound = operation.bound
     sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
@@ -212,10 +197,10 @@ def _backward(
     passes = straight and straight.of(*sizes, outputs_grad.device)
     if passes:
         with no_autocast(outputs_grad):
-            found = passes.backward(
+            tensors = passes.backward(
                 leaves, outputs_grad, state, needed, operation.slot
             )
-        return [x for x in found if x is not None]
+        return [x for x in tensors if x is not None]
     residuals = bound.residuals(leaves, sizes)
     bias_grad = None
     with no_autocast(outputs_grad):
@@ -228,12 +213,12 @@ def _backward(
         )
         if needed[2]:
             bias_grad = outputs_grad.sum_to_size(tuple(bias_shape))
-    found = [outputs_grad, *_listed(state), *leaves]
-    before = len(found)
+    tensors = [outputs_grad, *_listed(state), *leaves]
+    before = len(tensors)
     for tensor in (inputs_grad, kernel_grad, bias_grad, *state_grad):
         if tensor is not None:
-            found.append(unshared(tensor.contiguous(), found))
-    return found[before:]
+            tensors.append(unshared(tensor.contiguous(), tensors))
+    return tensors[before:]
 
 
 @torch.library.register_fake("keras_policy_ext::backward")
@@ -264,7 +249,7 @@ class _Passes(ReverseMode):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         name: str,
         inputs: Tensor,
         kernel: Tensor,
@@ -279,12 +264,12 @@ class _Passes(ReverseMode):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
         saved = ctx.saved_tensors
         state = saved[0] if ctx.uses_state else None
         needs = ctx.needs_input_grad
         needed = [needs[1], needs[2], needs[4]]
-        found = _backward(
+        gradients = _backward(
             ctx.name,
             list(saved[ctx.uses_state :]),
             outputs_grad,
@@ -295,12 +280,12 @@ class _Passes(ReverseMode):
             needed,
         )
         if torch.is_grad_enabled():
-            found = last(found, outputs_grad)
-        found = iter(found)
+            gradients = last(gradients, outputs_grad)
+        gradients = iter(gradients)
         inputs_grad, kernel_grad, bias_grad = (
-            next(found) if wanted else None for wanted in needed
+            next(gradients) if wanted else None for wanted in needed
         )
-        return None, inputs_grad, kernel_grad, next(found, None), bias_grad
+        return None, inputs_grad, kernel_grad, next(gradients, None), bias_grad
 
 
 @_operator("contraction", "CompositeImplicitAutograd")
@@ -332,13 +317,7 @@ def _contraction(
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, *constants: Tensor
 ) -> Tensor:
-    """Run a frozen operation as a custom operator; return the outputs.
-
-    Args:
-        operation: See `run`.
-        inputs: See `FrozenOperation.forward`.
-        *constants: See `FrozenOperation.forward`.
-    """
+    """Run a frozen operation as a custom operator; return the outputs."""
     return _frozen(_written(operation), inputs, list(constants))
 
 
@@ -367,6 +346,7 @@ def _frozen_grad(
     shape: Sequence[int],
 ) -> torch.Tensor:
     """Return the gradient of a frozen operation's inputs, of this shape."""
+    # By its name, since an operator takes no objects.
     operation: Any = _OPERATIONS[name]
     gradient = operation.inputs_grad(
         outputs_grad, tuple(constants), tuple(shape)
@@ -384,13 +364,15 @@ def _(
     return outputs_grad.new_empty(shape)
 
 
-def _save_frozen(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_frozen(
+    ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
+) -> None:
     ctx.name, x, constants = inputs
     ctx.shape = list(x.shape)
     ctx.save_for_backward(*constants)
 
 
-def _frozen_gradients(ctx: Any, outputs_grad: Tensor) -> Any:
+def _frozen_gradients(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
     constants = list(ctx.saved_tensors)
     gradient = _frozen_grad(ctx.name, outputs_grad, constants, ctx.shape)
     return None, gradient, [None] * len(constants)
@@ -404,7 +386,10 @@ def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def unshared(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return the tensor, cloned if it shares memory with one of `others`."""
+    """Return the tensor, cloned if it shares memory with one of `others`.
+
+    The result of an operator may not share memory with its arguments.
+    """
     memory = tensor.untyped_storage()
     shared = any(memory is other.untyped_storage() for other in others)
     return tensor.clone() if shared else tensor

@@ -51,17 +51,12 @@ class ScaledMM(NativeMatmul):
 
     @property
     def writes_float32(self) -> bool:
-        """True if a float32 output is cheap; False on a CPU.
-
-        On a CPU the results must not change.
-        """
+        """True if a float32 output is cheap; False on a CPU."""
+        # On a CPU the results must not change, here and in `with_bias`.
         return torch_devices.here().maker != "cpu"
 
     def with_bias(self, bias: Tensor) -> ScaledMM | None:
-        """Return a kernel that adds a bias before it rounds; None on a CPU.
-
-        On a CPU the results must not change.
-        """
+        """Return a kernel that adds a bias before it rounds; None on a CPU."""
         on_cpu = torch_devices.here().maker == "cpu"
         return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
 
@@ -85,8 +80,9 @@ class ScaledMM(NativeMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         scales = a.scale.reshape(()), b.scale.reshape(())
-        how = getattr(torch, dtype), fast, self._bias
-        return _scaled_mm(*_matrices(a, b), *scales, *how).unsqueeze(0)
+        wide = getattr(torch, dtype)
+        product = _scaled_mm(*_matrices(a, b), *scales, wide, fast, self._bias)
+        return product.unsqueeze(0)
 
 
 class ScaledMMOfMatrices(NativeMatmul):
@@ -164,11 +160,15 @@ class ScaledMMOfRows(NativeMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         x, y = _matrices(a, b)
-        # All that PyTorch's own kernel is made for on every device.
-        plain = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
-        if plain and torch_devices.scales_rows(x.device):
-            how = *(_row_scales(a), _row_scales(b)), torch.bfloat16, fast
-            return _scaled_mm(x, y, *how, self._bias).unsqueeze(0)
+        # On every device PyTorch's kernel with row scales writes bfloat16, and
+        # takes a second operand of e4m3fn.
+        is_allowed = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
+        if is_allowed and torch_devices.scales_rows(x.device):
+            scales = _row_scales(a), _row_scales(b)
+            product = _scaled_mm(
+                x, y, *scales, torch.bfloat16, fast, self._bias
+            )
+            return product.unsqueeze(0)
         one = a.scale.new_ones(())
         product = _scaled_mm(x, y, one, one, torch.float32, fast).unsqueeze(0)
         product = times_scales(product, a, b, torch.Tensor.mul_)
@@ -206,10 +206,10 @@ class ScaledMMOfBlocks(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        # PyTorch tests exact sums only.
+        # `fast` is ignored: PyTorch's own test covers exact sums only.
         x, y = (_padded(each.values.squeeze(0), BLOCK) for each in (a, b))
         if b.tile.free == BLOCK:
-            # The blocks of 128 rows one after another, 4 scales or more each.
+            # One row of scales for 128 rows of `b`, padded to a multiple of 4.
             scale = _contiguous(b.scale.squeeze(0))
             column_scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0).t()
             kind = F.ScalingType.BlockWise128x128
@@ -280,16 +280,11 @@ class ScaledMMOfMX(NativeMatmul):
 def swizzled(scales: Tensor) -> Tensor:
     """Reorder the scales of MX blocks into the layout that cuBLAS reads.
 
-    The scales are stored in tiles of 128 rows by 4 blocks, one row of tiles
-    after another. A tile starts with the 4 scales of row 0, then of rows 32,
-    64 and 96, then of row 1, and so on. Source: docs.nvidia.com/cuda/cublas,
-    "1D block scaling factors layout".
-
-    Args:
-        scales: uint8 (rows, blocks), padded here with zeros.
-
-    Returns:
-        uint8 vector.
+    The scales, uint8 (rows, blocks), are padded with zeros and become a vector:
+    tiles of 128 rows by 4 blocks, one row of tiles after another. A tile starts
+    with the 4 scales of row 0, then of rows 32, 64 and 96, then of row 1, and
+    so on. Source: docs.nvidia.com/cuda/cublas, "1D block scaling factors
+    layout".
     """
     rows, blocks = scales.shape
     scales = F.pad(scales, (0, -blocks % 4, 0, -rows % 128))
@@ -342,10 +337,7 @@ def _row_scales(operand: Quantized) -> Tensor:
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:
-    """Return an operand's 1 x 128 block scales, padded to `rows`.
-
-    The result is (rows, blocks), column-major.
-    """
+    """Return 1 x 128 block scales padded to `rows`, column-major."""
     scale = operand.scale.squeeze(0)
     scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
     return _contiguous(scale.t()).t()
@@ -372,22 +364,10 @@ def _scaled_mm(
     fast: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute `a @ b` of float8 matrices with scales, by `scaled_mm`.
-
-    Sizes are padded to `ALIGNMENT` on CUDA.
-
-    CUDA requires the first operand row-major and the second column-major, both
-    contiguous along the contracted axis.
-
-    Args:
-        a: (m, k).
-        b: (k, n).
-        scale_a: A scalar, or a vector of m.
-        scale_b: A scalar, or a vector of n; a vector if `scale_a` is one.
-        dtype: The dtype of the result.
-        fast: Whether a GPU may accumulate with fewer bits.
-        bias: A vector of n, to be added; None for none.
-    """
+    """Compute `a @ b` of float8 matrices with scales, by `scaled_mm`."""
+    # Both scales are scalars, or vectors of the rows of `a` and of the columns
+    # of `b`. CUDA requires the first operand row-major and the second
+    # column-major, both contiguous along the contracted axis.
     rows, columns = a.shape[0], b.shape[1]
     if a.device.type == "cuda":
         a, b = _padded(a), _padded(b)
@@ -412,11 +392,9 @@ def _scaled_mm(
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """Return a scale at an address that 16 divides.
-
-    cuBLASLt refuses others in some sizes: a scale that is a part of a tensor
-    (torch 2.11 on an H200).
-    """
+    """Return a scale at an address that 16 divides."""
+    # cuBLASLt refuses others in some sizes: a scale that is a part of a tensor
+    # (torch 2.11 on an H200).
     offset = scale.storage_offset() * scale.element_size()
     return scale.clone() if offset % 16 else scale
 

@@ -17,6 +17,7 @@ import torch
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.both_layouts import ScaleHint
+from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import ROW
 from keras_policy_ext.backends.torch import backend, casts, observations
@@ -29,7 +30,7 @@ from keras_policy_ext.backends.torch.scaled_mm import (
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.observations import SLOTS
 from keras_policy_ext.numerics.scale_sources import CurrentSource, DelayedSource
-from keras_policy_ext.recipes import MATMULS, OPERANDS, matmuls_of
+from keras_policy_ext.recipes import MATMULS, OPERANDS, Quantization, matmuls_of
 
 if casts.HAS_TRITON:
     from keras_policy_ext.backends.torch import triton_casts, triton_states
@@ -75,8 +76,8 @@ class Cast:
     ):
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
-        asked = straight.quantizations[operand]
-        self._dtype = getattr(torch, asked.format)
+        quantization = straight.quantizations[operand]
+        self._dtype = getattr(torch, quantization.format)
         self._shape, self._across = (m, k), (k, m)
         self._tiles = grid[0] * grid[1]
         self._sums = (grid[0], k) if sums else None
@@ -95,7 +96,7 @@ class Cast:
             lately,
         )
         constants = triton_casts.cast_constants(
-            asked,
+            quantization,
             hint,
             (m, k),
             straight.interpreted,
@@ -137,20 +138,18 @@ class Cast:
             amaxes = _empty(self._tiles, dtype=_FLOAT32, device=device)
         if self._sums is not None:
             sums = _empty(self._sums, dtype=_FLOAT32, device=device)
-        found = amaxes if self._has_state else scales
+        own_amaxes = amaxes if self._has_state else scales
         if self._find_amax is not None:
-            self._find_amax(stream, x, unseen, found, *self._sizes)
-        made = values, across, found, sums
+            self._find_amax(stream, x, unseen, own_amaxes, *self._sizes)
+        made = values, across, own_amaxes, sums
         self._launch(stream, x, scales, unseen, used, *made, *self._sizes)
         return values, across, amaxes, sums
 
 
 class CastOfRows:
-    """The cast of an operand of one shape with a scale for each row.
+    """The cast of an operand with a scale for each row; see `Cast`.
 
     It writes the transpose with a scale for each column.
-
-    For the arguments see `Cast`.
     """
 
     def __init__(
@@ -158,8 +157,8 @@ class CastOfRows:
     ):
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
-        asked = straight.quantizations[operand]
-        self._dtype = getattr(torch, asked.format)
+        quantization = straight.quantizations[operand]
+        self._dtype = getattr(torch, quantization.format)
         self._shape, self._across, self._count = (m, k), (k, m), m + k
         # As the matmuls want them: a column of the first operand's scales.
         is_kernel, is_inputs = operand == "kernel", operand == "inputs"
@@ -169,7 +168,7 @@ class CastOfRows:
         self._sizes = m, k, *matrix.stride()
         tile = {"TILE": triton_casts.tile_of((m, k))}
         constants = {
-            **triton_casts.format_constants(asked, straight.interpreted),
+            **triton_casts.format_constants(quantization, straight.interpreted),
             # The outputs use saturated values: see `OperandUse.quantize`.
             "MARKS_ROWS": not is_inputs,
             "MARKS_COLUMNS": not is_kernel,
@@ -216,14 +215,9 @@ class Saved(NamedTuple):
 class Straight:
     """The forward and the backward pass of a plan, as lists of kernels.
 
-    Args:
-        bound: A `BoundPlan` of two plain matrices.
-        interpreted: See `TritonCasts`.
-
-    Attributes:
-        source: The `DelayedSource` of the plan; None without a state.
-        differentiates: Whether it computes the gradients too. Outside of
-            training a state observes the kernel alone.
+    A plan, of two plain matrices, has a `DelayedSource` or no state. Outside of
+    training a state observes the kernel alone: then only the forward pass is
+    here.
     """
 
     def __init__(self, bound: Any, interpreted: bool):
@@ -245,7 +239,7 @@ class Straight:
         self.contracted = len(plan.contraction.form.contracted)
         self.outputs_dtype = getattr(torch, plan.inputs_dtype)
         self.kernel_dtype = getattr(torch, plan.kernel_dtype)
-        self.grad_dtype = getattr(torch, bound.dtype_of("kernel_grad"))
+        self.grad_dtype = getattr(torch, bound.kernel_grad_dtype)
         # On a CPU, which interprets, the results must not change.
         on_cpu = bound.device.maker == "cpu"
         self.adds = self.outputs_dtype in HALVES and not on_cpu
@@ -298,38 +292,48 @@ class Straight:
     def empty(self, inputs: Tensor, kernel: Tensor, keep: bool) -> list[Tensor]:
         """Return tensors of the shapes of the outputs and what is saved.
 
-        The operands need no data. If `keep` is not set, nothing is saved.
+        They are for the compiler, which asks for shapes. The operands need no
+        data. If `keep` is not set, nothing is saved.
         """
         m, k, n = self.sizes(inputs.shape, kernel.shape)
         rows = inputs.shape[: len(inputs.shape) - self.contracted]
         shape = *rows, *kernel.shape[self.contracted :]
-        found = [(shape, self.outputs_dtype)]
+        shapes = [(shape, self.outputs_dtype)]
         if keep:
-            x, w = (
+            inputs_format, kernel_format = (
                 getattr(torch, self.quantizations[operand].format)
                 for operand in ("inputs", "kernel")
             )
-            found += [((k, m), x), ((k, n), w), *self.scales_saved(m, k, n)]
-        return [inputs.new_empty(size, dtype=dtype) for size, dtype in found]
+            shapes += [
+                ((k, m), inputs_format),
+                ((k, n), kernel_format),
+                *self.scales_saved(m, k, n),
+            ]
+        return [inputs.new_empty(size, dtype=dtype) for size, dtype in shapes]
 
     def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
         """Return shapes and dtypes of what is saved after the codes."""
-        found: list[Any] = [((2, _WIDTH), _FLOAT32)]
+        shapes: list[Any] = [((2, _WIDTH), _FLOAT32)]
         if self.source is not None:
             tiles = triton_casts.number_of_tiles
-            found += [((3,), _FLOAT32), ((3,), torch.bool)]
-            found += [((tiles(*each),), _FLOAT32) for each in ((m, k), (k, n))]
-        return found
+            shapes += [((3,), _FLOAT32), ((3,), torch.bool)]
+            shapes += [((tiles(*each),), _FLOAT32) for each in ((m, k), (k, n))]
+        return shapes
 
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return saved tensors in the form of `Residuals.leaves`."""
-        each = Saved(*saved)
-        found = []
-        for codes, used in zip(each[:2], each.used.unbind(0), strict=True):
-            found += [codes.mT[None], used[self.column].reshape(1, 1, 1)]
-        known = [each.scales, each.unseen if self.may_be_unseen else None]
-        known += [each.inputs_amax, each.kernel_amax]
-        return found + [x for x in known if x is not None]
+        tensors = Saved(*saved)
+        leaves = []
+        for codes, used in zip(
+            tensors[:2], tensors.used.unbind(0), strict=True
+        ):
+            leaves += [codes.mT[None], used[self.column].reshape(1, 1, 1)]
+        others = [
+            tensors.scales,
+            tensors.unseen if self.may_be_unseen else None,
+        ]
+        others += [tensors.inputs_amax, tensors.kernel_amax]
+        return leaves + [x for x in others if x is not None]
 
 
 class StraightOfRows(Straight):
@@ -460,11 +464,11 @@ class Passes:
 
     def _bias_grad(self, sums: Tensor) -> Tensor:
         dtype = self._straight.sums_dtype
-        found = _empty(self._n, dtype=dtype, device=self._device)
-        self._add_up(self._stream(), sums, found, sums.shape[0], self._n)
+        bias_grad = _empty(self._n, dtype=dtype, device=self._device)
+        self._add_up(self._stream(), sums, bias_grad, sums.shape[0], self._n)
         if dtype != self._straight.outputs_dtype:
-            found = found.to(self._straight.outputs_dtype)
-        return _shaped(found, self.columns)
+            bias_grad = bias_grad.to(self._straight.outputs_dtype)
+        return _shaped(bias_grad, self.columns)
 
     def _operands(
         self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
@@ -472,25 +476,25 @@ class Passes:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
         used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
-        lately, known = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
+        lately, reading = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
         if state is None:
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
             scales = _empty(3, dtype=_FLOAT32, device=device)
             unseen = _empty(3, dtype=torch.bool, device=device)
-            told = observations.told(state) if self._tells else None
-            flags = unseen if told is None else told
+            host_flags = observations.host_flags(state) if self._tells else None
+            flags = unseen if host_flags is None else host_flags
             self._read(stream, aligned(state), scales, unseen, flags)
             lately = observations.seen_lately(state)
-            known = scales, unseen
+            reading = scales, unseen
         observe = observe and state is not None
         how, read = (lately, observe, False), (scales, unseen, used)
-        cast = self._cast("inputs", x, how)
+        cast = self._cast(Cast, "inputs", x, how)
         xv, xa, x_amax, _ = cast(stream, x, *read)
         wv, wa, w_amax = self._codes_of(kernel, how, stream, *read)
         x_scale, w_scale = used.select(1, 0).unbind(0)
         amaxes = (x_amax, w_amax) if observe else ()
-        saved = xa, wv, used, *known, *amaxes
+        saved = xa, wv, used, *reading, *amaxes
         return (xv, wa.t(), x_scale, w_scale), saved
 
     def _codes_of(
@@ -500,12 +504,9 @@ class Passes:
         stream: int,
         *read: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Quantize a kernel; return codes, those of the transpose, and amax.
-
-        For the other arguments see `_cast` and `Cast`.
-        """
+        """Quantize a kernel; return its codes, the transpose and the amax."""
         w = _matrix(kernel, self._k, self._n)
-        return self._cast("kernel", w, how)(stream, w, *read)[:3]
+        return self._cast(Cast, "kernel", w, how)(stream, w, *read)[:3]
 
     def _gradient(
         self,
@@ -515,48 +516,51 @@ class Passes:
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
-        """Quantize a gradient of the outputs.
-
-        Return the arguments of `_scaled_mm` for the gradients of inputs and
-        kernel, the sums of columns, and the gradient of the state.
-        """
+        """Quantize a gradient of the outputs."""
+        # The results are the arguments of `_scaled_mm` for the gradients of
+        # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()
-        kept, column = Saved(*saved), self._straight.column
+        residuals, column = Saved(*saved), self._straight.column
         used = _empty(_WIDTH, dtype=_FLOAT32, device=device)
-        scales, unseen, lately = kept.scales, kept.unseen, True
+        scales, unseen, lately = residuals.scales, residuals.unseen, True
         if state is None:
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
             lately = observations.seen_lately(state)
-        observe = kept.inputs_amax is not None
-        cast = self._cast("outputs_grad", g, (lately, observe, sums))
+        observe = residuals.inputs_amax is not None
+        cast = self._cast(Cast, "outputs_grad", g, (lately, observe, sums))
         gv, ga, g_amax, parts = cast(stream, g, scales, unseen, used)
-        x_scale, w_scale = kept.used.select(1, column).unbind(0)
+        x_scale, w_scale = residuals.used.select(1, column).unbind(0)
         g_scale = used.select(0, column)
         state_grad = None
         if state is not None and observe:
             state_grad = _empty((3, self._width), dtype=_FLOAT32, device=device)
-            amaxes: Any = kept.inputs_amax, kept.kernel_amax, g_amax
+            amaxes: Any = residuals.inputs_amax, residuals.kernel_amax, g_amax
             counts = [amax.numel() for amax in amaxes]
             observe_slot = self._observe[slot % SLOTS]
             column = 1 + slot % SLOTS
             observe_slot(stream, *amaxes, *counts, state_grad, column)
         elif state is not None:
             state_grad = torch.zeros_like(state)
-        of_inputs = gv, kept.kernel.t(), g_scale, w_scale
-        of_kernel = kept.inputs, ga.t(), x_scale, g_scale
+        of_inputs = gv, residuals.kernel.t(), g_scale, w_scale
+        of_kernel = residuals.inputs, ga.t(), x_scale, g_scale
         return of_inputs, of_kernel, parts, state_grad
 
     def _cast(
-        self, operand: str, matrix: Tensor, how: tuple[bool, bool, bool]
-    ) -> Cast:
+        self,
+        kind: type[Cast | CastOfRows],
+        operand: str,
+        matrix: Tensor,
+        how: tuple[bool, ...],
+    ) -> Any:
+        """Return the cast of matrices with these strides, made once."""
         key = operand, matrix.stride(), how
-        found = self._casts.get(key)
-        if found is None:
-            found = self._casts[key] = Cast(
+        cast = self._casts.get(key)
+        if cast is None:
+            cast = self._casts[key] = kind(
                 self._straight, operand, matrix, *how
             )
-        return found
+        return cast
 
 
 class PassesOfCodes(Passes):
@@ -587,9 +591,9 @@ class PassesOfRows(Passes):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
-        cast = self._cast_of_rows("inputs", x, False)
+        cast = self._cast(CastOfRows, "inputs", x, (False,))
         xv, xa, x_rows, x_columns, _ = cast(stream, x)
-        cast = self._cast_of_rows("kernel", w, False)
+        cast = self._cast(CastOfRows, "kernel", w, (False,))
         wv, wa, w_rows, w_columns, _ = cast(stream, w)
         saved = xa, wv, x_columns, w_rows
         return (xv, wa.t(), x_rows, w_columns), saved
@@ -603,21 +607,10 @@ class PassesOfRows(Passes):
         slot: int,
     ) -> tuple[Any, ...]:
         xa, wv, x_scale, w_scale = saved
-        cast = self._cast_of_rows("outputs_grad", g, sums)
+        cast = self._cast(CastOfRows, "outputs_grad", g, (sums,))
         gv, ga, of_rows, of_columns, parts = cast(self._stream(), g)
         of_inputs = gv, wv.t(), of_rows, w_scale
         return of_inputs, (xa, ga.t(), x_scale, of_columns), parts, None
-
-    def _cast_of_rows(
-        self, operand: str, matrix: Tensor, sums: bool
-    ) -> CastOfRows:
-        key = operand, matrix.stride(), sums
-        found = self._casts.get(key)
-        if found is None:
-            found = self._casts[key] = CastOfRows(
-                self._straight, operand, matrix, sums
-            )
-        return found
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -640,14 +633,16 @@ def bind(bound: Any) -> Straight | None:
     both, plan = bound.engine.both_layouts, bound.plan
     if not casts.HAS_TRITON or type(both) is not casts.TritonCasts:
         return None
-    asked = [
+    quantizations = [
         plan.operands.quantizations[operand, matmul]
         for matmul, operands in MATMULS.items()
         for operand in operands
     ]
-    if any(each is None or each.rounding != "nearest" for each in asked):
+    if any(
+        each is None or each.rounding != "nearest" for each in quantizations
+    ):
         return None
-    formats = {each.format for each in asked}
+    formats = {each.format for each in quantizations}
     dtypes = {plan.inputs_dtype, plan.kernel_dtype}
     if not formats <= {*FAMILIES["ocp"]} or not dtypes <= {*_DTYPES}:
         return None
@@ -656,7 +651,9 @@ def bind(bound: Any) -> Straight | None:
     chosen = {type(kernel) for kernel, _ in bound.selections.values()}
     if chosen == {ScaledMM} and _in_both_layouts(plan):
         return Straight(bound, both.interpreted)
-    if chosen == {ScaledMMOfRows} and _in_rows(plan, asked, bound.device):
+    if chosen == {ScaledMMOfRows} and _in_rows(
+        plan, quantizations, bound.device
+    ):
         return StraightOfRows(bound, both.interpreted)
     return None
 
@@ -668,16 +665,18 @@ def _in_both_layouts(plan: Any) -> bool:
     )
 
 
-def _in_rows(plan: Any, asked: list[Any], device: Any) -> bool:
+def _in_rows(
+    plan: Any, quantizations: list[Quantization], device: Device
+) -> bool:
     """Return True if the rows that matmuls read have scales in the matmul."""
     return (
         type(plan.source) is CurrentSource
-        and len({*asked}) == 1
-        and asked[0].format == "float8_e4m3fn"
-        and asked[0].tile == ROW
-        and asked[0].scale_format == "float32"
-        and asked[0].hadamard is None
-        and asked[0].constant_scale is None
+        and len({*quantizations}) == 1
+        and quantizations[0].format == "float8_e4m3fn"
+        and quantizations[0].tile == ROW
+        and quantizations[0].scale_format == "float32"
+        and quantizations[0].hadamard is None
+        and quantizations[0].constant_scale is None
         and plan.inputs_dtype == "bfloat16"
         and backend.scales_rows(
             torch.device("cpu" if device.maker == "cpu" else "cuda")

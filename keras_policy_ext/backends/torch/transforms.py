@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.autograd.function import FunctionCtx
+
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import FrozenOperation, Operation
 from keras_policy_ext.backends.torch import gradients as torch_gradients
@@ -54,15 +56,15 @@ class _Run(ByExample):
             )
             if not observe:
                 residuals = operation.bound.observed(residuals, inputs, kernel)
-        found = [inputs, kernel, *state]
-        before = len(found)
+        tensors = [inputs, kernel, *state]
+        before = len(tensors)
         for tensor in (outputs, *residuals.leaves()):
-            found.append(operators.unshared(tensor, found))
-        return tuple(found[before:])
+            tensors.append(operators.unshared(tensor, tensors))
+        return tuple(tensors[before:])
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.operation, ctx.links, x, kernel, *state = inputs
         ctx.shapes = tuple(x.shape), tuple(kernel.shape)
@@ -71,7 +73,9 @@ class _Run(ByExample):
         ctx.save_for_backward(*state, *output[1:])
 
     @staticmethod
-    def backward(ctx: Any, outputs_grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(
+        ctx: FunctionCtx, outputs_grad: Tensor, *_: Any
+    ) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[2:4]
         slot = ctx.operation.slot
         how = torch_gradients.Pass(
@@ -90,12 +94,12 @@ class _RunFrozen(ByExample):
     def forward(
         operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        found = operation.forward(inputs, constants)
-        return operators.unshared(found, [inputs, *constants])
+        outputs = operation.forward(inputs, constants)
+        return operators.unshared(outputs, [inputs, *constants])
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+        ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.operation, x, *constants = inputs
         ctx.shape = tuple(x.shape)

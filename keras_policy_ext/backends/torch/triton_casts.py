@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.backends.both_layouts import Both, ScaleHint, Wanted
 from keras_policy_ext.backends.torch.triton_states import largest_of, scale_of
 from keras_policy_ext.numerics import casting
@@ -27,40 +27,32 @@ _MARKED_AFTER = tl.constexpr(MARKED_AFTER)
 ROWS, COLUMNS = 64, 64
 """The tile of one program."""
 
-_TRITON_DTYPES = {
-    "float8_e4m3fn": tl.float8e4nv,
-    "float8_e5m2": tl.float8e5,
-}
+_TRITON_DTYPES = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}
 
 
 def quantize_both_ways(
     x: Tensor,
-    asked: Quantization,
-    known: ScaleHint,
+    quantization: Quantization,
+    hint: ScaleHint,
     wanted: Wanted,
     by_integers: bool = False,
 ) -> Both:
     """Quantize a matrix to float8; write it and its transpose.
 
-    Args:
-        x: (m, k), bfloat16, float16 or float32.
-        asked: How to quantize it, with one scale.
-        known: What is known of that scale. If the scale may be unknown, a
-            separate pass computes the amax. A kernel decides this on the
-            device, so that the host does not wait.
-        wanted: What to return beside the codes.
-        by_integers: Whether to compute codes by integer arithmetic. Triton's
-            interpreter needs it: its own conversion is wrong.
+    If the scale may be unknown, a separate pass computes the amax. A kernel
+    decides this on the device, so that the host does not wait. The matrix is
+    (m, k), bfloat16, float16 or float32. `by_integers` computes codes by
+    integer arithmetic, for Triton's interpreter: its own conversion is wrong.
     """
     m, k = x.shape
-    given = known.scale is not None
+    given = hint.scale is not None
     grid = grid_of((m, k))
     strides = x.stride(0), x.stride(1)
     # One for each tile, which its program writes, or one that all raise.
     tiles = (number_of_tiles(m, k),)
     amaxes = _empty(x, tiles, torch.float32) if given else _zero(x)
-    unseen = known.unseen if known.unseen is not None else amaxes
-    if not given or (known.unseen is not None and not known.seen_lately):
+    unseen = hint.unseen if hint.unseen is not None else amaxes
+    if not given or (hint.unseen is not None and not hint.seen_lately):
         amax_kernel[grid](
             x,
             unseen,
@@ -72,14 +64,14 @@ def quantize_both_ways(
             INDEX=0,
             TILE=tile_of((m, k)),
         )
-    dtype = getattr(torch, asked.format)
+    dtype = getattr(torch, quantization.format)
     values, across = _empty(x, (m, k), dtype), _empty(x, (k, m), dtype)
     scale = parts = _empty(x, (), torch.float32)
     if wanted.column_sums:
         parts = _empty(x, (grid[0], k), torch.float32)
     cast_kernel[grid](
         x,
-        known.scale if given else amaxes,
+        hint.scale if given else amaxes,
         unseen,
         scale,
         values,
@@ -90,8 +82,8 @@ def quantize_both_ways(
         k,
         *strides,
         **cast_constants(
-            asked,
-            known,
+            quantization,
+            hint,
             (m, k),
             by_integers,
             OBSERVE=wanted.amax and given,
@@ -108,13 +100,13 @@ def quantize_both_ways(
     return Both(values, across, scale, amax, sums)
 
 
-def grid_of(shape: tuple[Any, Any]) -> tuple[Any, Any]:
+def grid_of(shape: tuple[Size, Size]) -> tuple[Size, Size]:
     """Return the numbers of tiles along the axes of a matrix, rounded up."""
     m, k = shape
     return -(-m // ROWS), -(-k // COLUMNS)
 
 
-def number_of_tiles(m: Any, k: Any) -> Any:
+def number_of_tiles(m: Size, k: Size) -> Size:
     """Return the number of tiles of an (m, k) matrix."""
     return math.prod(grid_of((m, k)))
 
@@ -148,31 +140,31 @@ def tile_of(shape: tuple[int, int]) -> tuple[bool, bool, int, int]:
 
 
 def format_constants(
-    asked: Quantization, by_integers: bool, margin: int = 0
+    quantization: Quantization, by_integers: bool, margin: int = 0
 ) -> dict[str, Any]:
     """Return the constants of kernels that cast; `CODE` is for `_code`."""
-    found = formats.get(asked.format)
+    number_format = formats.get(quantization.format)
     # NVIDIA's conversion saturates, and keeps NaN.
     saturates = not by_integers and torch.version.hip is None
     return {
-        "TOP": found.max / 2.0**margin,
-        "POWER_OF_TWO": asked.scale_rounding == "up",
-        "FORMAT": _TRITON_DTYPES[asked.format],
+        "TOP": number_format.max / 2.0**margin,
+        "POWER_OF_TWO": quantization.scale_rounding == "up",
+        "FORMAT": _TRITON_DTYPES[quantization.format],
         "CODE": (
             saturates,
             by_integers,
-            found.max,
-            0x7E if found.has_inf else 0x7F,
-            found.mantissa_bits,
-            *casting.grid_constants(asked.format),
-            1.0 / found.smallest_subnormal,
+            number_format.max,
+            0x7E if number_format.has_inf else 0x7F,
+            number_format.mantissa_bits,
+            *casting.grid_constants(quantization.format),
+            1.0 / number_format.smallest_subnormal,
         ),
     }
 
 
 def cast_constants(
-    asked: Quantization,
-    known: ScaleHint,
+    quantization: Quantization,
+    hint: ScaleHint,
     shape: tuple[int, int],
     by_integers: bool,
     **others: Any,
@@ -184,17 +176,17 @@ def cast_constants(
     `OBSERVE` writes amaxes, `SUMS` sums of columns. No tensor is read.
     """
     return {
-        "GIVEN": known.scale is not None,
-        "MAYBE_UNSEEN": known.unseen is not None,
-        "FOUND_BEFORE": not known.seen_lately,
-        "INVERTED": known.rule.inverted,
+        "GIVEN": hint.scale is not None,
+        "MAYBE_UNSEEN": hint.unseen is not None,
+        "FOUND_BEFORE": not hint.seen_lately,
+        "INVERTED": hint.rule.inverted,
         "INDEX": 0,
         "PLACE": 0,
         "MARKED": False,
         "OBSERVE": False,
         "SUMS": False,
         "TILE": tile_of(shape),
-        **format_constants(asked, by_integers, known.rule.margin),
+        **format_constants(quantization, by_integers, hint.rule.margin),
         **others,
     }
 

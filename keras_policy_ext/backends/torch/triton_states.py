@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
     SLOTS,
@@ -17,10 +18,8 @@ from keras_policy_ext.numerics.observations import (
     UNSEEN,
     VALID_MARK,
 )
-from keras_policy_ext.numerics.scale_sources import HistoryScales
+from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
 from keras_policy_ext.recipes import OPERANDS
-
-Tensor = Any
 
 _ROUNDING = tl.constexpr(ROUNDING)
 _SEALED = tl.constexpr(VALID_MARK)
@@ -77,15 +76,12 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def history_scales(
-    source: Any, state: Tensor, told: Tensor | None = None
+    source: DelayedSource, state: Tensor, host_flags: Tensor | None = None
 ) -> HistoryScales:
     """Read the scales of the three operands from a state, on a GPU.
 
-    Args:
-        source: A `DelayedSource`.
-        state: (3, width), contiguous.
-        told: Bool (3,), in memory that the host can read; `unseen` is written
-            here too.
+    `unseen` is also written to `host_flags`, bool (3,), in memory that the host
+    can read. The state is (3, width), contiguous.
     """
     scales = torch.empty(3, dtype=torch.float32, device=state.device)
     unseen = torch.empty(3, dtype=torch.bool, device=state.device)
@@ -93,7 +89,7 @@ def history_scales(
         state,
         scales,
         unseen,
-        unseen if told is None else told,
+        unseen if host_flags is None else host_flags,
         **state_constants(source),
     )
     if source.starts_from_current:
@@ -101,13 +97,12 @@ def history_scales(
     return HistoryScales(scales, None)
 
 
-def observation(source: Any, amaxes: list[Tensor], slot: int) -> Tensor:
+def observation(
+    source: DelayedSource, amaxes: list[Tensor], slot: int
+) -> Tensor:
     """Return the amaxes of one use of a layer as a state's gradient.
 
-    Args:
-        source: A `DelayedSource`.
-        amaxes: Three float32 tensors, each a scalar or the amaxes of tiles.
-        slot: The number of this use of the layer in the step.
+    An operand's amax is a float32 scalar, or the amaxes of its tiles.
     """
     width = source.layout.width
     found = amaxes[0].new_empty((3, width))
@@ -128,12 +123,10 @@ class Settling:
     """Computes the new state of a source after a value is assigned to it.
 
     Args:
-        source: A `DelayedSource`.
         count: How many observations are merged with the value first; at most 2.
-        device: Of all tensors.
     """
 
-    def __init__(self, source: Any, count: int, device: torch.device):
+    def __init__(self, source: DelayedSource, count: int, device: torch.device):
         constants = {
             **state_constants(source),
             "OBSERVED": count,
@@ -161,10 +154,10 @@ class Settling:
             settled.copy_(made)
 
 
-def state_constants(source: Any) -> dict[str, Any]:
+def state_constants(source: DelayedSource) -> dict[str, Any]:
     """Return the compile-time constants of the state kernels."""
     width = source.layout.width
-    tops = [limit / 2.0**source.rule.margin for limit in source.limits]
+    tops = [limit / 2.0**source.recipe.margin for limit in source.limits]
     return {
         "TOPS": tuple(tops),
         "INITIAL": source.initial,
@@ -184,19 +177,13 @@ def _positive_finite(amax):
 
 @triton.jit
 def scale_of(
-    amax,
-    previous,
-    TOP,
-    INVERTED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    amax, previous, TOP, INVERTED: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """Return the scale of an amax, or `previous` for an unusable amax.
-
-    An amax is unusable if it is 0 or not finite.
+    """Return the scale of an amax; `previous` if it is 0 or not finite.
 
     See `scaling.scale_of_multiplier` (if `INVERTED`) and
-    `scaling.scale_for_limit`. `TOP` is the largest value of the format,
-    without the margin.
+    `scaling.scale_for_limit`. `TOP` is the largest value of the format, without
+    the margin.
     """
     normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
     if INVERTED:

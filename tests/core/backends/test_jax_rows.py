@@ -32,6 +32,7 @@ from keras_policy_ext import (
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.jax.rows import PallasRowCasts
 from keras_policy_ext.backends.matmuls import Request
+from keras_policy_ext.contractions.operands import PassOptions
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import RowwiseScaling, Tile
 from steps import normal
@@ -170,7 +171,7 @@ def step(monkeypatch, recipe, equation, shapes, casts, infinite=False):
         y, residuals = bound.forward(x, w, (), False)
         leaves = residuals.leaves()
         saved = bound.residuals(leaves, residuals.shapes)
-        g = bound.outputs_grad.quantize(g, None, False)
+        g = bound.outputs_grad.quantize(g, PassOptions(None, False))
         leaves += [*g.first.leaves(), *g.second.leaves()]
         return leaves, y, bound.backward(saved, outputs_grad, ())[:2]
 

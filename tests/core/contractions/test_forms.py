@@ -100,17 +100,17 @@ def test_three_products_of_matrices_are_the_einsum_and_its_gradients(case):
     stored_transposed = [matrix.transpose(0, 2, 1) for matrix in home]
     sizes = form.sizes(x.shape, w.shape)
     products = (
-        (form.outputs, a @ stored_transposed[1]),
-        (form.inputs_grad, c @ b),
-        (form.kernel_grad, stored_transposed[0] @ c),
+        ("forward", a @ stored_transposed[1]),
+        ("inputs_grad", c @ b),
+        ("kernel_grad", stored_transposed[0] @ c),
     )
     expected = (
         np.einsum(equation, x, w),
         numeric_gradient(lambda x: np.einsum(equation, x, w), g, x.shape),
         numeric_gradient(lambda w: np.einsum(equation, x, w), g, w.shape),
     )
-    for (tensor_of, matrix), exact in zip(products, expected, strict=True):
-        found = tensor_of(ops.convert_to_tensor(matrix), sizes)
+    for (matmul, matrix), exact in zip(products, expected, strict=True):
+        found = form.result(matmul, ops.convert_to_tensor(matrix), sizes)
         np.testing.assert_array_equal(ops.convert_to_numpy(found), exact)
 
 

@@ -17,6 +17,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import SLOW, mostly
 from keras_policy_ext import contractions, formats, recipes, reference
+from keras_policy_ext.contractions.operands import PassOptions
 from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.numerics.stochastic import key_of_use
@@ -372,7 +373,9 @@ def test_a_native_matmul_reads_float8_that_was_rounded_at_random():
                 True,
             )
             known = plan.source.history_scales(ops.convert_to_tensor(state))
-            read = plan.bound.outputs_grad.quantize(g, known, False)
+            read = plan.bound.outputs_grad.quantize(
+                g, PassOptions(known, False)
+            )
         native = kernels_are_native(plan)
         assert native == (kind == "native" and BACKEND != "tensorflow")
         for each in (read.first, read.second):

@@ -237,8 +237,8 @@ def test_what_a_state_says_is_found_again_among_the_leaves(unseen, observe):
     recipe = RECIPES[0] if unseen else RECIPES[1]
     plan, _, residuals, _ = forward(contraction, recipe, x, w, observe)
     again = plan.bound.residuals(residuals.leaves(), residuals.shapes)
-    assert (again.known.unseen is not None) == unseen
+    assert (again.reading.unseen is not None) == unseen
     assert (again.amaxes is not None) == observe
     np.testing.assert_array_equal(
-        array(again.known.scales), array(residuals.known.scales)
+        array(again.reading.scales), array(residuals.reading.scales)
     )
