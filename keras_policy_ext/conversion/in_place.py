@@ -49,7 +49,7 @@ from keras_policy_ext.conversion.requested import (
     warn_of_plain,
 )
 from keras_policy_ext.conversion.work import Works
-from keras_policy_ext.layers.activation_products import attends
+from keras_policy_ext.layers.attention_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import original_of
@@ -614,8 +614,8 @@ def _partly_left(converted: Sequence[keras.Layer]) -> list[str]:
 def _why_left(layer: keras.Layer) -> str | None:
     """Return why products of two activations in a layer stay in floats."""
     record = record_of(layer)
-    found = None if record is None else record.attention
-    return None if found is None else found.left
+    attention = None if record is None else record.attention
+    return None if attention is None else attention.reason_in_floats
 
 
 def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:

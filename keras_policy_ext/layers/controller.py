@@ -42,10 +42,10 @@ from keras_policy_ext.recipes.weighted_sum import (
 )
 
 #: Float32 holds all integers below.
-_MOST = 2**24
+_EXACT_INTEGERS = 2**24
 
 #: The attribute of the root of a call that has the states used so far.
-_USED = "_float8_states_used"
+_STATES_USED = "_float8_states_used"
 
 
 class Float8Controller:
@@ -100,20 +100,15 @@ class Float8Controller:
 
     @property
     def current_policy(self) -> Float8DTypePolicy | None:
-        """The layer's float8 policy, looked up anew if its path changed.
-
-        None if the layer does not follow float8.
-        """
+        """The layer's float8 policy or None; looked up if its path changed."""
         if self._path != self.layer.path:
             self.layer._resolve_float8_policy()
         return self.policy
 
     def resolve_policy(self) -> None:
-        """Look up and store the float8 policy for the layer's path.
-
-        A step does not look it up: torch.compile takes the class of a mapping
-        for another one and would leave float8 out (torch 2.13).
-        """
+        """Look up and store the float8 policy for the layer's path."""
+        # Not in each step: torch.compile takes the class of a mapping for
+        # another one and would leave float8 out (torch 2.13).
         policy = policy_of(self.layer)
         follows = isinstance(policy, Float8DTypePolicy) and (
             self.layer.float8_trains or not policy.recipe.trains
@@ -125,14 +120,13 @@ class Float8Controller:
         self.recipe_of_activations = recipes[0]
         self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
         self._has_state = follows and has_state(policy.recipe)
-        known: Any = policy
-        of_tensors = follows and scales_whole_tensors(known.recipe)
-        self._scales_each_matrix = of_tensors
-        self._has_histories = follows and bool(known.recipe.history_length)
+        recipe: Any = policy.recipe if follows else None
+        self._scales_each_matrix = follows and scales_whole_tensors(recipe)
+        self._has_histories = follows and bool(recipe.history_length)
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
-        """Prepare the layer's float8 state for another policy, or raise.
+        """Prepare the layer's float8 state for another policy.
 
         Raises:
             ValueError: If the state does not fit the policy, or kernels are
@@ -170,10 +164,9 @@ class Float8Controller:
         state.follow(recipe)
 
     def replace_policy(self, policy: keras.DTypePolicy) -> None:
-        """Set another policy on an unlocked layer; create new states for it.
+        """Set another policy on an unlocked layer; states keep their amaxes.
 
-        The states are created anew and keep their amaxes. See
-        `layers.class_swap`. Users set `dtype_policy` instead.
+        See `layers.class_swap`. Users set `dtype_policy` instead.
         """
         layer = self.layer
         contracted = self._kernels_to_contract()
@@ -203,8 +196,8 @@ class Float8Controller:
         """Return some of the weights in the layer, then some of elsewhere."""
         weights = self.layer.weights
         if self.foreign:
-            known = {id(v) for v in weights}
-            others = [v for v in self.foreign if id(v) not in known]
+            ids = {id(v) for v in weights}
+            others = [v for v in self.foreign if id(v) not in ids]
             weights = [*weights, *others]
         return [v for v in weights if is_wanted(v)]
 
@@ -213,8 +206,12 @@ class Float8Controller:
         return getattr(variable, "path", None) in self.kernel_paths
 
     def add_kernel(self, variable: keras.Variable) -> None:
-        """Register a new weight as a float8 kernel, and create its state."""
+        """Register a new weight as a float8 kernel.
+
+        Create its state if the layer follows float8.
+        """
         self.kernel_paths += (variable.path,)
+        # Of the layer: attention has one only for products of its own.
         policy = self.layer.float8_policy
         if policy is not None:
             self._add_state(variable, policy.recipe)
@@ -325,10 +322,9 @@ class Float8Controller:
         return run(plan, inputs, value, *state, bias=bias)
 
     def scales_each_matrix(self, kernel: keras.Variable) -> bool:
-        """Return True if each matrix has a scale where a kernel is a bank.
+        """Return True if each matrix of a bank has a scale.
 
-        Under a recipe with histories they do if the state of the kernel has a
-        history for each matrix.
+        With histories that is so if the kernel's state has one for each matrix.
         """
         return self._scales_matrices_of(self.layer.float8_state.of(kernel))
 
@@ -347,12 +343,12 @@ class Float8Controller:
     ) -> Any:
         matrices = 1 if state is None else state.matrices
         # torch.compile leaves caches out.
-        named = contractions.with_bank
+        with_bank = contractions.with_bank
         if not compiling:
-            named = contractions.known_with_bank
-        found: Any = named(contraction, matrices)
-        is_bank = isinstance(found, contractions.EinsumOfBank)
-        axis = contractions.bank_axis(found.equation) if is_bank else None
+            with_bank = contractions.known_with_bank
+        product: Any = with_bank(contraction, matrices)
+        is_bank = isinstance(product, contractions.EinsumOfBank)
+        axis = contractions.bank_axis(product.equation) if is_bank else None
         if state is not None and matrices > 1 and axis != state.bank_axis:
             raise ValueError(
                 f"The kernel {kernel.path!r} is no bank of matrices in this "
@@ -363,7 +359,7 @@ class Float8Controller:
                 "0. Change the equation, or what the layer's "
                 "`float8_bank_axis` returns."
             )
-        return found
+        return product
 
     def _contract_stored(
         self,
@@ -484,18 +480,20 @@ class Float8Controller:
         if not observes:
             return (matrix,), 0
         if variable.counts_steps:
-            matrix = _numbered(variable, matrix)
+            # The number of the kernel in the call, in a copy of the state.
+            row = numbered_row(matrix.shape[1], number_of(variable))
+            matrix = ops.add(matrix, ops.convert_to_tensor([row], "float32"))
         return (matrix,), variable.next_slot()
 
     def _unknown_kernel(self, kernel: keras.Variable) -> str:
-        known = ", ".join(self.layer.float8_state.owners) or "none"
+        owners = ", ".join(self.layer.float8_state.owners) or "none"
         got = getattr(
             kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
         )
         return (
             f"Layer {self.layer.name!r} has no float8 state for this kernel, "
             f"which the policy {self.layer.dtype_policy!r} needs. Received: "
-            f"{got}. Weights with state: {known}. Pass a weight which this "
+            f"{got}. Weights with state: {owners}. Pass a weight which this "
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."
         )
@@ -528,12 +526,6 @@ def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else ops.add(x, bias)
 
 
-def _numbered(state: StateVariable, matrix: Tensor) -> Tensor:
-    """Return a copy of a counting state with its kernel's number in it."""
-    row = numbered_row(matrix.shape[1], number_of(state))
-    return ops.add(matrix, ops.convert_to_tensor([row], "float32"))
-
-
 def number_of(state: StateVariable) -> int:
     """Return how many other kernels were used before in this call.
 
@@ -541,10 +533,10 @@ def number_of(state: StateVariable) -> int:
     """
     root = calls.root_of_call()
     if root is None:
-        return zlib.crc32(state.kernel.path.encode()) % _MOST
+        return zlib.crc32(state.kernel.path.encode()) % _EXACT_INTEGERS
     # A tuple: torch.compile lets no dict change here.
-    known: tuple[int, ...] = getattr(root, _USED, ())
-    if id(state) not in known:
-        known = (*known, id(state))
-        setattr(root, _USED, known)
-    return known.index(id(state))
+    used: tuple[int, ...] = getattr(root, _STATES_USED, ())
+    if id(state) not in used:
+        used = (*used, id(state))
+        setattr(root, _STATES_USED, used)
+    return used.index(id(state))

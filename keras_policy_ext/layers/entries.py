@@ -105,21 +105,17 @@ class Group:
     path: str
     store: Mapping[str, Any]
 
-    def damaged(self, found: str) -> ValueError:
+    def damaged(self, fault: str) -> ValueError:
         """Return the ValueError for a group that is damaged."""
         schema = self.schema
         return ValueError(
             f"{schema.title} {self.path!r} in this file is damaged; "
-            f"{schema.kept} was not changed. Received: {found}. Allowed: "
+            f"{schema.kept} was not changed. Received: {fault}. Allowed: "
             f"{schema.allowed}. {schema.advice}"
         )
 
     def check_version(self, version: int) -> None:
-        """Raise if a newer version of this package wrote the group.
-
-        Raises:
-            ValueError: If it did.
-        """
+        """Raise ValueError if a newer version of this package wrote it."""
         schema = self.schema
         if version > schema.version:
             raise ValueError(
@@ -142,9 +138,7 @@ class Group:
     def read(self, template: str, **names: Any) -> np.ndarray:
         """Return the array of an entry; floats in float32.
 
-        Args:
-            template: Its key in the schema.
-            **names: The values of the names in the template.
+        The key is `template` of the schema, with `names` in it.
 
         Raises:
             ValueError: If it is missing or malformed, or has invalid values.
@@ -152,8 +146,9 @@ class Group:
         key, form = template.format(**names), self.schema.forms[template]
         array = np.asarray(self.item(key))
         if not form.fits(array):
-            found = f"{key!r} is {array.dtype} of shape {array.shape}"
-            raise self.damaged(found)
+            raise self.damaged(
+                f"{key!r} is {array.dtype} of shape {array.shape}"
+            )
         if array.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 array = array.astype("float32")

@@ -421,7 +421,9 @@ class Float8Mixin(
         """
         variable = None
         if self.is_frozen:
-            variable = stored_weights.made(self, float8, *args, **kwargs)
+            variable = stored_weights.codes_of_new_weight(
+                self, float8, *args, **kwargs
+            )
         if variable is None:
             variable = super().add_weight(*args, **kwargs)
         if self.is_frozen:
@@ -446,8 +448,8 @@ class Float8Mixin(
     @property
     def weights(self) -> list[Any]:
         """The layer's weights; stored kernels read as dequantized values."""
-        found: list[Any] = super().weights
-        return in_place_of_codes(self, found) if self.is_frozen else found
+        weights: list[Any] = super().weights
+        return in_place_of_codes(self, weights) if self.is_frozen else weights
 
     def when_built(self) -> None:
         """Replace stored codes in attributes by kernels that decode them."""
@@ -541,7 +543,8 @@ class Float8Mixin(
         # Keras 3.12 has no `config`.
         kwargs = {} if config is None else {"config": config}
         if not isinstance(layer, Float8Mixin):
-            # Keras goes on calling this of a layer that was reverted since.
+            # `revert` has changed the class of the layer, while Keras went on
+            # with the method that it had bound before.
             type(layer).quantize(layer, mode, type_check=type_check, **kwargs)
             return
         self.quantize_after(super().quantize, mode, type_check, **kwargs)
@@ -599,9 +602,7 @@ _RECOMPUTED = (
 def activated(activation: Any, x: Tensor) -> Tensor:
     """Return `activation(x)`; save as little as possible for the gradient.
 
-    Args:
-        activation: The activation of a layer; None for none.
-        x: A tensor of any shape.
+    The activation of a layer may be None.
     """
     if activation is None:
         return x

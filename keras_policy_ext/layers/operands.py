@@ -36,22 +36,22 @@ class TensorNotes(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], Value]] = {}
+        self._values: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
     def of(self, x: Any) -> Value | None:
         """Return the value stored for a tensor, or None."""
-        known = self._known.get(id(x))
-        return None if known is None or known[0]() is not x else known[1]
+        entry = self._values.get(id(x))
+        return None if entry is None or entry[0]() is not x else entry[1]
 
     def set(self, x: Any, value: Value) -> None:
         """Store a value for a tensor."""
-        known, key = self._known, id(x)
+        values, key = self._values, id(x)
 
         def forget(reference: Any) -> None:
-            if key in known and known[key][0] is reference:
-                del known[key]
+            if key in values and values[key][0] is reference:
+                del values[key]
 
-        known[key] = weakref.ref(x, forget), value
+        values[key] = weakref.ref(x, forget), value
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
@@ -79,10 +79,7 @@ def contraction_of(
 ) -> Einsum:
     """Return the `Einsum` of an equation for operands of these shapes.
 
-    Args:
-        equation: An equation of two operands; `...` is allowed.
-        first: The shape of the first operand, None for an unknown size.
-        second: The shape of the second operand.
+    `...` is allowed; a size that is not known is None.
 
     Raises:
         ValueError: If the equation is malformed or does not fit the operands.
@@ -103,8 +100,8 @@ def contraction_of_tensors(
     # torch.compile leaves caches out, and sizes that it traces have no hash.
     compiling = backends.current.is_compiling()
     is_plain = compiling or not isinstance(equation, str)
-    found = contraction_of if is_plain else known_contraction_of
-    return found(equation, tuple(first.shape), tuple(second.shape))
+    make = contraction_of if is_plain else known_contraction_of
+    return make(equation, tuple(first.shape), tuple(second.shape))
 
 
 def check_sizes(equation: str, first: Tensor, second: Tensor) -> None:

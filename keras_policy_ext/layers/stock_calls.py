@@ -16,11 +16,7 @@ from keras_policy_ext.layers.operands import is_floating_tensor
 
 
 def refuse_quantize(layer: keras.Layer, mode: str | None) -> None:
-    """Raise if Keras must not quantize a float8 layer.
-
-    Raises:
-        NotImplementedError: If it follows float8, or `mode` is `"float8"`.
-    """
+    """Raise NotImplementedError if a layer is in float8, or `mode` is."""
     policy = layer.float8_policy
     if policy is not None and not policy.recipe.trains:
         stock_float8.refuse_quantization(
@@ -56,10 +52,7 @@ def of_floating_tensors(
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Return a layer's call as a function of floats only, and the floats.
 
-    Args:
-        layer_call: The call of a layer.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+    These are the floating tensors in its arguments `args` and `kwargs`.
     """
     leaves = keras.tree.flatten((args, kwargs))
     differentiable = [is_floating_tensor(leaf) for leaf in leaves]

@@ -22,7 +22,7 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 
 def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
     """Write the codes, scales and other weights of a frozen layer to a file."""
-    weights = _own(layer)
+    weights = list(walking.own_weights(layer))
     recipe = layer.float8_policy.recipe
     summed = {
         each.name: each.axes.summed
@@ -95,11 +95,6 @@ def refuse_float(layer: keras.Layer) -> None:
     )
 
 
-def _own(layer: keras.Layer) -> list[keras.Variable]:
-    """Return a layer's own weights, without its float8 state."""
-    return list(walking.own_weights(layer))
-
-
 def _lora(layer: keras.Layer) -> dict[str, Any] | None:
     if not getattr(layer, "lora_enabled", False):
         return None
@@ -114,8 +109,7 @@ def check_rank(saved: FrozenWeights) -> None:
     shapes = [np.shape(saved.item(name)) for name in names]
     rank = saved.lora["rank"]
     if not shapes or not all(rank in shape for shape in shapes):
-        found = f"adapters of shapes {shapes} for a rank of {rank}"
-        raise saved.damaged(found)
+        raise saved.damaged(f"adapters of shapes {shapes} for a rank of {rank}")
 
 
 def adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
@@ -128,14 +122,12 @@ def adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
 def _pairs(
     layer: keras.Layer, saved: FrozenWeights
 ) -> list[tuple[keras.Variable, str]]:
-    """Pair each weight of a layer with its name in the file.
-
-    An unnamed weight gets another name in each model, so weights without a
-    match are paired in order. Adapters that the file lacks are unchanged.
-    """
+    """Pair each weight of a layer with its name in the file."""
+    # An unnamed weight gets another name in each model, so those without a
+    # match are paired in order. Adapters that the file lacks are unchanged.
     own = [
         each
-        for each in _own(layer)
+        for each in walking.own_weights(layer)
         if saved.lora or not each.name.startswith("lora_")
     ]
     names = saved.names
@@ -156,11 +148,14 @@ def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
     is_codes = name in saved.summed
     if is_codes != isinstance(variable, StoredVariable):
         kinds = ("codes", "floats") if is_codes else ("floats", "codes")
-        found = f"{name!r} is stored as {kinds[0]}, but the layer holds "
-        raise saved.damaged(f"{found}{kinds[1]} there")
+        raise saved.damaged(
+            f"{name!r} is stored as {kinds[0]}, but the layer holds "
+            f"{kinds[1]} there"
+        )
     if is_codes and saved.summed[name] != tuple(variable.axes.summed):
-        found = f"{name!r} is summed over axes {saved.summed[name]}"
-        raise saved.damaged(found)
+        raise saved.damaged(
+            f"{name!r} is summed over axes {saved.summed[name]}"
+        )
     stored = saved.kernel(name) if is_codes else None
     value = saved.item(name) if stored is None else stored.codes
     shape = tuple(value.shape)

@@ -349,7 +349,7 @@ def _restore_float8(
         layer.float8_state.load_own_variables(saved.store)
         policy = float8_policy_of(layer)
         if policy is not None:
-            saved_weights.warn(policy)
+            saved_weights.warn_of_formats(policy)
     if attention and hasattr(layer, "choose_attention"):
         try:
             layer.choose_attention(attention)

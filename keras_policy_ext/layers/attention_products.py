@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -34,10 +34,10 @@ from keras_policy_ext.seams import WEIGHTED_SUM as SUM
 
 SWAPPED = "weighted sum, values first"
 OTHER = "other"
-"""What a product of two activations can be."""
+"""With `SCORES` and `SUM`, the roles of a product of two activations."""
 
 _OF_OPERAND = (SUM, SWAPPED)
-"""What a product is whose first, or second, operand a softmax made."""
+"""The role of a product whose first, or second, operand a softmax made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Attention:
     """The products of two activations in the traced call of a layer.
 
     Attributes:
-        roles: The equation of each product and what it is, in order.
+        roles: The equation and the role of each product, in order.
         is_fused: Whether it calls `keras.ops.dot_product_attention`.
         needs_flash: Whether it does so with `flash_attention=True`.
         widens_float16: Whether scores of float16 are computed in float32:
@@ -60,16 +60,16 @@ class Attention:
     @property
     def is_recognised(self) -> bool:
         """True if a product in it can be computed in float8."""
-        alone = self.is_fused and not self.needs_flash
-        return alone or any(map(self.of, dict(self.roles)))
+        can_split = self.is_fused and not self.needs_flash
+        return can_split or any(self.of(each) for each, _ in self.roles)
 
     @property
-    def is_ordered(self) -> bool:
-        """True if products with one equation differ in what they are."""
-        return any(len(self.of(each)) > 1 for each in dict(self.roles))
+    def needs_order(self) -> bool:
+        """True if products with one equation have several roles."""
+        return any(len(self.of(each)) > 1 for each, _ in self.roles)
 
     @property
-    def left(self) -> str | None:
+    def reason_in_floats(self) -> str | None:
         """Why products in it stay in floats; None if none does."""
         others = [e for e in dict(self.roles) if not self.of(e)]
         if self.needs_flash:
@@ -86,9 +86,9 @@ class Attention:
         return None
 
     def of(self, equation: str) -> tuple[str, ...]:
-        """Return what products with an equation are; () if one is neither."""
-        found = dict.fromkeys(r for e, r in self.roles if e == equation)
-        return () if OTHER in found else tuple(found)
+        """Return the roles of products with an equation; () for no float8."""
+        roles = dict.fromkeys(r for e, r in self.roles if e == equation)
+        return () if OTHER in roles else tuple(roles)
 
 
 class Multiplied(NamedTuple):
@@ -134,7 +134,7 @@ def attends(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _call(layer: keras.Layer) -> Any:
+def _call(layer: keras.Layer) -> Iterator[None]:
     before = getattr(_thread, "call", None)
     _thread.call = _Call(layer)
     try:
@@ -149,14 +149,13 @@ def call_of(layer: Any) -> contextlib.AbstractContextManager[None]:
 
     Only if the layer needs that, since torch.compile breaks its graph there.
     """
-    if attends(layer) and layer.float8_controller.attention.is_ordered:
-        found: contextlib.AbstractContextManager[None] = _call(layer)
-        return found
+    if attends(layer) and layer.float8_controller.attention.needs_order:
+        return _call(layer)
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _none(layer: Any) -> Any:
+def _none(layer: keras.Layer) -> Iterator[None]:
     before = getattr(_thread, "none", None)
     _thread.none = layer
     try:
@@ -168,8 +167,7 @@ def _none(layer: Any) -> Any:
 def none_in(layer: Any) -> contextlib.AbstractContextManager[None]:
     """Return a block in which no product of a layer is one of attention."""
     if attends(layer):
-        found: contextlib.AbstractContextManager[None] = _none(layer)
-        return found
+        return _none(layer)
     return contextlib.nullcontext()
 
 
@@ -181,11 +179,9 @@ def multiply(
 ) -> Tensor:
     """Multiply two activations in the call of a layer; note it if recording.
 
-    Args:
-        layer: The layer.
-        stock: Computes the product as Keras does.
-        equation: Explicit, with one letter per axis.
-        operands: Two floating tensors that are made of no weight alone.
+    `stock` computes the product as Keras does. The equation is explicit, with
+    one letter per axis. The operands are floating tensors, and none of them is
+    made of a weight alone.
     """
     weights = None
     if _follows():
@@ -215,7 +211,7 @@ def multiply(
 
 
 def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
-    """Return what a product in the call of a layer is; None if not known."""
+    """Return the role of a product in the call of a layer, or None."""
     if getattr(_thread, "none", None) is layer:
         return None
     attention = layer.float8_controller.attention
@@ -236,14 +232,9 @@ def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
 
 
 def role_in_attention(product: Multiplied, reaches_softmax: bool) -> str:
-    """Return what a product of a traced call is for the layer's attention.
+    """Return the role of a traced product: one of the four constants above.
 
-    Args:
-        product: The product.
-        reaches_softmax: Whether its result is read by a softmax.
-
-    Returns:
-        `SCORES`, `SUM`, `SWAPPED` or `OTHER`.
+    A product without an operand of a softmax is scores if a softmax reads it.
     """
     if product.weights is None:
         return SCORES if reaches_softmax else OTHER
@@ -286,7 +277,11 @@ def softmax(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _follows() -> bool:
-    """Return True if the results of a softmax are followed now."""
+    """Return True if the results of a softmax are to be noted now.
+
+    That is while `convert` traces a layer, and in a call whose products are
+    told apart by it (`call_of`).
+    """
     in_call = getattr(_thread, "call", None) is not None
     return in_call or products.recorder() is not None
 
@@ -300,8 +295,8 @@ def attend(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     in_float8 = note is None and attends(layer) and not needs_flash
     if not in_float8 or layer.float8_policy is None:
         return stock(*args, **kwargs)
-    found = dot_product(layer, *args, **kwargs)
-    return stock(*args, **kwargs) if found is None else found
+    result = dot_product(layer, *args, **kwargs)
+    return stock(*args, **kwargs) if result is None else result
 
 
 def dot_product(
@@ -318,19 +313,10 @@ def dot_product(
 ) -> Tensor | None:
     """Compute `keras.ops.dot_product_attention`, its products in float8.
 
-    Scores and softmax are in float32, as in Keras.
-
-    Args:
-        layer: A layer with the mixin.
-        query: (batch, queries, heads, size).
-        key: (batch, keys, heads, size), perhaps with fewer heads.
-        value: As `key`.
-        bias: Added to the scores; fits (batch, heads, queries, keys).
-        mask: Where it is False, a key is left out; fits the scores too.
-        scale: Of the scores; None for `1 / sqrt(size)`.
-        is_causal: Whether later keys are left out.
-        flash_attention: Ignored.
-        attn_logits_soft_cap: The scores `s` are `cap * tanh(s / cap)`.
+    Scores and softmax are in float32, as in Keras. The arguments are those of
+    Keras, and `flash_attention` is ignored. `query` is (batch, queries, heads,
+    size); `key` and `value` are (batch, keys, heads, size), perhaps with fewer
+    heads; `bias` and `mask` fit (batch, heads, queries, keys).
 
     Returns:
         As `query`; None for shapes and dtypes that Keras refuses, or that
