@@ -31,11 +31,10 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
 
     Python does so for one line of a program, but forgets it as soon as a
     framework changes the warning filters.
-
-    This is not a context manager, because its code after the function could be
-    interrupted when it is too late to undo a change.
     """
 
+    # No context manager: its code after the function could be interrupted when
+    # it is too late to undo a change.
     @functools.wraps(function)
     def told_once(*args: P.args, **kwargs: P.kwargs) -> R:
         if _told.get() is not None:
@@ -63,9 +62,8 @@ def stacklevel() -> int:
     """Return the `stacklevel` for a warning to point at the user's code.
 
     Calls in Keras and in the framework, which calls layers, are skipped too.
-    Call this in the function that warns. Python then shows a warning once for
-    each line of the user, however many functions are between. Expires with
-    Python 3.11: later versions have `skip_file_prefixes`.
+    Call this in the function that warns. Expires with Python 3.11: later
+    versions have `skip_file_prefixes`.
     """
     calls = inspect.stack(context=0)[1:]
     for level, call in enumerate(calls, start=1):

@@ -62,7 +62,7 @@ def is_ours(name: str) -> bool:
 
 
 def parse(name: str) -> PolicyName:
-    """Parse a float8 policy's full name to a `PolicyName`.
+    """Parse a float8 policy's full name.
 
     Raises:
         ValueError: If it doesn't follow the grammar of this module.
@@ -86,10 +86,7 @@ def render(
 ) -> str:
     """Return the full name of a float8 policy, which `parse` can read.
 
-    Args:
-        spec: The recipe's compact string, `""` for the default recipe.
-        source: The source policy's name.
-        rules: Pairs `(pattern, policy name or None)`.
+    `spec` is `""` for the default recipe; rules are (pattern, name or None).
     """
     mode = f"float8/{spec}" if spec else "float8"
     pairs = [list(rule) for rule in rules]

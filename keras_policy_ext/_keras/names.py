@@ -22,17 +22,13 @@ except ImportError:
 def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     """Make Keras call `read` wherever it reads a dtype policy from a name.
 
-    It does in `keras.dtype_policies.get`, `keras.config.set_dtype_policy`,
-    maps, and `dtype=` of layers. All use the class `DTypePolicy`, or, for a
-    name that begins with a quantization mode, one function of its module
-    (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.16; in 3.16 the
-    package has it too). These are wrapped here. If the function is missing,
-    Keras refuses these names. Expires with a public way to register a policy
-    by its name.
-
-    Args:
-        read: Returns the policy of a name, or None to leave the name to Keras.
-            It may raise a ValueError.
+    It returns the policy of the name, None to leave the name to Keras, or
+    raises a ValueError. `keras.dtype_policies.get`,
+    `keras.config.set_dtype_policy`, maps, and `dtype=` of layers use the class
+    `DTypePolicy`, or, for a name that begins with a quantization mode, one
+    function of its module (`_get_quantized_dtype_policy_by_str`, keras 3.4 to
+    3.16; in 3.16 the package has it too). Both are wrapped here. Without the
+    function, Keras refuses these names.
     """
 
     def by_name(stock: Any, name: Any) -> keras.DTypePolicy:
@@ -61,14 +57,10 @@ _PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
 def call_without_float8(wanted: Callable[[], bool]) -> None:
     """Let layers without a float8 call run under Keras's float8 policy.
 
-    They compute in the dtypes of the source policy. Keras calls their
-    `_float8_call`, which raises (keras 3.4 to 3.15), or the `call` of one
-    object, which asks the layer for the geometry of its kernel
-    (`_quantization_geometry`, 3.16). If both are missing, Keras raises. Expires
-    when Keras calls such layers normally.
-
-    Args:
-        wanted: Returns True if this applies now.
+    Where `wanted` returns True, they compute in the dtypes of the source
+    policy. Keras calls their `_float8_call`, which raises (keras 3.4 to 3.15),
+    or the `call` of one object, which asks the layer for the geometry of its
+    kernel (`_quantization_geometry`, 3.16). If both are missing, Keras raises.
     """
 
     def float8_call(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -82,10 +82,7 @@ _watching: dict[str, Handler] = {}
 
 
 class _Block:
-    """An `on_operation` block: its handlers, and whether it is open.
-
-    A task that was started in the block keeps a copy of the context variable.
-    """
+    """An `on_operation` block: its handlers, and whether it is open."""
 
     def __init__(self, handlers: dict[str, Handler]) -> None:
         self.handlers, self.is_open = handlers, True
@@ -124,8 +121,7 @@ def innermost_layer() -> Any:
     """Return the layer whose call or `build` runs now; None outside of one.
 
     Keras opens a name scope for each call, which holds the layer (`caller` in
-    `name_scope_stack`, keras 3.0 to 3.16). If it is missing, None. Expires
-    with a public way to ask for the layer of a call.
+    `name_scope_stack`, keras 3.0 to 3.16).
     """
     scopes = _global_state and _global_state.get_global_attribute(_SCOPES)
     callers = (scope.caller for scope in reversed(scopes or ()))
@@ -133,14 +129,13 @@ def innermost_layer() -> Any:
 
 
 def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
-    """Set the handlers of operations inside of layers that are followed.
+    """Set the handlers of operations, by names, for the whole process.
 
-    Args:
-        handlers: The handler for operations of these names. It is called as
-            `handler(layer, stock, name, args, kwargs)`, and its result is that
-            of the operation. It is called inside of a `wrapped` block while
-            products are recorded, inside of `following()`, and for layers of
-            classes that are followed (`follow`).
+    A later one for an operation replaces it. A handler is called as
+    `handler(layer, stock, name, args, kwargs)`, and its result is that of the
+    operation. It is called inside of layers: while products are recorded
+    (`recording`), in a block of `following()`, and from `follow` on inside of
+    layers of that class.
     """
     for names, handler in handlers.items():
         _watching.update(dict.fromkeys(names, handler))
@@ -152,9 +147,8 @@ def on_operation(
 ) -> Iterator[None]:
     """In the block, call handlers for operations inside of all layers.
 
-    Args:
-        handlers: As for `watch`; `stock` goes through the handlers of outer
-            blocks. Only operations of this thread and asyncio task count.
+    They are as for `watch`, but `stock` goes through the handlers of outer
+    blocks. Only operations of this thread and asyncio task count.
     """
     global _open_blocks
     own = {name: x for names, x in handlers.items() for name in names}
@@ -168,24 +162,22 @@ def on_operation(
         finally:
             with _LOCK:
                 _open_blocks -= 1
+            # A task that was started in the block goes on with a copy.
             block.is_open = False
             _blocks.reset(token)
 
 
 @contextlib.contextmanager
 def wrapped(names: Iterable[str] = ()) -> Iterator[None]:
-    """In the block, the operations of Keras call handlers.
+    """In the block, the operations of Keras that have handlers call them.
 
-    `keras.ops` calls a function of the same name in a module of the backend,
-    such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops`, in
-    modules of these names there and in `backend.random` (3.16). These are
-    replaced, so that it makes no difference how a module imports the
-    operation. Layers cast by `backend.cast`. `ENTRIES` is a method of
-    `keras.Variable`. If Keras has the functions elsewhere, no product is seen,
-    and `convert` says that none was recognised. Expires with a public hook.
-
-    Args:
-        names: The operations beside those of `watch`.
+    So do those of `names`. `keras.ops` calls a function of the same name in a
+    module of the backend, such as `backend.numpy` (keras 3.0 to 3.15), or in
+    `backend.ops`, in modules of these names there and in `backend.random`
+    (3.16). These are replaced, so that it makes no difference how a module
+    imports the operation. Layers cast by `backend.cast`. `ENTRIES` is a method
+    of `keras.Variable`. If Keras has the functions elsewhere, no product is
+    seen, and `convert` says that none was recognised.
     """
     wanted = (*_watching, *names)
     _wrap(wanted)
@@ -200,18 +192,15 @@ def modules() -> list[Any]:
     home = getattr(_backend, "ops", None)  # Without those of keras.random.
     homes = [each for each in (home, _backend) if each is not None]
     places = [getattr(each, x, None) for each in homes for x in _MODULES]
-    found = [each for each in (home, *places) if each is not None]
+    present = [each for each in (home, *places) if each is not None]
     # It has the `cast` that layers call.
-    return found if _backend is None else [*found, _backend]
+    return present if _backend is None else [*present, _backend]
 
 
 def follow(cls: type) -> None:
-    """Call the handlers of `watch` inside of layers of this class, from now on.
-
-    The operations of Keras then stay wrapped.
-    """
+    """Call the handlers of `watch` in layers of this class, from now on."""
     with _LOCK:
-        if not _FOLLOWED:
+        if not _FOLLOWED:  # The operations then stay wrapped.
             _wrap(tuple(_watching))
         _FOLLOWED.add(cls)
 
@@ -262,10 +251,7 @@ def _unwrap(names: tuple[str, ...]) -> None:
 
 
 def _through(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function that calls the handler of an operation.
-
-    Many operations of the process pass through it, so it is one function.
-    """
+    """Return a function that calls the handler of an operation."""
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -310,12 +296,12 @@ def _through_blocks(
         with keras.name_scope(getattr(layer, "name", "layer"), caller=layer):
             return run(*args, **kwargs)
 
-    found: Handler = in_the_layer
+    through_all: Handler = in_the_layer
     for handler in mine:
-        found = _handled(handler, layer, found, name)
+        through_all = _handled(handler, layer, through_all, name)
     # What a handler computes itself is of no layer, or it would be handled too.
     with outside_of_layers():
-        return found(*args, **kwargs)
+        return through_all(*args, **kwargs)
 
 
 def _handled(handler: Handler, layer: Any, run: Handler, name: str) -> Handler:

@@ -14,9 +14,9 @@ import numpy as np
 
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import (
-    kept_numbers,
+    layers_report,
     roles,
-    summary,
+    saved_input_bytes,
     work,
 )
 from keras_policy_ext.conversion.candidates import (
@@ -24,7 +24,7 @@ from keras_policy_ext.conversion.candidates import (
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.summary import LayersReport
+from keras_policy_ext.conversion.layers_report import LayersReport
 from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
@@ -189,13 +189,13 @@ class Report(LayersReport):
     retraced: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
 
-    _kept: ClassVar[str] = "Not converted"
-    _changes: ClassVar[str] = "converts"
+    _unchanged_title: ClassVar[str] = "Not converted"
+    _verb: ClassVar[str] = "converts"
     _columns = (Column("policy / reason not converted", wraps=True),)
     _full_columns = (
         Column("layer", apart=True),
         Column("class"),
-        *summary.SHARES,
+        *layers_report.SHARES,
         Column("policy / reason not converted", wraps=True),
     )
     _every = EVERY
@@ -229,7 +229,7 @@ class Report(LayersReport):
 
     def _notes(self, full: bool) -> list[str]:
         notes = [*super()._notes(full), *self.without_effect]
-        notes += kept_numbers.note(self.converted)
+        notes += saved_input_bytes.note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
         if coarser:
             notes.append(
@@ -252,9 +252,9 @@ class Report(LayersReport):
         if deciding:
             layers = counted(len(deciding), "layer")
             notes.append(
-                f"{self._kept}, since rounding could change what is chosen: "
-                f"{layers}, such as {deciding[0].path!r}. `filter='all'` "
-                f"{self._changes} such layers too."
+                f"{self._unchanged_title}, since rounding could change what "
+                f"is chosen: {layers}, such as {deciding[0].path!r}. "
+                f"`filter='all'` {self._verb} such layers too."
             )
         if self.retraced:
             shown = ", ".join(self.retraced)
@@ -311,31 +311,19 @@ _KERNELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A kernel that `freeze` has stored in float8, and what that changed.
+    """A kernel that `freeze` has stored in float8, and what that changed."""
 
-    Attributes:
-        path: The path of the kernel.
-        bytes_before: Its bytes before, in floats.
-        bytes_after: The bytes of its codes and scales.
-        sqnr_db: Signal to quantization noise ratio of the kernel, decibels.
-    """
-
-    path: str
-    bytes_before: int
-    bytes_after: int
+    path: str  # The path of the kernel.
+    bytes_before: int  # Its bytes before, in floats.
+    bytes_after: int  # The bytes of its codes and scales.
+    # Signal to quantization noise ratio of the kernel, decibels.
     sqnr_db: float
 
     @classmethod
     def of(
         cls, kernel: keras.Variable, value: Any, stored: StoredKernel
     ) -> Stored:
-        """Return the entry of a kernel: bytes before and after, and its SQNR.
-
-        Args:
-            kernel: The variable.
-            value: Its values in float32.
-            stored: The quantized values.
-        """
+        """Return the entry of a kernel; `value` is its value in float32."""
         width = np.dtype("float32").itemsize
         if "16" in keras.backend.standardize_dtype(kernel.dtype):
             width //= 2
@@ -355,8 +343,8 @@ class FrozenReport(Report):
         stored: One entry for each kernel that was stored.
     """
 
-    _kept: ClassVar[str] = "Not frozen"
-    _changes: ClassVar[str] = "freezes"
+    _unchanged_title: ClassVar[str] = "Not frozen"
+    _verb: ClassVar[str] = "freezes"
 
     stored: tuple[Stored, ...] = ()
 
@@ -457,8 +445,8 @@ def report_of(
     for layer in converted:
         counted, of_kernels = works.of(layer), kernels.get(id(layer), [])
         if of_kernels:
-            counted, found = works.of_parts(layer, of_kernels)
-            parts.update(zip(map(id, of_kernels), found, strict=True))
+            counted, counts = works.of_parts(layer, of_kernels)
+            parts.update(zip(map(id, of_kernels), counts, strict=True))
         done.append(_converted(layer, counted))
     rest = [_skipped(each, works, parts.get(id(each.kernel))) for each in left]
     weights = [v for v in model.weights if not is_state(v)]
@@ -488,7 +476,7 @@ def _skipped(
 
 
 def _converted(layer: keras.Layer, counted: Work) -> Converted:
-    kept, kept_before = kept_numbers.itemsizes(layer) or (None, None)
+    kept, kept_before = saved_input_bytes.of_layer(layer) or (None, None)
     return Converted(
         path=path_of(layer),
         class_name=type(layer).__name__,
@@ -558,19 +546,19 @@ def _reasons(report: Report) -> str:
     """Return sentences on the largest groups of layers outside float8."""
     totals = report.totals
     groups = [group for group in report.groups if not group[0].in_float8]
-    groups.sort(key=lambda group: -summary.work(group))
-    found = []
+    groups.sort(key=lambda group: -layers_report.multiplications_of(group))
+    sentences = []
     for group in groups[:REASONS]:
-        share, _ = summary.shares(group, totals)
+        share, _ = layers_report.shares(group, totals)
         layers = counted(len(group), "layer")
         reason = outcome_of(group).removeprefix("– ")
-        found.append(
+        sentences.append(
             f"{share} are in {layers} of class {group[0].class_name}: {reason}."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
-def _unknown(totals: summary.Totals) -> str:
+def _unknown(totals: layers_report.Totals) -> str:
     return "".join(f" {note}" for note in totals.notes())
 
 
@@ -592,8 +580,8 @@ def _shares_scales(layer: keras.Layer) -> bool:
     if float8_policy_of(layer) is None or layer.float8_contracted:
         return False
     recipe = layer.float8_controller.recipe_of_activations
-    asked = recipe.quantization("inputs", "forward")
-    return asked is not None and bool(asked.has_one_scale)
+    quantization = recipe.quantization("inputs", "forward")
+    return quantization is not None and bool(quantization.has_one_scale)
 
 
 def _counted(names: Sequence[str]) -> str:

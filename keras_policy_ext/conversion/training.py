@@ -29,12 +29,9 @@ _CONTAINERS = (dict, list, tuple)
 
 
 class Compiled(NamedTuple):
-    """A compiled function, found in a model or in a layer of the model.
+    """A compiled function in a layer: its name is the path with the attribute.
 
-    Attributes:
-        name: The path of a layer, with the attribute.
-        function: The function.
-        layer: For a method the layer that defines it, else None.
+    For a method, `layer` is the one whose class defines it; else None.
     """
 
     name: str
@@ -69,11 +66,8 @@ def found_in(model: keras.Layer) -> list[Compiled]:
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the callable attributes of a layer; those in lists come last.
-
-    Lists and dicts come last, because TensorFlow keeps all attributes in a
-    dict.
-    """
+    """Yield the callable attributes of a layer; those in lists come last."""
+    # TensorFlow keeps all attributes in a dict too: containers come last.
     containers = []
     for name, value in walking.attributes(layer).items():
         if name in walking.STEPS:
@@ -117,11 +111,8 @@ def _within(value: Any) -> Any:
 def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     """In the block, the caller changes a model; an error undoes the changes.
 
-    New variables are created in the scope of those of the model, and optimizers
-    and compiled steps are updated.
-
-    Yields:
-        The names of its compiled functions, which are traced anew.
+    New variables are created in the scope of those of the model, and
+    optimizers and compiled steps are updated. It yields what `continued` does.
     """
     with (
         unchanged_on_error(parts(model)),
@@ -138,10 +129,8 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     Afterwards each optimizer in the model knows the present variables, and
     keeps its slots and its iteration; steps are traced anew; PyTorch sees the
     parameters. Nothing is updated if the block fails: see
-    `layers.transaction`.
-
-    Yields:
-        The names of its compiled functions, which are traced anew.
+    `layers.transaction`. It yields the names of the model's compiled
+    functions, which are traced anew.
     """
     models = [
         layer
@@ -177,11 +166,9 @@ def parts(model: keras.Layer) -> list[Any]:
 def check_optimizers(model: keras.Layer) -> None:
     """Raise if a model's optimizer cannot take new float8 state.
 
-    Raises:
-        ImportError: If this Keras does not tell what variables a built
-            optimizer knows.
-        ValueError: If a `keras.optimizers.MultiOptimizer` is built: it assigns
-            variables to its optimizers only once, when it is built.
+    That is an ImportError if this Keras does not tell what variables a built
+    optimizer knows, and a ValueError for a `keras.optimizers.MultiOptimizer`
+    that is built: it assigns variables to its optimizers only once.
     """
     multiple = getattr(keras.optimizers, "MultiOptimizer", ())
     for layer in walking.layers_within(model):
@@ -215,14 +202,14 @@ def _update_optimizers(
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
         within = optimizer_variables.optimizers_within(optimizer)
-        all_known = [
+        variables = [
             optimizer_variables.known_to_optimizer(each) for each in within
         ]
         is_own = optimizer is getattr(model, "optimizer", None)
         has_all = is_own and any(
-            _has_all(model, known, come) for known in all_known
+            _has_all(model, known, come) for known in variables
         )
-        for each, known in zip(within, all_known, strict=True):
+        for each, known in zip(within, variables, strict=True):
             if known is None:
                 continue
             new = _states(model, known, has_all)
@@ -238,15 +225,17 @@ def _update_optimizers(
 def change_of(
     model: keras.Layer, *, to_float8: bool, optimizer: Any = None
 ) -> seams.ModelChange:
-    """Return a change of a model, as followers see it.
+    """Return a change of a model, as followers see it."""
 
-    Args:
-        model: The model.
-        to_float8: Whether it is converted, and not reverted.
-        optimizer: The argument `optimizer` of `convert`.
-    """
-    found = functools.partial(_outermost, model)
-    return seams.ModelChange(model, to_float8, found, optimizer)
+    def find_optimizers() -> list[keras.optimizers.Optimizer]:
+        models = [
+            layer
+            for layer in walking.layers_within(model)
+            if isinstance(layer, keras.Model)
+        ]
+        return [each for layer in models for each in optimizers(layer)]
+
+    return seams.ModelChange(model, to_float8, find_optimizers, optimizer)
 
 
 def before(change: seams.ModelChange) -> list[tuple[seams.Follower, Any]]:
@@ -256,38 +245,25 @@ def before(change: seams.ModelChange) -> list[tuple[seams.Follower, Any]]:
         ImportError: If no follower acts on the argument `optimizer`.
         Exception: What a follower raises that cannot follow.
     """
-    found = seams.followers()
+    followers = seams.followers()
     option = change.optimizer_option
-    if option is not None and not any(x.takes_optimizer_option for x in found):
+    takes_it = any(each.takes_optimizer_option for each in followers)
+    if option is not None and not takes_it:
         raise ImportError(
             "The state of optimizers is stored in one byte a number by "
             "keras_policy_ext.optimizers, which is not installed. Received: "
             f"optimizer={option!r}. Allowed without it: None. Leave "
             "`optimizer` out, or install the whole package."
         )
-    return [(each, each.before(change)) for each in found]
+    return [(each, each.before(change)) for each in followers]
 
 
 def after(
-    change: seams.ModelChange, known: list[tuple[seams.Follower, Any]]
+    change: seams.ModelChange, notes: list[tuple[seams.Follower, Any]]
 ) -> None:
-    """Have all followers follow a change.
-
-    Args:
-        change: The change.
-        known: What `before` returned.
-    """
-    for follower, noted in known:
-        follower.after(change, noted)
-
-
-def _outermost(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
-    return [
-        optimizer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, keras.Model)
-        for optimizer in optimizers(layer)
-    ]
+    """Have all followers follow a change, with what `before` returned."""
+    for follower, note in notes:
+        follower.after(change, note)
 
 
 def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
@@ -302,10 +278,7 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of `compile`, then optimizers in attributes.
-
-    These are attributes, or entries of lists and dicts.
-    """
+    """Return the optimizer of `compile`, then those in other attributes."""
     found: dict[int, Any] = {}
     seen: set[int] = set()  # A list may be in itself.
     # The next one is at the end.
@@ -339,11 +312,9 @@ def _has_all(
     known: list[keras.Variable] | None,
     come: set[int],
 ) -> bool:
-    """Return True if an optimizer was built with all trainable weights.
-
-    Weights that were added since it was built do not count. A wrapped optimizer
-    may have substitutes for the weights, and none of the weights themselves.
-    """
+    """Return True if an optimizer was built with all trainable weights."""
+    # Weights that were added since then do not count. A wrapped optimizer may
+    # have substitutes for the weights, and none of the weights themselves.
     if known is None:
         return False
     ids = {id(v) for v in known}
@@ -356,12 +327,9 @@ def _has_all(
 def _states(
     model: keras.Model, known: list[keras.Variable], has_all: bool
 ) -> set[int]:
-    """Return the ids of the float8 state that an optimizer has to update.
-
-    These are the states of the layers that it optimizes, trainable or not. The
-    optimizer of `compile` gets all trainable states if it has all trainable
-    weights.
-    """
+    """Return the ids of the float8 state that an optimizer has to update."""
+    # States of the layers that it optimizes, trainable or not. The optimizer of
+    # `compile` gets all trainable states if it has all trainable weights.
     ids = {id(v) for v in known}
     return {
         id(state)
@@ -379,12 +347,10 @@ def _to_optimize(
     new: set[int],
     gone: set[int],
 ) -> list[keras.Variable]:
-    """Return an optimizer's variables without `gone` and with `new` ones.
-
-    A state follows the variable that precedes it in `model.variables`. So the
-    order is again that of `trainable_variables`, which the trainers rely on,
-    and of lists that a custom loop joins from several parts.
-    """
+    """Return an optimizer's variables without `gone` and with `new` ones."""
+    # A state follows the variable that precedes it in `model.variables`. So the
+    # order is again that of `trainable_variables`, which the trainers rely on,
+    # and of lists that a custom loop joins from several parts.
     wanted = [v for v in known if id(v) not in gone]
     place = {id(v): i for i, v in enumerate(wanted)}
     after: dict[int, list[Any]] = {}
@@ -415,8 +381,7 @@ def may_differ(model: keras.Model) -> bool:
 def restore(model: keras.Model, weights: str) -> bool:
     """Wrap or unwrap a model's optimizer, to match the one in the model's file.
 
-    Returns:
-        Whether that changed, so that the weights must be loaded again.
+    Return whether that changed, so that the weights must be loaded again.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:

@@ -42,19 +42,15 @@ _OF_OPERAND = (SUM, SWAPPED)
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """The products of two activations in the traced call of a layer.
+    """The products of two activations in the traced call of a layer."""
 
-    Attributes:
-        roles: The equation and the role of each product, in order.
-        is_fused: Whether it calls `keras.ops.dot_product_attention`.
-        needs_flash: Whether it does so with `flash_attention=True`.
-        widens_float16: Whether scores of float16 are computed in float32:
-            beyond 65504 they would be infinite, and their softmax NaN.
-    """
-
+    # The equation and the role of each product, in order.
     roles: tuple[tuple[str, str], ...] = ()
+    # Whether it calls `keras.ops.dot_product_attention`.
     is_fused: bool = False
-    needs_flash: bool = False
+    needs_flash: bool = False  # Whether it does so with `flash_attention=True`.
+    # Whether scores of float16 are computed in float32: beyond 65504 they
+    # would be infinite, and their softmax NaN.
     widens_float16: bool = False
 
     @property
@@ -92,14 +88,10 @@ class Attention:
 
 
 class Multiplied(NamedTuple):
-    """A product of two activations, as it is noted while a model is traced.
+    """A product of two activations, as it is noted while a model is traced."""
 
-    Attributes:
-        equation: Explicit, with one letter per axis.
-        weights: The number of the operand that a softmax made; None for none.
-    """
-
-    equation: str
+    equation: str  # Explicit, with one letter per axis.
+    # The number of the operand that a softmax made; None for none.
     weights: int | None
 
 

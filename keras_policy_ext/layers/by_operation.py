@@ -57,20 +57,15 @@ CONVOLUTION = "convolution"
 
 @dataclasses.dataclass(frozen=True)
 class RecordedProduct:
-    """A product of an activation with a weight.
+    """A product of an activation with a weight."""
 
-    Attributes:
-        path: The path of the weight.
-        equation: An explicit einsum equation; the second operand is the
-            weight, as it was moved. `CONVOLUTION` for a convolution.
-        is_moved: Whether the operand is a moved copy of the weight.
-        owner: A weak reference to the layer that has the weight; None for the
-            layer that multiplies.
-    """
-
-    path: str
+    path: str  # The path of the weight.
+    # An explicit einsum equation; the second operand is the weight, as it was
+    # moved. `CONVOLUTION` for a convolution.
     equation: str
-    is_moved: bool
+    is_moved: bool  # Whether the operand is a moved copy of the weight.
+    # A weak reference to the layer that has the weight; None for the layer
+    # that multiplies.
     owner: weakref.ref[keras.Layer] | None = None
 
     @property
@@ -87,26 +82,22 @@ class RecordedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """The products and choices found in the traced call of a layer.
+    """The products and choices found in the traced call of a layer."""
 
-    Attributes:
-        products: Its products with weights that can be computed in float8.
-        chooses: Whether it calls a top-k, an argmax, an argmin or a sort.
-        branch: The name of an operation that runs a function of the caller;
-            "" if the layer calls none.
-        is_tied: Whether the weights are a table that other layers look up, or
-            are of a layer elsewhere, so that `convert` has to be asked.
-        refused: Other layers with whose weights it multiplies too, and which
-            compute in float8 themselves.
-        attention: Its products of two activations; None if they were not
-            looked for.
-    """
-
+    # Its products with weights that can be computed in float8.
     products: tuple[RecordedProduct, ...] = ()
+    # The name of an operation that runs a function of the caller; "" if the
+    # layer calls none.
     branch: str = ""
+    # Whether it calls a top-k, an argmax, an argmin or a sort.
     chooses: bool = False
+    # Whether the weights are a table that other layers look up, or are of a
+    # layer elsewhere, so that `convert` has to be asked.
     is_tied: bool = False
+    # Other layers with whose weights it multiplies too, and which compute in
+    # float8 themselves.
     refused: tuple[weakref.ref[keras.Layer], ...] = ()
+    # Its products of two activations; None if they were not looked for.
     attention: Attention | None = None
 
 

@@ -42,19 +42,17 @@ def to_float8_class(
 
     If Keras has quantized it to float8, Keras's scales and histories are
     removed, since those of a layer that is used twice are sums. Its amaxes
-    start anew.
+    start anew. A layer that followed another policy keeps its amaxes.
 
     Args:
         layer: A built layer whose class has a float8 form, or is one.
-        policy: The float8 policy to follow; None for the layer's own policy. A
-            layer that followed another policy keeps its amaxes.
+        policy: The float8 policy to follow; None for the layer's own policy.
         frozen: The stored kernels for a policy with the recipe
             `FrozenKernels`; None for zeros, to be loaded later.
 
     Raises:
         ValueError: If the layer is not built, or there is no such form.
-        TypeError: If its class may compute something else than the stock
-            layer.
+        TypeError: If its class may compute something else.
     """
     policy = policies.get(layer.dtype_policy if policy is None else policy)
     form = type(layer)

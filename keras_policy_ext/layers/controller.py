@@ -51,37 +51,27 @@ _STATES_USED = "_float8_states_used"
 class Float8Controller:
     """The float8 policy and kernels of a layer, which Keras does not see.
 
-    The layer has one, `float8_controller`; the mixin hands on to it what
-    Keras calls. The state is a sub-layer, `float8_state`, since files have a
-    group for it.
-
-    Attributes:
-        layer: The layer.
-        kernel_paths: Paths of the weights that are contracted in float8.
-        foreign: Weights of other layers that this layer contracts.
-        weight_names: Names of all weights in the order in which they were
-            made, while kernels are stored.
-        attention: The products of two activations that a layer without a
-            float8 class computes in float8; None for none.
-        policy: The float8 policy that the layer followed when its path was
-            last looked at, or None; `current_policy` looks.
-        recipe_of_activations: The recipe for operands that are no weights;
-            None if the layer does not follow float8.
-        recipe_of_weighted_sum: The recipe for weights times values; None as
-            above.
-        limit_of_values: The largest value of these values, if they are scaled
-            by keys; None if they have a scale of all keys, or are not
-            quantized.
+    The layer has one, `float8_controller`; the mixin hands on to it what Keras
+    calls. The state is a sub-layer, `float8_state`, since files have a group
+    for it.
     """
 
     def __init__(self, layer: keras.Layer) -> None:
         self.layer = layer
+        # Of the weights that are contracted in float8.
         self.kernel_paths: tuple[str, ...] = ()
+        # Weights of other layers that this layer contracts.
         self.foreign: tuple[keras.Variable, ...] = ()
+        # Of all weights, as they were made, while kernels are stored.
         self.weight_names: tuple[str, ...] = ()
+        # Products of two activations that are in float8; see `by_operation`.
         self.attention: Any = None
+        # As of the last look at the path; `current_policy` looks.
         self.policy: Float8DTypePolicy | None = None
+        # For operands that are no weights; None outside of float8.
         self.recipe_of_activations: Any = None
+        # For weights times values; and the largest of these values, if they
+        # are quantized and scaled by keys.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
         self._scales_each_matrix = self._has_histories = False
@@ -126,12 +116,7 @@ class Float8Controller:
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
-        """Prepare the layer's float8 state for another policy.
-
-        Raises:
-            ValueError: If the state does not fit the policy, or kernels are
-                stored or quantized in another form.
-        """
+        """Prepare the state for another policy, or raise ValueError."""
         layer = self.layer
         policy = policies.as_float8(of_path(policy, layer.path))
         if isinstance(policy, Float8DTypePolicy):

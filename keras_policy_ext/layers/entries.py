@@ -45,17 +45,12 @@ INPUTS_SCALE = "{name}.inputs_scale"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The dtype, rank and valid numbers of an entry's array.
+    """The dtype, rank and valid numbers of an entry's array."""
 
-    Attributes:
-        dtype: Its dtype, or an abstract one of NumPy.
-        rank: The number of its axes, or several; None for any.
-        is_valid: Returns True for each valid number, floats in float32; None
-            if all are.
-    """
-
-    dtype: Any
+    dtype: Any  # Its dtype, or an abstract one of NumPy.
+    # The number of its axes, or several; None for any.
     rank: int | tuple[int, ...] | None
+    # Returns True for each valid number, floats in float32; None if all are.
     is_valid: Callable[[np.ndarray], np.ndarray] | None = None
 
     def fits(self, array: Any) -> bool:
@@ -69,41 +64,26 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The entries of a kind of groups, and the texts of errors about them.
+    """The entries of a kind of groups, and the texts of errors about them."""
 
-    Attributes:
-        title: The first words of an error; the path of the layer follows.
-        kept: The object that an error leaves unchanged, in words.
-        forms: The form of each entry, by key.
-        allowed: The entries that are allowed, in words.
-        advice: The next step if a group is damaged.
-        update: The next step if a version is newer.
-        version: The newest version that this package reads. It is increased
-            only if older versions of this package would misread a file.
-    """
-
-    title: str
-    kept: str
-    forms: Mapping[str, Form]
-    allowed: str
-    advice: str
-    update: str = ""
+    title: str  # The first words of an error; the path of the layer follows.
+    kept: str  # The object that an error leaves unchanged, in words.
+    forms: Mapping[str, Form]  # The form of each entry, by key.
+    allowed: str  # The entries that are allowed, in words.
+    advice: str  # The next step if a group is damaged.
+    update: str = ""  # The next step if a version is newer.
+    # The newest version that this package reads. It is increased only if older
+    # versions of this package would misread a file.
     version: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group of entries in a file, which are checked when they are read.
+    """A group of entries in a file, which are checked when they are read."""
 
-    Attributes:
-        schema: The schema of its entries.
-        path: The path of the layer or state, for messages.
-        store: The entries by key.
-    """
-
-    schema: Schema
-    path: str
-    store: Mapping[str, Any]
+    schema: Schema  # The schema of its entries.
+    path: str  # The path of the layer or state, for messages.
+    store: Mapping[str, Any]  # The entries by key.
 
     def damaged(self, fault: str) -> ValueError:
         """Return the ValueError for a group that is damaged."""
@@ -125,20 +105,14 @@ class Group:
             )
 
     def item(self, key: str) -> Any:
-        """Return an entry as it is stored, whatever its form.
-
-        Raises:
-            ValueError: If it is missing, or its data are not in the file.
-        """
+        """Return an entry as it is stored; ValueError if it is missing."""
         if key not in self.store:
             raise self.damaged(f"it lacks {key!r}")
         _input_files.check_dataset(self.path, self.store[key])
         return self.store[key]
 
     def read(self, template: str, **names: Any) -> np.ndarray:
-        """Return the array of an entry; floats in float32.
-
-        The key is `template` of the schema, with `names` in it.
+        """Return the array of an entry by its template; floats in float32.
 
         Raises:
             ValueError: If it is missing or malformed, or has invalid values.

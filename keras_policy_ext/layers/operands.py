@@ -15,14 +15,10 @@ from keras_policy_ext.contractions import Einsum, equations
 
 
 class MovedKernel(NamedTuple):
-    """A kernel whose elements are moved before a contraction reads it.
+    """A kernel whose elements are moved before a contraction reads it."""
 
-    Attributes:
-        shape: The shape that the contraction reads.
-        move: Moves the tensor of the kernel; differentiable.
-    """
-
-    shape: tuple[Any, ...]
+    shape: tuple[Any, ...]  # The shape that the contraction reads.
+    # Moves the tensor of the kernel; differentiable.
     move: Callable[[Tensor], Tensor]
 
 
@@ -85,7 +81,17 @@ def contraction_of(
         ValueError: If the equation is malformed or does not fit the operands.
     """
     explicit = equations.explicit(equation, len(first), len(second))
-    check_sizes(explicit, first, second)
+    # Checked here, since an einsum would broadcast a size of 1.
+    terms = equations.split(explicit)
+    sizes = dict(zip(terms.first, first, strict=True))
+    for axis, size in zip(terms.second, second, strict=True):
+        other = sizes.get(axis, size)
+        if None not in (size, other) and size != other:
+            raise ValueError(
+                f"The operands of {explicit!r} differ in axis {axis!r}. "
+                f"Received: shapes {tuple(first)} and {tuple(second)}. "
+                "Allowed: equal sizes. Transpose or repeat the inputs first."
+            )
     return Einsum(explicit)
 
 
@@ -102,20 +108,3 @@ def contraction_of_tensors(
     is_plain = compiling or not isinstance(equation, str)
     make = contraction_of if is_plain else known_contraction_of
     return make(equation, tuple(first.shape), tuple(second.shape))
-
-
-def check_sizes(equation: str, first: Tensor, second: Tensor) -> None:
-    """Raise if two operands of an einsum differ in the size of a letter.
-
-    An einsum would broadcast a size of 1.
-    """
-    terms = equations.split(equation)
-    sizes = dict(zip(terms.first, first, strict=True))
-    for axis, size in zip(terms.second, second, strict=True):
-        other = sizes.get(axis, size)
-        if None not in (size, other) and size != other:
-            raise ValueError(
-                f"The operands of {equation!r} differ in axis {axis!r}. "
-                f"Received: shapes {tuple(first)} and {tuple(second)}. "
-                "Allowed: equal sizes. Transpose or repeat the inputs first."
-            )

@@ -76,11 +76,7 @@ class SavedState(Group):
 
     @property
     def attention(self) -> str:
-        """The argument `attention` of an attention layer; "" if missing.
-
-        Raises:
-            ValueError: If the entry is damaged or not known.
-        """
+        """The argument `attention` of an attention layer; "" if missing."""
         mode = self.text(entries.ATTENTION)
         if mode not in ("", "float8"):
             text = self._unknown("an attention mode", mode, "float8")
@@ -88,11 +84,7 @@ class SavedState(Group):
         return mode
 
     def text(self, key: str) -> str:
-        """Return a string that the file has about the layer; "" if missing.
-
-        Raises:
-            ValueError: If it is damaged, or of a newer version.
-        """
+        """Return a string that the file has about the layer; "" if missing."""
         if key not in self.store:
             return ""
         self._check_version()
@@ -290,27 +282,17 @@ def is_frozen(store: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FrozenWeights(Group):
-    """The group of a frozen layer's weights in a file.
+    """The group of a frozen layer's weights in a file."""
 
-    Attributes:
-        recipe: How kernels are stored.
-        names: The names of the weights, in order.
-        summed: The summed axes of each kernel, by name.
-        lora: Rank and alpha of LoRA; None without.
-    """
-
-    recipe: FrozenKernels
-    names: list[str]
+    recipe: FrozenKernels  # How kernels are stored.
+    names: list[str]  # The names of the weights, in order.
+    # The summed axes of each kernel, by name.
     summed: Mapping[str, tuple[int, ...]]
-    lora: Mapping[str, Any] | None
+    lora: Mapping[str, Any] | None  # Rank and alpha of LoRA; None without.
 
     @classmethod
     def of(cls, store: Mapping[str, Any], path: str) -> FrozenWeights:
-        """Read the header of a group.
-
-        Raises:
-            ValueError: If it is damaged, or of a newer version.
-        """
+        """Read the header of a group; raise ValueError if it cannot be read."""
         group = Group(FROZEN, path, store)
         header = _json(group)
         group.check_version(header["version"])
@@ -335,11 +317,7 @@ class FrozenWeights(Group):
         return np.asarray(item)
 
     def kernel(self, name: str) -> StoredKernel:
-        """Return the codes and scales of a kernel.
-
-        Raises:
-            ValueError: If they are missing or damaged.
-        """
+        """Return the codes and scales of a kernel; ValueError for damage."""
         recipe, summed = self.recipe, self.summed[name]
         codes = self.read(entries.CODES, name=name)
         free = tuple(axis for axis in range(codes.ndim) if axis not in summed)
@@ -407,13 +385,10 @@ class KerasWeights:
     3.15). The scale dequantizes. The history is a ring with the newest amax at
     index 0, as in `numerics.observations`. An operand that Keras never
     observed has the scale 1 and zeros.
-
-    Attributes:
-        own: The kernel and the bias, by number.
-        state: The entries of the state, by the keys of `SavedState`.
     """
 
-    own: Mapping[str, Any]
+    own: Mapping[str, Any]  # The kernel and the bias, by number.
+    # The entries of the state, by the keys of `SavedState`.
     state: Mapping[str, Any]
 
     @classmethod

@@ -236,9 +236,22 @@ def load(
 def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
     """Load codes and scales; raise unless both layer and file are frozen."""
     if not layer.is_frozen:
-        stored_files.refuse(layer)
+        raise ValueError(
+            f"The weights of layer {layer.path!r} in this file are stored in "
+            "float8, and the layer is not frozen. Received: codes and scales. "
+            "Allowed: float weights. `keras_policy_ext.load_model(path)` loads "
+            "the frozen model, `keras_policy_ext.load_weights(model, path, "
+            "as_saved=True)` freezes this model as the saved one was, and "
+            "`keras_policy_ext.load_weights(model, path, dequantize=True)` "
+            "loads the dequantized values."
+        )
     if not is_frozen(store):
-        stored_files.refuse_float(layer)
+        raise ValueError(
+            f"Layer {layer.path!r} is frozen, and its weights in this file are "
+            "not. Received: float weights. Allowed: codes and scales, as a "
+            "frozen model saves them. Load the file into a model that is not "
+            "frozen, then call `keras_policy_ext.freeze(model)`."
+        )
     stored_files.load(layer, store)
 
 

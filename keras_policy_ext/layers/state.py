@@ -82,7 +82,7 @@ class Float8State(keras.layers.Layer):
         """Set the layer of this state, whose policy names files store with it.
 
         They are saved here, since a layer may override how it saves its
-        weights. The layer has `texts_for_file` and `merges_adapters`.
+        weights.
         """
         self._layer = weakref.ref(layer)
 

@@ -72,19 +72,10 @@ class StateVariable(
     An observation is entered into the state by assigning it; see
     `numerics.observations`. Zeros, JAX's gradient of an unused variable, leave
     the state unchanged.
-
-    Attributes:
-        recipe: The recipe that the state belongs to.
-        kernel: The contracted weight.
-        bank_axis: The axis of the kernel whose matrices have a history each;
-            None for one history.
-        matrices: The number of these matrices; 1 for one history.
-        uses: The number of uses of the kernel since the last assignment.
-        counts_steps: Whether this state is a count of steps.
-        observed: The observations since then, on a framework that stores them
-            with the variable.
     """
 
+    # Observations since the last assignment, on a framework that stores them
+    # with the variable.
     observed: Any = None
 
     # Whether other code has changed this state: `warn_if_moved`.
@@ -110,11 +101,12 @@ class StateVariable(
     ):
         self.recipe = recipe
         self.kernel = kernel
+        # The axis of the kernel whose matrices have a history each, if any.
         if not keeps_histories_apart(recipe):
             bank_axis = None
         self.bank_axis = bank_axis
         self.matrices = 1 if bank_axis is None else kernel.shape[bank_axis]
-        self.uses = 0
+        self.uses = 0  # Of the kernel since the last assignment.
         self.counts_steps = not source_of(recipe).observes_amaxes
         super().__init__(
             initializer=self._never_observed,
@@ -160,7 +152,8 @@ class StateVariable(
         settled = isinstance(value, np.ndarray) and _is_settled(value)
         self._count_assignment(settled)
         if settled:
-            value = _sealed(value)
+            value = np.array(value)  # Marks of valid rows are then exactly -1.
+            value[_is_sealed(value[:, 0]), 0] = VALID_MARK
             self._kernel_rows_hash = _hash_of_kernel_rows(value)
             if self.observed is not None:
                 self.observed.replaced()
@@ -325,12 +318,7 @@ class StateVariable(
         return contractions.settling(self.recipe, self.matrices)
 
     def matrix(self) -> Any:
-        """Return this variable's tensor.
-
-        Raises:
-            ValueError: If it is not float32: a PyTorch module has cast it, as
-                by `model.to(torch.bfloat16)`.
-        """
+        """Return this variable's tensor; raise ValueError if it was cast."""
         value = self.value
         dtype = keras.backend.standardize_dtype(value.dtype)
         if dtype != self.dtype:
@@ -524,13 +512,6 @@ def _moved_rows(matrix: np.ndarray) -> np.ndarray:
 def _is_state(first: np.ndarray) -> np.ndarray:
     """Return True for each first column that a state, or an average, has."""
     return (first >= UNSEEN - ROUNDING) & (first <= VALID_MARK + ROUNDING)
-
-
-def _sealed(value: np.ndarray) -> np.ndarray:
-    """Return a copy of a state in which marks of valid rows are exactly -1."""
-    value = np.array(value)
-    value[_is_sealed(value[:, 0]), 0] = VALID_MARK
-    return value
 
 
 def _is_settled(value: np.ndarray) -> bool:

@@ -29,8 +29,11 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
         for each in weights
         if isinstance(each, StoredVariable)
     }
+    lora = None
+    if getattr(layer, "lora_enabled", False):
+        lora = {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
     names = [each.name for each in weights]
-    store[entries.HEADER] = header_for_file(recipe, names, summed, _lora(layer))
+    store[entries.HEADER] = header_for_file(recipe, names, summed, lora)
     for each in weights:
         if not isinstance(each, StoredVariable):
             store[each.name] = variable_values.value_without_autocast(each)
@@ -44,11 +47,10 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
 
 
 def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
-    """Load all weights that `save` wrote or, on an error, none.
+    """Load all weights that `save` wrote; on a ValueError, none.
 
-    Raises:
-        ValueError: If the entries belong to another layer, are damaged, or
-            were written by a newer version of this package.
+    It is raised if the entries belong to another layer, are damaged, or were
+    written by a newer version of this package.
     """
     saved = FrozenWeights.of(store, layer.path)
     if saved.recipe != layer.float8_policy.recipe:
@@ -70,35 +72,6 @@ def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
             each.assign(value)
     if saved.lora:
         layer.lora_alpha = saved.lora["alpha"]
-
-
-def refuse(layer: keras.Layer) -> None:
-    """Raise ValueError: the file's weights are frozen, the layer's are not."""
-    raise ValueError(
-        f"The weights of layer {layer.path!r} in this file are stored in "
-        "float8, and the layer is not frozen. Received: codes and scales. "
-        "Allowed: float weights. `keras_policy_ext.load_model(path)` loads "
-        "the frozen model, `keras_policy_ext.load_weights(model, path, "
-        "as_saved=True)` freezes this model as the saved one was, and "
-        "`keras_policy_ext.load_weights(model, path, dequantize=True)` loads "
-        "the dequantized values."
-    )
-
-
-def refuse_float(layer: keras.Layer) -> None:
-    """Raise ValueError: the layer is frozen, the file has float weights."""
-    raise ValueError(
-        f"Layer {layer.path!r} is frozen, and its weights in this file are "
-        "not. Received: float weights. Allowed: codes and scales, as a frozen "
-        "model saves them. Load the file into a model that is not frozen, "
-        "then call `keras_policy_ext.freeze(model)`."
-    )
-
-
-def _lora(layer: keras.Layer) -> dict[str, Any] | None:
-    if not getattr(layer, "lora_enabled", False):
-        return None
-    return {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
 
 
 def check_rank(saved: FrozenWeights) -> None:

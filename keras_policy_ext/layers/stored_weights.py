@@ -43,8 +43,7 @@ class StoredConstant(keras.Variable):
     def as_stored(self) -> Any:
         """The variable's tensor, float32, detached from gradients.
 
-        Raises:
-            ValueError: If it was cast, which may have rounded it.
+        Raises ValueError if it was cast, which may have rounded it.
         """
         value = variable_values.value_without_autocast(self)
         dtype = keras.backend.standardize_dtype(value.dtype)
@@ -63,13 +62,10 @@ class StoredConstant(keras.Variable):
 
 
 class StoredCodes(keras.Variable):
-    """The variable of a stored kernel's codes, uint8, in the kernel's shape.
+    """The variable of a stored kernel's codes, uint8, in the kernel's shape."""
 
-    Attributes:
-        read: The variable that dequantizes the codes, while a layer being
-            built holds the codes in an attribute.
-    """
-
+    # The variable that dequantizes the codes, while a layer being built holds
+    # the codes in an attribute.
     read: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
@@ -93,21 +89,11 @@ class StoredCodes(keras.Variable):
 
 
 class StoredVariable(variable_values.ComputedVariable, keras.Variable):
-    """A kernel that is stored as codes and reads as dequantized values.
-
-    Attributes:
-        recipe: How the kernel is stored.
-        axes: The summed and the free axes of the kernel.
-        scale: The variable of the scales.
-        inputs_scale: The variable of the static scale of the inputs; None if
-            there is none.
-        widened: The variable of the kernel in float32; None if each matmul
-            dequantizes it.
-    """
+    """A kernel that is stored as codes and reads as dequantized values."""
 
     scale: Any = None
-    inputs_scale: Any = None
-    widened: Any = None
+    inputs_scale: Any = None  # The static one; None if there is none.
+    widened: Any = None  # In float32; None if each matmul dequantizes it.
 
     def __init__(
         self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
@@ -392,11 +378,7 @@ def codes_of_new_weight(
 
 
 def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Raise if a policy, without rules, needs kernels stored in another way.
-
-    Raises:
-        ValueError: If the kernels are stored in another form.
-    """
+    """Raise ValueError if a policy needs kernels stored in another form."""
     recipe = getattr(policy, "recipe", None)
     stores = recipe is not None and not recipe.trains
     if not (

@@ -111,16 +111,9 @@ def load_whole(
     """Load a file if Keras's loader would lose float8 layers; else return None.
 
     Files with frozen layers are loaded here, because Keras's loader fails on
-    them. For a file whose layers lose float8, Keras's loader is used and warns.
-
-    Args:
-        source: A folder, an open `.keras` file, or the bytes of such a file.
-        custom_objects: As for `load_model`.
-        compile: As for `load_model`.
-        safe_mode: As for `load_model`.
-
-    Returns:
-        The model; None to leave it to Keras.
+    them. For a file whose layers lose float8, Keras's loader is used and
+    warns. The source is a folder, an open `.keras` file, or the bytes of such
+    a file.
     """
     in_memory = isinstance(source, io.BytesIO)
     found = source if in_memory else getattr(source, "name", source)
@@ -151,20 +144,24 @@ def _load_model(
         _policy_of_file(path, config),
     ):
         model = load(path, custom_objects, **options)
+    # In a legacy file no layer has a group of its own.
+    differing = []
     if not legacy:
         keras_hooks.restore_policies(model, path)
-    places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
-    if legacy:
-        places = []  # No layer has a group of its own there.
-    if places or training.may_differ(model):
+        places = _places(model)
+        differing = [x for x in places if not _is_as_in_file(x.layer)]
+    loaded_again = False
+    if differing or training.may_differ(model):
         with files.weights_of(path) as weights:
-            again = training.restore(model, weights)
-            if places:
-                again = _load_as_saved(model, weights, places) or again
-            elif again:
+            loaded_again = training.restore(model, weights)
+            if differing:
+                twice = _load_as_saved(model, weights, differing)
+                loaded_again = twice or loaded_again
+            elif loaded_again:
                 files.load(model, weights)
-        skipped = [] if again else skipped
-    files.warn_again(skipped)
+    # What Keras skipped, such as the variables of an optimizer, is loaded now.
+    if not loaded_again:
+        files.warn_again(skipped)
     return model
 
 
@@ -245,16 +242,7 @@ def load_weights(
 def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
-    """Load weights, and give layers the float8 policies in the file.
-
-    Returns:
-        Whether this changed the variables of the optimizer, so that the
-        weights were loaded again with them.
-
-    Raises:
-        ValueError: If the file is invalid. No layer is then converted, but
-            weights may have been loaded.
-    """
+    """Load weights and float8 policies; return True if it loaded them twice."""
     found = _read(model, weights, places)
     before = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
@@ -272,10 +260,8 @@ def _load_as_saved(
 def _for_layers_of(
     model: keras.Layer, path: PathLike
 ) -> AbstractContextManager[PathLike]:
-    """In the block, a file of weights exists that the model's layers can read.
-
-    Layers in Keras's own float8 read the file as Keras wrote it.
-    """
+    """Return a block in which a file exists that the layers can read."""
+    # Layers in Keras's own float8 read the file as Keras wrote it.
     layers = walking.layers_within(model)
     if any(stock_float8.stock_float8(layer) for layer in layers):
         return contextlib.nullcontext(path)
@@ -285,14 +271,7 @@ def _for_layers_of(
 def _read(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[tuple[Any, SavedState, Float8DTypePolicy | None, str]]:
-    """Load weights; return what the file has about the float8 of each layer.
-
-    Returns:
-        Each layer, and its state, policy and attention in the file.
-
-    Raises:
-        ValueError: If one of these states is damaged or of a newer version.
-    """
+    """Load weights; return the state, policy and attention of each layer."""
     found: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
