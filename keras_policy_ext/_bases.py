@@ -18,11 +18,9 @@ else:
 
 
 def check_before(cls: type, mixin: type, base: type, name: str) -> None:
-    """Raise TypeError if a class lists a mixin after the Keras class `base`.
-
-    In that order Python finds the methods of that class first, and the mixin
-    silently does nothing. `name` is that of `base` for users.
-    """
+    """Raise TypeError if a class lists a mixin after the Keras class `base`."""
+    # In that order Python finds the methods of that class first, and the mixin
+    # silently does nothing. `name` is that of `base` for users.
     order = cls.__mro__
     if base not in order or order.index(mixin) < order.index(base):
         return

@@ -106,10 +106,7 @@ def check_hdf5(path: object, file: h5py.File) -> int:
 
 
 def check_dataset(path: object, dataset: Any) -> None:
-    """Raise ValueError if the data of an HDF5 array are not all in the file.
-
-    Other objects than HDF5 arrays are accepted.
-    """
+    """Raise ValueError if an HDF5 array's data are not all in the file."""
     if not isinstance(dataset, h5py.Dataset):
         return
     if dataset.external or dataset.is_virtual:

@@ -27,12 +27,10 @@ _told: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
 
 
 def once(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that one call gives each warning only once.
+    """Decorate a function so that one call gives each warning only once."""
 
-    Python does so for one line of a program, but forgets it as soon as a
-    framework changes the warning filters.
-    """
-
+    # Python does so for one line of a program, but forgets it as soon as a
+    # framework changes the warning filters.
     # No context manager: its code after the function could be interrupted when
     # it is too late to undo a change.
     @functools.wraps(function)
@@ -59,12 +57,10 @@ def warn(text: str) -> None:
 
 
 def stacklevel() -> int:
-    """Return the `stacklevel` for a warning to point at the user's code.
-
-    Calls in Keras and in the framework, which calls layers, are skipped too.
-    Call this in the function that warns. Expires with Python 3.11: later
-    versions have `skip_file_prefixes`.
-    """
+    """Return the `stacklevel` for a warning to point at the user's code."""
+    # Calls in Keras and in the framework, which calls layers, are skipped too.
+    # Call this in the function that warns. Expires with Python 3.11: later
+    # versions have `skip_file_prefixes`.
     calls = inspect.stack(context=0)[1:]
     for level, call in enumerate(calls, start=1):
         name = call.frame.f_globals.get("__name__", "")

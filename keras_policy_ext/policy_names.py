@@ -40,10 +40,8 @@ class PolicyName(NamedTuple):
 
 
 def is_full_name(name: str) -> bool:
-    """Return True if a string has the form of a float8 policy name.
-
-    `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
-    """
+    """Return True if a string has the form of a float8 policy name."""
+    # `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
     return name.startswith("float8/") or (
@@ -52,10 +50,8 @@ def is_full_name(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Return True if a string names a float8 policy that Keras cannot read.
-
-    `"float8_from_<source>"` is a name in Keras too, so False.
-    """
+    """Return True if a string names a float8 policy that Keras cannot read."""
+    # `"float8_from_<source>"` is a name in Keras too, so False.
     if re.fullmatch(r"float8_from_\w+", name):
         return False
     return name == MODE or is_full_name(name)

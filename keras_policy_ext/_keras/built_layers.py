@@ -14,10 +14,8 @@ from keras_policy_ext._keras.around import put_around
 
 @contextlib.contextmanager
 def unlocked(layer: keras.Layer) -> Iterator[None]:
-    """In the block, a built layer can gain or lose variables and sublayers.
-
-    `quantize` of Keras's own layers does the same (keras 3.10 to 3.16).
-    """
+    """In the block, a built layer can gain or lose variables and sublayers."""
+    # `quantize` of Keras's own layers does the same (keras 3.10 to 3.16).
     tracker = tracker_of(layer)
     if tracker is None:
         raise versions.missing("Layer._tracker", "a change of a built layer")
@@ -43,11 +41,9 @@ def tracker_of(thing: Any) -> Any:
 
 
 def swap_class(layer: keras.Layer, cls: type) -> None:
-    """Change the class of a built layer, which keeps its attributes.
-
-    Keras stores facts about `call` when a layer is made, such as whether it
-    takes `training` (keras 3.0 to 3.15). They are determined again here.
-    """
+    """Change the class of a built layer, which keeps its attributes."""
+    # Keras stores facts about `call` when a layer is made, such as whether it
+    # takes `training` (keras 3.0 to 3.15). They are determined again here.
     object.__setattr__(layer, "__class__", cls)
     signature = inspect.signature(layer.call)
     names = list(signature.parameters)
@@ -145,12 +141,10 @@ class QuantizedAsLeaf:
 
 
 def skip_in_quantize(layer: keras.Layer) -> None:
-    """Make `Model.quantize` skip a layer without a warning.
-
-    Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
-    Later it reports a layer with one as quantized, unless it was quantized
-    before (3.16).
-    """
+    """Make `Model.quantize` skip a layer without a warning."""
+    # Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
+    # Later it reports a layer with one as quantized, unless it was quantized
+    # before (3.16).
     layer.quantize = _stays
     layer._is_quantized = True
 
@@ -160,11 +154,9 @@ def _stays(*args: Any, **kwargs: Any) -> None:
 
 
 def track(layer: keras.Layer, variable: keras.Variable) -> None:
-    """Add a variable to the list of variables that a layer tracks.
-
-    `add_weight` creates its variables itself, and only of one class
-    (`_track_variable`, keras 3.0 to 3.16).
-    """
+    """Add a variable to the list of variables that a layer tracks."""
+    # `add_weight` creates its variables itself, and only of one class
+    # (`_track_variable`, keras 3.0 to 3.16).
     if not hasattr(layer, "_track_variable"):
         raise versions.missing("Layer._track_variable", "a frozen layer")
     layer._track_variable(variable)
@@ -186,11 +178,9 @@ class ToldWhenBuilt:
 
 
 def around_set_weights(function: Callable[..., None]) -> None:
-    """Make `function` replace `Layer.set_weights`, which it gets first.
-
-    Keras sets one weight after another until one does not fit (keras 3.0 to
-    3.15).
-    """
+    """Make `function` replace `Layer.set_weights`, which it gets first."""
+    # Keras sets one weight after another until one does not fit (keras 3.0 to
+    # 3.15).
     put_around(keras.Layer, "set_weights", function)
 
 
@@ -236,12 +226,10 @@ def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
 
 
 def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
-    """Sort a layer's trainable weights by their position in `names`.
-
-    Weights of other names come last. Keras's default loader pairs them with
-    those of a file by their order (`_trainable_variables`, keras 3.0 to 3.16).
-    Expires when it pairs them by name.
-    """
+    """Sort a layer's trainable weights by their position in `names`."""
+    # Weights of other names come last. Keras's default loader pairs them with
+    # those of a file by their order (`_trainable_variables`, keras 3.0 to
+    # 3.16). Expires when it pairs them by name.
     place = {name: number for number, name in enumerate(names)}
     tracked = getattr(layer, "_trainable_variables", None)
     if tracked is None:
@@ -253,23 +241,19 @@ def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
 
 
 def detach(layer: keras.Layer, name: str) -> None:
-    """Remove the sublayer in attribute `name` from an unlocked layer.
-
-    Without the attribute, it would stay tracked (keras 3.0 to 3.15).
-    """
+    """Remove the sublayer in attribute `name` from an unlocked layer."""
+    # Deleting the attribute alone would leave it tracked (keras 3.0 to 3.15).
     tracker_of(layer).untrack(getattr(layer, name))
     delattr(layer, name)
 
 
 def track_again(layers: Iterable[keras.Layer]) -> None:
-    """Register the variables of layers as PyTorch parameters again.
-
-    Keras's layers on torch register their variables as parameters when they
-    are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
-    They are registered last again here: copies of a model and checkpoints of
-    optimizers rely on the order of `parameters()`, and a loaded model has been
-    built anew.
-    """
+    """Register the variables of layers as PyTorch parameters again."""
+    # Keras's layers on torch register their variables as parameters when they
+    # are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
+    # They are registered last again here: copies of a model and checkpoints of
+    # optimizers rely on the order of `parameters()`, and a loaded model has
+    # been built anew.
     modules: dict[int, Any] = {}
     for layer in layers:
         children = vars(layer).get("_modules", {}).values()

@@ -202,13 +202,11 @@ def root_of_call() -> Any:
 
 
 def are_shapes_alone_wanted() -> bool:
-    """Return True if Keras is computing output shapes and dtypes only.
-
-    On PyTorch, for example, it calls a model with ones before the first step
-    of `fit`, if the model has attention in 16 bits (keras 3.0 to 3.15). It
-    does so in a `keras.SymbolicScope`. That class is public, but not whether
-    the scope is entered. If that is unknown, False, which costs only time.
-    """
+    """Return True if Keras is computing output shapes and dtypes only."""
+    # On PyTorch, for example, it calls a model with ones before the first step
+    # of `fit`, if the model has attention in 16 bits (keras 3.0 to 3.15). It
+    # does so in a `keras.SymbolicScope`. That class is public, but not whether
+    # the scope is entered. If that is unknown, False, which costs only time.
     entered = getattr(_symbolic_scope, "in_symbolic_scope", None)
     return False if entered is None else bool(entered())
 
@@ -228,19 +226,16 @@ def instead_of_each_call(
 ) -> AbstractContextManager[None]:
     """In the block, replace each layer call of this thread by `function`.
 
-    It is called as `function(stock, layer, *args, **kwargs)`, where
-    `stock(layer, *args, **kwargs)` is the call that Keras makes. A direct use
-    of `call`, as in `TimeDistributed`, is not replaced (keras 3.0 to 3.15).
+    It is called as `function(stock, layer, *args, **kwargs)`. A direct use of
+    `call`, as in `TimeDistributed`, is not replaced (keras 3.0 to 3.15).
     """
     return in_place_of("__call__", function)
 
 
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
-    """Return Keras's scope in which autocast variables are read in a dtype.
-
-    With None they are read in their own dtype. Layers enter it around their
-    `call`. It has no public name (keras 3.0 to 3.15).
-    """
+    """Return Keras's scope in which autocast variables are read in a dtype."""
+    # With None they are read in their own dtype. Layers enter it around their
+    # `call`. It has no public name (keras 3.0 to 3.15).
     if _AutocastScope is None:
         raise versions.missing(
             "keras.src.backend.common.AutocastScope",
@@ -250,11 +245,9 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
 
 
 def stored_autocast_scope() -> object:
-    """Return Keras's autocast scope that is active in this thread, or None.
-
-    It is in Keras's thread-local state (keras 3.0 to 3.15). Without it, a
-    layer that is not mixed leaves the scope of its caller unchanged.
-    """
+    """Return Keras's autocast scope that is active in this thread, or None."""
+    # It is in Keras's thread-local state (keras 3.0 to 3.15). Without it, a
+    # layer that is not mixed leaves the scope of its caller unchanged.
     if _global_state is None:
         return None
     return _global_state.get_global_attribute("autocast_scope")
@@ -295,11 +288,9 @@ class OwnArgumentConversion:
 
 
 def keep_mask(old: Tensor, new: Tensor) -> Tensor:
-    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`.
-
-    Keras does so when it casts arguments (`masking`, keras 3.4 to 3.16).
-    Without that module the mask is lost, with one warning.
-    """
+    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`."""
+    # Keras does so when it casts arguments (`masking`, keras 3.4 to 3.16).
+    # Without that module the mask is lost, with one warning.
     if _masking is None and new is not old:
         versions.warn_of_missing(
             "keras.src.backend.common.masking",

@@ -177,12 +177,10 @@ def language_model_of(backbone: keras.Model) -> keras.Model:
 
 
 def count_adapted_layers_again(model: keras.Model) -> None:
-    """Update the indices of LoRA layers that a KerasHub backbone stores.
-
-    For its adapter files, it stores their indices among all layers with
-    weights (keras_hub 0.32), and a float8 state is one more such layer.
-    Expires when KerasHub stores paths.
-    """
+    """Update the indices of LoRA layers that a KerasHub backbone stores."""
+    # For its adapter files, it stores their indices among all layers with
+    # weights (keras_hub 0.32), and a float8 state is one more such layer.
+    # Expires when KerasHub stores paths.
     if not writes_map_of_quantized_layers(model):
         return
     if getattr(model, "_lora_enabled_layers", None):
@@ -197,13 +195,11 @@ def count_adapted_layers_again(model: keras.Model) -> None:
 
 
 def writes_map_of_quantized_layers(model: keras.Model) -> bool:
-    """Return True if a model's config maps each quantized layer to a policy.
-
-    KerasHub's backbones do (keras_hub 0.32): once a layer reports a
-    `quantization_mode`, the config has a map of those layers in place of the
-    backbone's policy. It does not list the others, which get the global policy
-    when loaded. A policy that is itself a map is written unchanged. Expires
-    when KerasHub gives that map a default.
-    """
+    """Return True if a model's config maps each quantized layer to a policy."""
+    # KerasHub's backbones do (keras_hub 0.32): once a layer reports a
+    # `quantization_mode`, the config has a map of those layers in place of the
+    # backbone's policy. It does not list the others, which get the global
+    # policy when loaded. A policy that is itself a map is written unchanged.
+    # Expires when KerasHub gives that map a default.
     hub = sys.modules.get("keras_hub")
     return hub is not None and isinstance(model, hub.models.Backbone)

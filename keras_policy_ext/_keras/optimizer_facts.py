@@ -33,11 +33,9 @@ ELEMENTWISE = (
 
 
 def updates_elementwise(optimizer: Any) -> bool:
-    """Return True if each number of a weight is updated by itself.
-
-    Known of classes of Keras, and of those with moments in one byte a number,
-    whose `stock_class` is one.
-    """
+    """Return True if each number of a weight is updated by itself."""
+    # Known of classes of Keras, and of those with moments in one byte a
+    # number, whose `stock_class` is one.
     cls = getattr(optimizer, "stock_class", None)
     cls = cls or public_class(optimizer) or type(optimizer)
     return cls in _elementwise()
@@ -49,12 +47,10 @@ def _elementwise() -> tuple[type, ...]:
 
 
 def updates_apart(optimizer: Any) -> bool:
-    """Return True if weights can be updated in groups, one after the other.
-
-    The optimizer updates each number by itself, and an update changes nothing
-    that the update of another weight reads. Nadam's changes a variable of the
-    optimizer.
-    """
+    """Return True if weights can be updated in groups, one after the other."""
+    # The optimizer updates each number by itself, and an update changes
+    # nothing that the update of another weight reads. Nadam's changes a
+    # variable of the optimizer.
     return updates_elementwise(optimizer) and not isinstance(
         optimizer, keras.optimizers.Nadam
     )
@@ -92,11 +88,9 @@ def _names_of_private(config: object) -> Iterator[str]:
 def with_public_class(
     config: dict[str, Any], optimizer: object
 ) -> dict[str, Any]:
-    """Return an optimizer's config with the public name of the class.
-
-    So is that of a wrapped optimizer: Keras's own scaler writes its private
-    class.
-    """
+    """Return an optimizer's config with the public name of the class."""
+    # So is that of a wrapped optimizer: Keras's own scaler writes its private
+    # class.
     fields = config.get("config") or {}
     inner = fields.get("inner_optimizer")
     if isinstance(inner, Mapping):

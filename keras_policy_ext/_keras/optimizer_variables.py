@@ -20,10 +20,8 @@ except ImportError:  # Keras has moved it: see `_replace_list`.
 def known_to_optimizer(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable] | None:
-    """Return the variables with which an optimizer was built, or None.
-
-    They are in `_trainable_variables` (keras 3.0 to 3.16).
-    """
+    """Return the variables with which an optimizer was built, or None."""
+    # They are in `_trainable_variables` (keras 3.0 to 3.16).
     if not getattr(optimizer, "built", False):
         return None
     variables = getattr(optimizer, "_trainable_variables", None)
@@ -250,12 +248,10 @@ def follow_weight_decay_exclusions(
 
 
 def excludes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return True if an optimizer excludes weights from weight decay.
-
-    On PyTorch Keras fails if all weights of a step are excluded (keras 3.15;
-    `_exclude_from_weight_decay` and `_exclude_from_weight_decay_pattern`,
-    keras 3.0 to 3.16).
-    """
+    """Return True if an optimizer excludes weights from weight decay."""
+    # On PyTorch Keras fails if all weights of a step are excluded (keras 3.15;
+    # `_exclude_from_weight_decay` and `_exclude_from_weight_decay_pattern`,
+    # keras 3.0 to 3.16).
     return bool(
         getattr(optimizer, "_exclude_from_weight_decay", None)
         or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
@@ -272,11 +268,9 @@ def untracked() -> Any:
 def track(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> None:
-    """Add a variable to those of an optimizer.
-
-    Public `add_variable` makes the variable itself (`_track_variable`, keras
-    3.0 to 3.16).
-    """
+    """Add a variable to those of an optimizer."""
+    # Public `add_variable` makes the variable itself (`_track_variable`, keras
+    # 3.0 to 3.16).
     if not hasattr(optimizer, "_track_variable"):
         raise versions.missing(
             "Optimizer._track_variable",
@@ -308,30 +302,24 @@ def replace_slots(
 
 
 def around_loading(function: Callable[..., None]) -> None:
-    """Have `function` load optimizers; it gets Keras's method first.
-
-    That is `Optimizer.load_own_variables` (public). A stock optimizer asks
-    nobody about the entries of a file that it reads.
-    """
+    """Have `function` load optimizers; it gets Keras's method first."""
+    # That is `Optimizer.load_own_variables` (public). A stock optimizer asks
+    # nobody about the entries of a file that it reads.
     put_around(keras.optimizers.Optimizer, "load_own_variables", function)
 
 
 def around_making(function: Callable[..., Any]) -> None:
-    """Have `function` make optimizers of configs; it gets Keras's method first.
-
-    That is the class method `from_config` (public). A stock class is asked for
-    a config that is not its own, and refuses its entries.
-    """
+    """Have `function` make optimizers; it gets Keras's method first."""
+    # That is the class method `from_config` (public). A stock class is asked
+    # for a config that is not its own, and refuses its entries.
     put_around(keras.optimizers.Optimizer, "from_config", function)
 
 
 def without_states_that_lack_gradients() -> None:
-    """Have optimizers leave out overwritten variables without a gradient.
-
-    These keep their values. Else Keras would name them in its warning of
-    variables without gradients (`_filter_empty_gradients`, keras 3.12 to
-    3.16).
-    """
+    """Have optimizers leave out overwritten variables without a gradient."""
+    # These keep their values. Else Keras would name them in its warning of
+    # variables without gradients (`_filter_empty_gradients`, keras 3.12 to
+    # 3.16).
     name = "_filter_empty_gradients"
     put_around(keras.optimizers.Optimizer, name, _without_states)
 
@@ -354,40 +342,32 @@ def _without_states(
 def own_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """Return the variables that an optimizer tracks itself, slots included.
-
-    Public `variables` is another list where a class says so (`_variables`,
-    keras 3.0 to 3.16).
-    """
+    """Return the variables that an optimizer tracks itself, slots included."""
+    # Public `variables` is another list where a class says so (`_variables`,
+    # keras 3.0 to 3.16).
     return optimizer._variables
 
 
 def steps_made(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Return the variable that counts the calls of `apply`.
-
-    Public `iterations` counts the updates, and of a wrapper those inside
-    (`_iterations`, keras 3.0 to 3.16).
-    """
+    """Return the variable that counts the calls of `apply`."""
+    # Public `iterations` counts the updates, and of a wrapper those inside
+    # (`_iterations`, keras 3.0 to 3.16).
     return optimizer._iterations
 
 
 def replicas_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Return the `tf.distribute` scope in which an optimizer was made, if any.
-
-    A slot that is made elsewhere is no variable of each replica: all would
-    update the same one. The strategy has no public name
-    (`_distribution_strategy`, on TensorFlow, keras 3.0 to 3.16).
-    """
+    """Return the `tf.distribute` scope that made an optimizer, if any."""
+    # A slot that is made elsewhere is no variable of each replica: all would
+    # update the same one. The strategy has no public name
+    # (`_distribution_strategy`, on TensorFlow, keras 3.0 to 3.16).
     strategy = getattr(optimizer, "_distribution_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
 def layout_of(variable: keras.Variable) -> dict[str, Any]:
-    """Return the layout of a variable as an argument of `keras.Variable`.
-
-    It has no public name (`_layout`, on JAX, keras 3.0 to 3.16). Without it a
-    distribution of Keras chooses one by the path.
-    """
+    """Return the layout of a variable as an argument of `keras.Variable`."""
+    # It has no public name (`_layout`, on JAX, keras 3.0 to 3.16). Without it
+    # a distribution of Keras chooses one by the path.
     layout = getattr(variable, "_layout", None)
     return {} if layout is None else {"layout": layout}
 
@@ -412,10 +392,8 @@ def takes_parts(optimizer: keras.optimizers.Optimizer) -> bool:
 def slots_of_variable(
     optimizer: keras.optimizers.Optimizer, variable: Any
 ) -> list[keras.Variable]:
-    """Return the slots of a variable, but no averages and accumulators.
-
-    Where Keras lacks what `takes_parts` looks for, there are none.
-    """
+    """Return the slots of a variable, but no averages and accumulators."""
+    # Where Keras lacks what `takes_parts` looks for, there are none.
     if not takes_parts(optimizer):
         return []
     # Only at one place of each list: a step asks this for each variable.

@@ -118,11 +118,9 @@ _made: dict[tuple[Any, str], tuple[Handler, Handler]] = {}
 
 
 def innermost_layer() -> Any:
-    """Return the layer whose call or `build` runs now; None outside of one.
-
-    Keras opens a name scope for each call, which holds the layer (`caller` in
-    `name_scope_stack`, keras 3.0 to 3.16).
-    """
+    """Return the layer whose call or `build` runs now; None outside of one."""
+    # Keras opens a name scope for each call, which holds the layer (`caller`
+    # in `name_scope_stack`, keras 3.0 to 3.16).
     scopes = _global_state and _global_state.get_global_attribute(_SCOPES)
     callers = (scope.caller for scope in reversed(scopes or ()))
     return next((each for each in callers if each is not None), None)

@@ -25,13 +25,11 @@ _printing = contextvars.ContextVar("a summary is printed", default=False)
 
 
 def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
-    """Leave variables out of the totals that `model.summary()` prints.
+    """Leave variables out of the totals that `model.summary()` prints."""
 
-    The totals are sums over all weights of the model, computed by two
-    functions of `summary_utils` (keras 3.0 to 3.15). These are wrapped here,
-    and are unchanged outside of a summary.
-    """
-
+    # The totals are sums over all weights of the model, computed by two
+    # functions of `summary_utils` (keras 3.0 to 3.15). These are wrapped here,
+    # and are unchanged outside of a summary.
     def print_summary(stock: Any, *args: Any, **kwargs: Any) -> Any:
         token = _printing.set(True)
         try:
@@ -56,14 +54,12 @@ except ImportError:  # Keras has moved it: see `after_loading`.
 
 
 def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
-    """Make Keras's loader call `tell` with each model and its path.
+    """Make Keras's loader call `tell` with each model and its path."""
 
-    `keras.saving.load_model` reads `.keras` files and folders by one function
-    of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped here. If
-    it is missing, a warning says so. Expires when Keras warns of groups in a
-    file that no layer has read.
-    """
-
+    # `keras.saving.load_model` reads `.keras` files and folders by one
+    # function of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped
+    # here. If it is missing, a warning says so. Expires when Keras warns of
+    # groups in a file that no layer has read.
     @_user_code.once
     def load_model(stock: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(path, *args, **kwargs)
@@ -127,12 +123,10 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
 def model_of(
     config: dict[str, Any], custom_objects: Any, safe_mode: bool
 ) -> keras.Model:
-    """Create the model that a config describes; no weights are loaded.
-
-    Shared objects are created once inside a scope that is not public
-    (`ObjectSharingScope`, keras 3.0 to 3.15). Without it, each layer has its
-    own.
-    """
+    """Create the model that a config describes; no weights are loaded."""
+    # Shared objects are created once inside a scope that is not public
+    # (`ObjectSharingScope`, keras 3.0 to 3.15). Without it, each layer has its
+    # own.
     scope: Any = contextlib.nullcontext
     with contextlib.suppress(ImportError):
         from keras.src.saving import serialization_lib
@@ -188,13 +182,11 @@ def load_assets(model: keras.Model, folder: Any) -> None:
 
 @contextlib.contextmanager
 def compiled_as_saved() -> Iterator[None]:
-    """In the block, compile loaded models whose class has its own `compile`.
+    """In the block, compile loaded models whose class has its own `compile`."""
 
-    Keras does not compile such a model (3.12 to 3.15), and warns. A task of
-    KerasHub then has the default optimizer of its class. The file has the
-    arguments of `keras.Model.compile`, which is called with them again.
-    """
-
+    # Keras does not compile such a model (3.12 to 3.15), and warns. A task of
+    # KerasHub then has the default optimizer of its class. The file has the
+    # arguments of `keras.Model.compile`, which is called with them again.
     def compiled(stock: Any, model: Any, config: dict[str, Any]) -> None:
         if type(model).compile is keras.Model.compile:
             stock(model, config)
@@ -229,13 +221,11 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
 
 
 def serialize_as(cls: type, original: type) -> None:
-    """Save layers of class `cls` under the name of class `original`.
-
-    A file must name a class that can be imported where it is loaded, and `cls`
-    is created at run time. Keras has the names in a table (keras 3.0 to 3.15).
-    Without it, the class is found by its module and name, which are those of
-    the original.
-    """
+    """Save layers of class `cls` under the name of class `original`."""
+    # A file must name a class that can be imported where it is loaded, and
+    # `cls` is created at run time. Keras has the names in a table (keras 3.0
+    # to 3.15). Without it, the class is found by its module and name, which
+    # are those of the original.
     try:
         from keras.src.saving import object_registration
     except ImportError:
@@ -246,22 +236,18 @@ def serialize_as(cls: type, original: type) -> None:
 
 
 def is_default(method: object) -> bool:
-    """Return True if a method is Keras's default, such as `Layer.get_config`.
-
-    Keras marks it with `_is_default` (keras 3.0 to 3.15). A marked
-    `get_config` returns the arguments of the constructor.
-    """
+    """Return True if a method is Keras's default, such as `get_config`."""
+    # Keras marks it with `_is_default` (keras 3.0 to 3.15). A marked
+    # `get_config` returns the arguments of the constructor.
     return bool(getattr(method, "_is_default", False))
 
 
 def amend_compile_config(model: keras.Model, changes: dict[str, Any]) -> None:
-    """Change the `compile` arguments that a model's file will hold.
-
-    `get_compile_config` returns what `compile` was given, except for
-    `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that was
-    compiled with False would get a loss scaler when it is loaded. Expires when
-    Keras saves the argument, and public classes on torch.
-    """
+    """Change the `compile` arguments that a model's file will hold."""
+    # `get_compile_config` returns what `compile` was given, except for
+    # `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that
+    # was compiled with False would get a loss scaler when it is loaded.
+    # Expires when Keras saves the argument, and public classes on torch.
     stored = getattr(model, "_compile_config", None)
     arguments = getattr(stored, "config", None)
     if isinstance(arguments, dict):

@@ -9,12 +9,10 @@ from keras_policy_ext._keras import built_layers
 
 
 def is_quantized(layer: keras.Layer) -> bool:
-    """Return True if Keras's own `quantize` has changed a layer.
-
-    `quantization_mode` is also set for a layer that follows a policy with a
-    mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
-    3.15).
-    """
+    """Return True if Keras's own `quantize` has changed a layer."""
+    # `quantization_mode` is also set for a layer that follows a policy with a
+    # mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
+    # 3.15).
     return bool(getattr(layer, "_is_quantized", False))
 
 
@@ -23,22 +21,18 @@ _mode_of = keras.layers.Layer.quantization_mode.fget
 
 
 def other_mode(layer: keras.Layer) -> str | None:
-    """Return the mode in which Keras quantized a layer; None if float8.
-
-    A policy in a map may be Keras's own float8 for a layer of this package
-    that does not follow it.
-    """
+    """Return the mode in which Keras quantized a layer; None if float8."""
+    # A policy in a map may be Keras's own float8 for a layer of this package
+    # that does not follow it.
     # Not the property of the layer, which may call this function.
     mode: str | None = _mode_of(layer)
     return None if mode == "float8" else mode
 
 
 def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
-    """Return the variables that Keras's `quantize("float8")` added, by name.
-
-    These are scales and amax histories of three operands, as trainable weights
-    of the layer itself (keras 3.5 to 3.15). Empty for other layers.
-    """
+    """Return the variables that Keras's `quantize("float8")` added, by name."""
+    # These are scales and amax histories of three operands, as trainable
+    # weights of the layer itself (keras 3.5 to 3.15). Empty for other layers.
     if layer.quantization_mode != "float8":
         return {}
     names = [
@@ -78,12 +72,10 @@ class TakesAdapters:
 
 
 def refuse_quantization(text: str) -> NoReturn:
-    """Raise NotImplementedError; the text tells users why.
-
-    `Model.quantize` continues after it, and warns with the text (keras 3.12 to
-    3.15). If it makes a report (3.16), it only counts the layer, so the text
-    is a warning of its own. Expires when the report has the text.
-    """
+    """Raise NotImplementedError; the text tells users why."""
+    # `Model.quantize` continues after it, and warns with the text (keras 3.12
+    # to 3.15). If it makes a report (3.16), it only counts the layer, so the
+    # text is a warning of its own. Expires when the report has the text.
     if hasattr(keras.quantizers, "QuantizationReport"):
         _user_code.warn(text)
     raise NotImplementedError(text)

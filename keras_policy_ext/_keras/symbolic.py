@@ -94,11 +94,9 @@ class Symbols:
 
 
 def sources(tensor: Any) -> list[Any]:
-    """Return the input tensors from which a symbolic tensor is computed.
-
-    They are read from `_keras_history` and `_inbound_nodes` (keras 3.0 to
-    3.15): a public `keras.Function` computes a graph, but needs its inputs.
-    """
+    """Return the input tensors from which a symbolic tensor is computed."""
+    # They are read from `_keras_history` and `_inbound_nodes` (keras 3.0 to
+    # 3.15): a public `keras.Function` computes a graph, but needs its inputs.
     history = getattr(tensor, "_keras_history", None)
     operation = getattr(history, "operation", None)
     if history is None or operation is None:

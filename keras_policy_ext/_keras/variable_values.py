@@ -21,12 +21,10 @@ except ImportError:  # Keras has moved it: the public API has to do.
 
 
 def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
-    """Return a variable's tensor in its stored dtype, without autocast.
-
-    Inside a mixed-precision layer Keras returns a copy in the compute dtype,
-    but float8 is quantized from the variable itself (keras 3.0 to 3.16).
-    Tensors are returned unchanged.
-    """
+    """Return a variable's tensor in its stored dtype, without autocast."""
+    # Inside a mixed-precision layer Keras returns a copy in the compute dtype,
+    # but float8 is quantized from the variable itself (keras 3.0 to 3.16).
+    # Tensors are returned unchanged.
     if not isinstance(variable, keras.Variable):
         return variable
     try:
@@ -44,11 +42,9 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
 
 
 def autocasts(variable: keras.Variable) -> bool:
-    """Return True if reads in an autocast scope cast this variable.
-
-    `autocast=` is an argument of `keras.Variable`, True by default, and cannot
-    be read back publicly (`_autocast`, keras 3.0 to 3.15).
-    """
+    """Return True if reads in an autocast scope cast this variable."""
+    # `autocast=` is an argument of `keras.Variable`, True by default, and
+    # cannot be read back publicly (`_autocast`, keras 3.0 to 3.15).
     return bool(getattr(variable, "_autocast", True))
 
 
@@ -59,12 +55,11 @@ def set_autocasts(variable: keras.Variable, value: bool) -> None:
 
 
 def has_value(variable: keras.Variable) -> bool:
-    """Return True if a variable can be read now.
-
-    The JAX trainer empties the variables while it trains, or leaves buffers
-    in them which the training step has deleted (`train_on_batch`; both seen
-    in keras 3.3 to 3.15), and assigns the results before it reads them again.
-    """
+    """Return True if a variable can be read now."""
+    # The JAX trainer empties the variables while it trains, or leaves buffers
+    # in them which the training step has deleted (`train_on_batch`; both seen
+    # in keras 3.3 to 3.15), and assigns the results before it reads them
+    # again.
     value = getattr(variable, "_value", variable)
     if value is not None and not _is_deleted(value):
         return True
@@ -84,13 +79,11 @@ def _stateless_scope() -> Any:
 
 
 def let_wait_no_longer(variable: keras.Variable) -> None:
-    """Cancel the deferred initialization of a variable that is replaced.
-
-    In a stateless scope Keras lists the variables without a value, to allocate
-    them at its end (`uninitialized_variables`, keras 3.0 to 3.15). Otherwise
-    it would keep this one alive, and make a value for it. Expires when the
-    list has weak references.
-    """
+    """Cancel the deferred initialization of a variable that is replaced."""
+    # In a stateless scope Keras lists the variables without a value, to
+    # allocate them at its end (`uninitialized_variables`, keras 3.0 to 3.15).
+    # Otherwise it would keep this one alive, and make a value for it. Expires
+    # when the list has weak references.
     waiting = _global_state and _global_state.get_global_attribute(
         "uninitialized_variables"
     )
@@ -148,11 +141,9 @@ class TellsItsValue:
 
 
 def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
-    """Make a variable read its tensor from `holder[key]` on each access.
-
-    Keras stores the tensor itself (`_value`, keras 3.12 to 3.15), and not the
-    place where others may replace it.
-    """
+    """Make a variable read its tensor from `holder[key]` on each access."""
+    # Keras stores the tensor itself (`_value`, keras 3.12 to 3.15), and not
+    # the place where others may replace it.
     cls = type(variable)
     value = property(lambda self: holder[key])
     variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
@@ -161,10 +152,8 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
 
 
 def replace(variable: keras.Variable, value: Tensor) -> None:
-    """Make a variable hold another tensor, which `assign` would copy.
-
-    It is in `_value` (keras 3.12 to 3.15).
-    """
+    """Make a variable hold another tensor, which `assign` would copy."""
+    # It is in `_value` (keras 3.12 to 3.15).
     variable._value = value
 
 
@@ -249,20 +238,16 @@ class StoredInParts:
 
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
-    """Return the kernel variable of Dense, EinsumDense or a convolution.
-
-    Public `layer.kernel` merges LoRA's adapters into a new tensor (`_kernel`,
-    keras 3.0 to 3.16).
-    """
+    """Return the kernel variable of Dense, EinsumDense or a convolution."""
+    # Public `layer.kernel` merges LoRA's adapters into a new tensor
+    # (`_kernel`, keras 3.0 to 3.16).
     return _stored(layer, "kernel")
 
 
 def stored_embeddings(layer: keras.Layer) -> keras.Variable:
-    """Return the embeddings variable of Embedding or ReversibleEmbedding.
-
-    Public `layer.embeddings` merges LoRA's adapters into a new tensor
-    (`_embeddings`, keras 3.0 to 3.16).
-    """
+    """Return the embeddings variable of Embedding or ReversibleEmbedding."""
+    # Public `layer.embeddings` merges LoRA's adapters into a new tensor
+    # (`_embeddings`, keras 3.0 to 3.16).
     return _stored(layer, "embeddings")
 
 
@@ -296,10 +281,7 @@ class Companion:
         """Do nothing; called if an optimizer updated the variable only."""
 
     def memory(self) -> Callable[[], None]:
-        """Return a function that restores the present values.
-
-        Call that function once the values of both variables are restored.
-        """
+        """Return a function that restores this, after both variables."""
         raise NotImplementedError
 
 
@@ -323,11 +305,9 @@ def is_untold() -> bool:
 
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
-    """In the block, assigning a variable does not notify its companion.
-
-    This is for a step of an optimizer, which assigns companions too, and for
-    loading a file that has both.
-    """
+    """In the block, assigning a variable does not notify its companion."""
+    # This is for a step of an optimizer, which assigns companions too, and for
+    # loading a file that has both.
     _thread.blocks = getattr(_thread, "blocks", 0) + 1
     try:
         yield
@@ -337,10 +317,7 @@ def untold() -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_noted() -> Iterator[None]:
-    """In the block, companions do not note the optimizers that are built.
-
-    This is for optimizers that are built to be looked at only.
-    """
+    """In the block, companions do not note which optimizers are built."""
     before = getattr(_thread, "notes", True)
     _thread.notes = False
     try:
@@ -507,14 +484,12 @@ def fill_averages(
 
 
 def leave_out_of_averages() -> None:
-    """Make Keras's optimizers leave `NotAveraged` variables unchanged.
+    """Make Keras's optimizers leave `NotAveraged` variables unchanged."""
 
-    `Optimizer.build`, which gets the variables, is wrapped to fill the list of
-    averages (`_model_variables_moving_average`, keras 3.12 to 3.15). Without
-    that list, optimizers fail as Keras's do. Expires when Keras skips None
-    everywhere.
-    """
-
+    # `Optimizer.build`, which gets the variables, is wrapped to fill the list
+    # of averages (`_model_variables_moving_average`, keras 3.12 to 3.15).
+    # Without that list, optimizers fail as Keras's do. Expires when Keras
+    # skips None everywhere.
     def build(
         stock: Callable[..., None],
         optimizer: keras.optimizers.Optimizer,

@@ -39,12 +39,10 @@ class OwnReturnedLogs:
 
 
 def forget_compiled_functions(model: keras.Model) -> None:
-    """Make a model trace its training, test and prediction steps again.
-
-    `compile` does this too, but needs the loss and the metrics again (keras
-    3.0 to 3.15). KerasHub's generating models have one more step, which
-    `compile` also sets to None (keras_hub 0.32).
-    """
+    """Make a model trace its training, test and prediction steps again."""
+    # `compile` does this too, but needs the loss and the metrics again (keras
+    # 3.0 to 3.15). KerasHub's generating models have one more step, which
+    # `compile` also sets to None (keras_hub 0.32).
     trains = getattr(model, "train_function", None) is not None
     generates = hasattr(model, "make_generate_function")
     for name in STEPS if generates else STEPS[:-1]:
@@ -60,12 +58,10 @@ def forget_compiled_functions(model: keras.Model) -> None:
 
 
 def forget_gone_layers(model: keras.Model) -> None:
-    """Release layers that a compiled model no longer contains.
-
-    Keras stores for each layer whether it was trainable
-    (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
-    kernel alive.
-    """
+    """Release layers that a compiled model no longer contains."""
+    # Keras stores for each layer whether it was trainable
+    # (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
+    # kernel alive.
     trainable = getattr(model, "_compiled_trainable_state", None)
     if isinstance(trainable, dict):
         for layer in trainable.keys() - set(layers_within(model)):
@@ -104,12 +100,10 @@ def follow_graph(
 
 
 def layers_within(layer: keras.Layer) -> list[keras.Layer]:
-    """Return a layer and all layers inside it, without repeats, outer first.
-
-    `model.layers` has one level only. `_flatten_layers` (keras 3.0 to 3.15) is
-    called for one level at a time, because it reverses the order of the deeper
-    ones. If it is missing, the layers are found in the attributes.
-    """
+    """Return a layer and all layers inside it, without repeats, outer first."""
+    # `model.layers` has one level only. `_flatten_layers` (keras 3.0 to 3.15)
+    # is called for one level at a time, because it reverses the order of the
+    # deeper ones. If it is missing, the layers are found in the attributes.
     layers: dict[int, Any] = {}
     waiting = [layer]
     while waiting:
@@ -142,22 +136,18 @@ def _layers_in(value: Any) -> Iterator[keras.Layer]:
 
 
 def attributes(layer: keras.Layer) -> dict[str, Any]:
-    """Return the attributes of a layer by name, including sublayers.
-
-    On torch a module stores the modules in it separately (`named_children`,
-    public there; keras 3.0 to 3.15).
-    """
+    """Return the attributes of a layer by name, including sublayers."""
+    # On torch a module stores the modules in it separately (`named_children`,
+    # public there; keras 3.0 to 3.15).
     children = getattr(layer, "named_children", dict)
     return {**vars(layer), **dict(children())}
 
 
 def uses_in_graph(model: keras.Layer) -> dict[int, int]:
-    """Return how often a Functional model's graph calls each layer, by id.
-
-    It is read from `_nodes_by_depth` (keras 3.0 to 3.15), because
-    `model.layers` and `model.operations` list each layer once. Layers of other
-    models count as called once.
-    """
+    """Return how often a Functional model's graph calls each layer, by id."""
+    # It is read from `_nodes_by_depth` (keras 3.0 to 3.15), because
+    # `model.layers` and `model.operations` list each layer once. Layers of
+    # other models count as called once.
     levels = getattr(model, "_nodes_by_depth", None) or {}
     nodes = itertools.chain.from_iterable(levels.values())
     return collections.Counter(id(node.operation) for node in nodes)
@@ -171,7 +161,7 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the variables that a layer tracks, without those of inner layers.
+    """Return the variables that a layer tracks, not those of inner layers.
 
     They may be in attributes, lists or dicts (`_trainable_variables` and
     `_non_trainable_variables`, keras 3.0 to 3.15). Without these, variables
@@ -182,12 +172,10 @@ def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return variables that a layer's functions read, but Keras does not track.
-
-    These are closure variables, globals and defaults of its functions, such as
-    that of a `Lambda`, and arguments of operations in the graph of a
-    Functional model (`_nodes_by_depth` as for `uses_in_graph`).
-    """
+    """Return variables that a layer's functions read, untracked by Keras."""
+    # These are closure variables, globals and defaults of its functions, such
+    # as that of a `Lambda`, and arguments of operations in the graph of a
+    # Functional model (`_nodes_by_depth` as for `uses_in_graph`).
     values: list[Any] = []
     for function in filter(inspect.isfunction, vars(layer).values()):
         with contextlib.suppress(ValueError):  # A name that has no value yet.
@@ -205,10 +193,8 @@ def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def tracked_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """Return the metrics of a layer, without those of inner layers.
-
-    `metrics` of a custom model is often a property that may read attributes
-    which the constructor has not set yet (`_metrics`, keras 3.0 to 3.15).
-    Without it, metrics are updated as in Keras.
-    """
+    """Return the metrics of a layer, without those of inner layers."""
+    # `metrics` of a custom model is often a property that may read attributes
+    # which the constructor has not set yet (`_metrics`, keras 3.0 to 3.15).
+    # Without it, metrics are updated as in Keras.
     return list(getattr(layer, "_metrics", ()))

@@ -151,10 +151,7 @@ def quantized_by_keras(layer: keras.Layer) -> bool:
 
 
 def why_code_differs(layer: keras.Layer) -> str | None:
-    """Return why a layer's code may differ from the stock class, or None.
-
-    Also None if there is no float8 form of that class.
-    """
+    """Return why a layer's code may differ from its stock class, or None."""
     cls = type(layer)
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)

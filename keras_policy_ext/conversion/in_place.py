@@ -103,12 +103,10 @@ def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
 
 
 def declare_policies(model: keras.Layer) -> None:
-    """Set each backbone's policy to match the float8 layers inside it.
-
-    Such a policy has the recipe that most of the layers follow, and rules for
-    the others. A backbone keeps its policy if that says so already, if Keras
-    has quantized it, or if it has no layer in float8.
-    """
+    """Set each backbone's policy to match the float8 layers inside it."""
+    # Such a policy has the recipe that most of the layers follow, and rules
+    # for the others. A backbone keeps its policy if that says so already, if
+    # Keras has quantized it, or if it has no layer in float8.
     for layer in walking.layers_within(model):
         if keras_hub.writes_map_of_quantized_layers(layer):
             _declare(layer)
@@ -430,10 +428,7 @@ def revert(model: keras.Layer) -> Report:
 
 @contextlib.contextmanager
 def reverted(model: keras.Layer) -> Iterator[None]:
-    """In the block, a model is reverted; on exit, all layers are restored.
-
-    Do not train the model in the block: see `converted`.
-    """
+    """In the block, a model is reverted, and not to be trained."""
     layers = walking.layers_within(model)
     with undone(layers), training.replicas(model):
         stays = [each for layer in layers for each in _why_it_stays(layer)]

@@ -296,10 +296,7 @@ class Requested:
 
     @classmethod
     def read(cls, model: keras.Layer, policy: Any, recipe: Any) -> Requested:
-        """Return the policies that the arguments of `convert` request.
-
-        A ValueError says that they mean no float8 policy to train with.
-        """
+        """Return the policies that the arguments of `convert` request."""
         given = _given(policy, recipe)
         if given is not None:
             return cls((given,), own_first=False)

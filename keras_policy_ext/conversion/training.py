@@ -109,7 +109,7 @@ def _within(value: Any) -> Any:
 
 @contextlib.contextmanager
 def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
-    """In the block, the caller changes a model; an error undoes the changes.
+    """In the block, a model may be changed; an error undoes the changes.
 
     New variables are created in the scope of those of the model, and
     optimizers and compiled steps are updated. It yields what `continued` does.
@@ -164,12 +164,10 @@ def parts(model: keras.Layer) -> list[Any]:
 
 
 def check_optimizers(model: keras.Layer) -> None:
-    """Raise if a model's optimizer cannot take new float8 state.
-
-    That is an ImportError if this Keras does not tell what variables a built
-    optimizer knows, and a ValueError for a `keras.optimizers.MultiOptimizer`
-    that is built: it assigns variables to its optimizers only once.
-    """
+    """Raise if a model's optimizer cannot take new float8 state."""
+    # That is an ImportError if this Keras does not tell what variables a built
+    # optimizer knows, and a ValueError for a `keras.optimizers.MultiOptimizer`
+    # that is built: it assigns variables to its optimizers only once.
     multiple = getattr(keras.optimizers, "MultiOptimizer", ())
     for layer in walking.layers_within(model):
         if not isinstance(layer, keras.Model):
@@ -379,10 +377,7 @@ def may_differ(model: keras.Model) -> bool:
 
 
 def restore(model: keras.Model, weights: str) -> bool:
-    """Wrap or unwrap a model's optimizer, to match the one in the model's file.
-
-    Return whether that changed, so that the weights must be loaded again.
-    """
+    """Match a model's optimizer to its file; return True if it changed."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False

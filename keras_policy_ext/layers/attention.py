@@ -83,10 +83,8 @@ class _Float8Attention(Float8Mixin):
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
-        """The float8 policy of the two attention matmuls, or None.
-
-        The projections are layers with policies of their own.
-        """
+        """The float8 policy of the two attention matmuls, or None."""
+        # The projections are layers with policies of their own.
         return super().float8_policy if self._float8_attention else None
 
     def choose_attention(self, attention: str | None) -> None:

@@ -137,10 +137,8 @@ def _call(layer: keras.Layer) -> Iterator[None]:
 
 
 def call_of(layer: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a block for the call of a layer, in which products are counted.
-
-    Only if the layer needs that, since torch.compile breaks its graph there.
-    """
+    """Return a block for the call of a layer, in which products are counted."""
+    # Only if the layer needs that, since torch.compile breaks its graph there.
     if attends(layer) and layer.float8_controller.attention.needs_order:
         return _call(layer)
     return contextlib.nullcontext()
@@ -224,10 +222,8 @@ def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
 
 
 def role_in_attention(product: Multiplied, reaches_softmax: bool) -> str:
-    """Return the role of a traced product: one of the four constants above.
-
-    A product without an operand of a softmax is scores if a softmax reads it.
-    """
+    """Return the role of a traced product, such as `SCORES` or `OTHER`."""
+    # What a softmax reads are scores.
     if product.weights is None:
         return SCORES if reaches_softmax else OTHER
     *operands, outputs = equations.split(product.equation)

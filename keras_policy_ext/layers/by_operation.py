@@ -154,10 +154,7 @@ def is_own(layer: keras.Layer) -> bool:
 def foreign_kernels(
     layer: keras.Layer,
 ) -> list[tuple[keras.Layer, keras.Variable]]:
-    """Return the weights of other layers that a layer multiplies in float8.
-
-    Each is with the layer that has it; none is repeated.
-    """
+    """Return (owner, weight) of each foreign weight that a layer multiplies."""
     foreign = [x.foreign for x in products_of(layer) if x.owner is not None]
     return list({id(x[1]): x for x in foreign if x is not None}.values())
 

@@ -191,10 +191,7 @@ class Float8Controller:
         return getattr(variable, "path", None) in self.kernel_paths
 
     def add_kernel(self, variable: keras.Variable) -> None:
-        """Register a new weight as a float8 kernel.
-
-        Create its state if the layer follows float8.
-        """
+        """Register a new kernel, and create its state if that is needed."""
         self.kernel_paths += (variable.path,)
         # Of the layer: attention has one only for products of its own.
         policy = self.layer.float8_policy
@@ -307,10 +304,9 @@ class Float8Controller:
         return run(plan, inputs, value, *state, bias=bias)
 
     def scales_each_matrix(self, kernel: keras.Variable) -> bool:
-        """Return True if each matrix of a bank has a scale.
-
-        With histories that is so if the kernel's state has one for each matrix.
-        """
+        """Return True if each matrix of a bank has a scale."""
+        # With histories that is so if the kernel's state has one for each
+        # matrix.
         return self._scales_matrices_of(self.layer.float8_state.of(kernel))
 
     def _scales_matrices_of(self, state: StateVariable | None) -> bool:
@@ -384,10 +380,8 @@ class Float8Controller:
         values: Tensor,
         dtype: str,
     ) -> Tensor:
-        """Contract weights and values in float8; no scale is of two keys.
-
-        Where the recipe has one scale per tensor, it is of all keys.
-        """
+        """Contract weights and values in float8; no scale is of two keys."""
+        # Where the recipe has one scale per tensor, it is of all keys.
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
         given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
         if limit is None:
@@ -486,10 +480,7 @@ class Float8Controller:
 
 @functools.cache
 def recipes_of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
-    """Return the recipes of two activations and of a weighted sum, its limit.
-
-    The limit is `Float8Controller.limit_of_values`.
-    """
+    """Return recipes of activations and weighted sums, `limit_of_values`."""
     activations = recipe.for_activations
     summed, limit = weighted_sum_of(activations), None
     if isinstance(summed, WeightedSum):

@@ -18,10 +18,7 @@ from keras_policy_ext.contractions import equations
 
 
 def einsum_adapter(layer: keras.Layer, equation: str, inputs: Tensor) -> Tensor:
-    """Compute what LoRA adds to `einsum(equation, inputs, kernel)`.
-
-    `...` is allowed. Inputs and result are in the compute dtype.
-    """
+    """Compute what LoRA adds to an einsum, in the compute dtype."""
     a, b = _factors(layer)
     equation = equations.explicit(equation, len(inputs.shape), len(a.shape))
     first, second, out = equations.split(equation)

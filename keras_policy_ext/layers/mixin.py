@@ -513,10 +513,8 @@ class Float8Mixin(
         return {**spec, "float8": spec[None]} if spec else None
 
     def stock_serialization_spec(self) -> dict[str | None, list[str]]:
-        """Return which weights the stock layer saves in each mode, or {}.
-
-        Keras's base class has None from 3.16 on, and had nothing before.
-        """
+        """Return which weights the stock layer saves in each mode, or {}."""
+        # Keras's base class has None from 3.16 on, and had nothing before.
         parent: Any = super()
         return getattr(parent, "variable_serialization_spec", None) or {}
 
@@ -571,13 +569,11 @@ class Float8Mixin(
     def rematerialized_call(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
-        """Return a call that is rematerialized, as a function of floats only.
-
-        Other arguments are bound. Keras would rematerialize a function of all
-        arguments. JAX then traces `training`. TensorFlow refuses keyword
-        arguments in a graph, and has no gradient for a tensor that is not an
-        argument.
-        """
+        """Return a rematerialized call, as a function of floats only."""
+        # Other arguments are bound. Keras would rematerialize a function of
+        # all arguments. JAX then traces `training`. TensorFlow refuses keyword
+        # arguments in a graph, and has no gradient for a tensor that is not an
+        # argument.
         bound, tensors = stock_calls.of_floating_tensors(
             layer_call, args, kwargs
         )
@@ -600,10 +596,7 @@ _RECOMPUTED = (
 
 
 def activated(activation: Any, x: Tensor) -> Tensor:
-    """Return `activation(x)`; save as little as possible for the gradient.
-
-    The activation of a layer may be None.
-    """
+    """Return `activation(x)`, or `x`; save little for the gradient."""
     if activation is None:
         return x
     if activation is keras.activations.relu:

@@ -256,13 +256,11 @@ def _resized(ring: np.ndarray, length: int) -> np.ndarray:
 
 
 def is_float8_layer(group: Any) -> bool:
-    """Return True if an HDF5 group is the state of a layer that contracts.
-
-    It has weights, or contracts those of other layers: then `convert` gave it
-    its policy, or its state has a kernel. A composite such as attention has a
-    state too, which records its float8 form. If it is frozen, it also has a
-    header that names no weight.
-    """
+    """Return True if an HDF5 group is the state of a layer that contracts."""
+    # It has weights, or contracts those of other layers: then `convert` gave
+    # it its policy, or its state has a kernel. A composite such as attention
+    # has a state too, which records its float8 form. If it is frozen, it also
+    # has a header that names no weight.
     of_state = group.name.endswith(f"/{entries.GROUP}/vars")
     if not of_state or entries.VERSION not in group:
         return False
@@ -407,10 +405,8 @@ class KerasWeights:
 
     @classmethod
     def in_group(cls, group: Any) -> KerasWeights | None:
-        """Split an HDF5 group; return None if it is not that of such a layer.
-
-        Other layers have as many weights, but of other shapes or dtypes.
-        """
+        """Split an HDF5 group; None if it is not that of such a layer."""
+        # Other layers have as many weights, but of other shapes or dtypes.
         weights = cls.of(group)
         if weights is None or entries.GROUP in group.parent:
             return None

@@ -143,11 +143,9 @@ def _codes(
 
 
 def warn_of_formats(policy: Float8DTypePolicy) -> None:
-    """Warn if this device's matmuls do not read the formats of a policy.
-
-    A loaded model keeps the formats that it was trained in, on any device, so
-    that values and scales do not change.
-    """
+    """Warn if this device's matmuls do not read the formats of a policy."""
+    # A loaded model keeps the formats that it was trained in, on any device,
+    # so that values and scales do not change.
     native = backends.engine.device().float8
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
     if native is None or not families - {native, None}:

@@ -79,11 +79,9 @@ class Float8State(keras.layers.Layer):
         built_layers.track_again([self])
 
     def belong_to(self, layer: keras.Layer) -> None:
-        """Set the layer of this state, whose policy names files store with it.
-
-        They are saved here, since a layer may override how it saves its
-        weights.
-        """
+        """Set the layer, whose texts files store with this state."""
+        # They are saved here, since a layer may override how it saves its
+        # weights.
         self._layer = weakref.ref(layer)
 
     def add(
@@ -132,10 +130,7 @@ class Float8State(keras.layers.Layer):
                 variable.observe("kernel", self.amax(kernel))
 
     def amax(self, kernel: keras.Variable) -> Any:
-        """Return the amax of a kernel's current value, float32 on the host.
-
-        It is a scalar; (matrices,) if each has a history.
-        """
+        """Return a kernel's amax on the host: float32, () or (matrices,)."""
         value = variable_values.value_without_autocast(kernel)
         variable = self.of(kernel)
         of = scaling.amax if variable is None else variable.amax_of
@@ -254,11 +249,9 @@ class Float8State(keras.layers.Layer):
         self._layer_loaded = True
 
     def load_stock(self, arrays: dict[str, np.ndarray]) -> None:
-        """Load the scales and histories of a file of Keras's float8, if any.
-
-        Such a file has no group for this sublayer. The empty group that
-        Keras's loader passes afterwards leaves the state unchanged.
-        """
+        """Load the scales and histories of a file of Keras's float8, if any."""
+        # Such a file has no group for this sublayer. The empty group that
+        # Keras's loader passes afterwards leaves the state unchanged.
         if arrays:
             self.load_own_variables(arrays)
         self._stock_loaded = True

@@ -49,7 +49,7 @@ STEPS_SUFFIX = "_steps"
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
-    """Return arguments that replicate a variable of `rank` axes on JAX devices.
+    """Return arguments that replicate a variable of this rank on JAX devices.
 
     Keras 3.12 searches a path for a pattern, so that the pattern of a kernel
     also matches the state of that kernel. Other patterns name whole layers.
@@ -173,11 +173,9 @@ class StateVariable(
 
         @property
         def value(self) -> Any:
-            """The state; it includes the amax of the kernel's current value.
-
-            A compiled step takes values that are read here, and cannot read
-            the variables.
-            """
+            """The state; it includes the amax of the kernel's current value."""
+            # A compiled step takes values that are read here, and cannot read
+            # the variables.
             if self._kernel_ahead > 0 and not variable_values.is_stateless():
                 self.catch_up()
             return super().value
@@ -245,10 +243,8 @@ class StateVariable(
         self._kernel_ahead = 0
 
     def look_last(self) -> None:
-        """Check the kernel for changes now, and in no later call.
-
-        A kernel that is gathered as float8 cannot be read.
-        """
+        """Check the kernel for changes now, and in no later call."""
+        # A kernel that is gathered as float8 cannot be read.
         self.look_at(variable_values.value_without_autocast(self.kernel))
         self._looks_at_kernel = False
 
@@ -293,10 +289,7 @@ class StateVariable(
             super().assign(self.kept_up(kernel, matrix, beyond))
 
     def kept_up(self, kernel: Tensor, matrix: Any, beyond: float = 1.0) -> Any:
-        """Return a state whose scale is large enough for the kernel's tensor.
-
-        `beyond` is as for `catch_up`.
-        """
+        """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
         how = self.recipe, beyond, self.matrices
@@ -337,11 +330,9 @@ class StateVariable(
             self.trusted(value)
 
     def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
-        """Return a copy of the state; reset rows that other code changed.
-
-        Warn once if there are any, and again only after they were repaired. The
-        value of the variable is read if `matrix` is None.
-        """
+        """Return a copy of the state; reset rows that other code changed."""
+        # Warn once if there are any, and again only after they were repaired.
+        # The value of the variable is read if `matrix` is None.
         if matrix is None:
             matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
@@ -434,10 +425,8 @@ class StateVariable(
         )
 
     def check(self, value: Tensor) -> None:
-        """Raise ValueError if an array is neither an observation nor a state.
-
-        Tensors are not checked: that would wait for their values.
-        """
+        """Raise ValueError if an array is no observation and no state."""
+        # Tensors are not checked: that would wait for their values.
         if not isinstance(value, np.ndarray) or (
             value.shape != tuple(self.shape)  # Keras says so.
         ):
@@ -466,10 +455,8 @@ class StateVariable(
         return True
 
     def next_slot(self) -> int:
-        """Return the slot for this use of the kernel in the current step.
-
-        It is modulo `SLOTS`, since each number needs a plan compiled for it.
-        """
+        """Return the slot for this use of the kernel in the current step."""
+        # It is modulo `SLOTS`, since each number needs a plan compiled for it.
         slot = self.uses
         self.uses = (slot + 1) % SLOTS
         return slot

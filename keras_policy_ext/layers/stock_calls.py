@@ -50,10 +50,7 @@ def of_floating_tensors(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return a layer's call as a function of floats only, and the floats.
-
-    These are the floating tensors in its arguments `args` and `kwargs`.
-    """
+    """Return a layer's call as a function of floating tensors, and these."""
     leaves = keras.tree.flatten((args, kwargs))
     differentiable = [is_floating_tensor(leaf) for leaf in leaves]
     tensors = list(itertools.compress(leaves, differentiable))

@@ -41,10 +41,7 @@ class StoredConstant(keras.Variable):
 
     @property
     def as_stored(self) -> Any:
-        """The variable's tensor, float32, detached from gradients.
-
-        Raises ValueError if it was cast, which may have rounded it.
-        """
+        """The float32 tensor, detached; ValueError if it was cast."""
         value = variable_values.value_without_autocast(self)
         dtype = keras.backend.standardize_dtype(value.dtype)
         if dtype == "float32":
@@ -172,11 +169,9 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def multiplied(self) -> tuple[Any, ...]:
-        """The tensors for a matmul: codes gathered on all devices, scales.
-
-        The codes are gathered, since XLA would gather the larger dequantized
-        kernel. If there is a kernel in float32, it replaces the codes.
-        """
+        """The tensors for a matmul: codes gathered on all devices, scales."""
+        # The codes are gathered, since XLA would gather the larger dequantized
+        # kernel. If there is a kernel in float32, it replaces the codes.
         codes, *scales = self.constants
         if self.widened is not None:
             return self.widened.as_stored, *scales
@@ -277,10 +272,8 @@ def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
 
 
 def read_as_numbers(layer: keras.Layer) -> None:
-    """Replace codes in a layer's attributes by their `StoredVariable`s.
-
-    The layer still tracks the codes, since they were assigned first.
-    """
+    """Replace codes in a layer's attributes by their `StoredVariable`s."""
+    # The layer still tracks the codes, since they were assigned first.
     for name, value in list(vars(layer).items()):
         if isinstance(value, StoredCodes) and value.read is not None:
             vars(layer)[name], value.read = value.read, None
@@ -417,10 +410,7 @@ def stored_in(layer: keras.Layer) -> list[StoredVariable]:
 
 
 def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
-    """Replace the float kernels of a layer by stored ones, if it is frozen.
-
-    `kernels` has each kernel with its stored form; None is for zeros.
-    """
+    """Replace the float kernels of a frozen layer; by zeros for None."""
     if not layer.is_frozen:
         return
     if kernels is None:
@@ -466,20 +456,15 @@ def store(
 
 
 def widen_all(layer: keras.Layer) -> None:
-    """Replace all stored kernels of a layer by dequantized float kernels.
-
-    The order of the weights is again that of a stock layer.
-    """
+    """Replace all stored kernels of a layer by dequantized float kernels."""
+    # The order of the weights is again that of a stock layer.
     for variable in stored_in(layer):
         widen(layer, variable)
     built_layers.order_variables(layer, layer.float8_controller.weight_names)
 
 
 def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
-    """Replace a stored kernel by a dequantized float kernel; return the latter.
-
-    The layer is unlocked.
-    """
+    """Replace a stored kernel of an unlocked layer; return the float one."""
     with scope_of_path(layer.path or layer.name):
         kernel = keras.Variable(
             variable.stored.dequantized(),

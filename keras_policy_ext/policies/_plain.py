@@ -137,11 +137,9 @@ def name_of_dtypes(policy: keras.DTypePolicy) -> str:
 
 
 def named(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Return the policy, or a named copy of a plain policy without a name.
-
-    `get_config` of a map without a default sets the names of the policies in
-    it to None (keras 3.8 to 3.15).
-    """
+    """Return the policy, or a named copy of a plain policy without a name."""
+    # `get_config` of a map without a default sets the names of the policies in
+    # it to None (keras 3.8 to 3.15).
     if is_plain(policy) and policy.name is None:
         return keras.DTypePolicy(name_of_dtypes(policy))
     return policy

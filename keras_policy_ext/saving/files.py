@@ -67,10 +67,7 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
 
 
 def parts_of(path: str) -> list[str]:
-    """Return the paths of all files of weights, read from an index if there.
-
-    A ValueError says that it is damaged, or names files outside its folder.
-    """
+    """Return the paths of all files of weights, perhaps listed in an index."""
     place = pathlib.Path(path)
     if place.suffix != ".json":
         return [path]
@@ -89,10 +86,8 @@ def parts_of(path: str) -> list[str]:
 
 
 def groups(file: h5py.File) -> list[h5py.Group]:
-    """Return the HDF5 groups that each hold the variables of one layer.
-
-    The optimizer's group is left out. Links to other files are not followed.
-    """
+    """Return the HDF5 groups that each hold the variables of one layer."""
+    # The optimizer's group is left out. Links to other files are not followed.
     found: list[h5py.Group] = []
 
     def visit(name: str, item: Any) -> None:
@@ -188,13 +183,14 @@ def check_exists(path: PathLike) -> None:
 
 
 def check_model(path: PathLike) -> int:
-    """Return the number of elements of a model's weights; raise for damage.
+    """Check a model's file or folder; return the number of elements of weights.
 
-    Keras does not detect all damage: it falls back to reading without
-    checksums, and reports a truncated file as missing (keras 3.12 to 3.15).
+    It limits what the config may ask for. Keras does not detect all damage: it
+    falls back to reading without checksums, and reports a truncated file as
+    missing (keras 3.12 to 3.15).
 
     Raises:
-        ValueError: If the file or folder is damaged or malicious.
+        ValueError: If it is damaged or malicious.
         FileNotFoundError: If a local path does not exist.
     """
     text = str(path)
@@ -212,7 +208,7 @@ def check_model(path: PathLike) -> int:
 
 
 def check_weights(path: PathLike) -> int:
-    """Return the number of elements in a file of weights; raise for damage.
+    """Check a file of weights; return the number of elements.
 
     Raises:
         ValueError: If the file is damaged.
@@ -243,11 +239,9 @@ def _check_content(path: PathLike) -> int:
 
 @contextlib.contextmanager
 def weights_of(path: PathLike) -> Iterator[str]:
-    """In the block, the HDF5 weights of a model's file exist at a path.
-
-    Weights in an archive are extracted first: Keras reads in any order, and
-    each seek backwards in an archive starts from the beginning.
-    """
+    """In the block, the HDF5 weights of a model's file exist at a path."""
+    # Weights in an archive are extracted first: Keras reads in any order, and
+    # each seek backwards in an archive starts from the beginning.
     text = str(path)
     if pathlib.Path(text).is_dir():
         yield str(pathlib.Path(text) / WEIGHTS)
@@ -293,11 +287,9 @@ def without_skip_warnings() -> Iterator[Warnings]:
 
 
 def load(model: keras.Layer, weights: PathLike) -> None:
-    """Load weights as `model.load_weights` does, even if `built` is False.
-
-    Keras refuses a model that does not say it is built, even if all its parts
-    are. Layers without this method load as models do.
-    """
+    """Load weights as `model.load_weights` does, even if `built` is False."""
+    # Keras refuses a model that does not say it is built, even if all its
+    # parts are. Layers without this method load as models do.
     own = getattr(model, "load_weights", None)
     load_weights = own or functools.partial(keras.Model.load_weights, model)
     built = model.built

@@ -90,10 +90,8 @@ def rewritten_weights(
 
 
 def lacks_config(path: PathLike) -> bool:
-    """Return True for a folder that Keras has not written as a model file.
-
-    A folder with others of its files has lost its config.
-    """
+    """Return True for a folder that Keras has not written as a model file."""
+    # A folder with others of its files has lost its config.
     place = pathlib.Path(str(path))
     names = _CONFIG, "metadata.json", "model.weights.h5"
     return place.is_dir() and not any((place / each).exists() for each in names)

@@ -35,10 +35,8 @@ def without_warning_of_lost_float8() -> Iterator[None]:
 
 
 def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
-    """Warn if a loaded model has fewer float8 layers than the saved model.
-
-    Only `.keras` files and folders are checked.
-    """
+    """Warn if a loaded model has fewer float8 layers than the saved model."""
+    # Only `.keras` files and folders are checked.
     if _silent.get():
         return
     saved = states_in_file(str(path))
@@ -111,11 +109,9 @@ _OF_LAYERS = "layer_policies"
 
 
 def policies_of_models(model: Any) -> dict[str, Any]:
-    """Return the dtype policies of a model and inner models, for its file.
-
-    Keras writes optimizers, losses and metrics by the same function, when they
-    are pickled: they have no policies.
-    """
+    """Return the dtype policies of a model and inner models, for its file."""
+    # Keras writes optimizers, losses and metrics by the same function, when
+    # they are pickled: they have no policies.
     if not isinstance(model, keras.Layer):
         return {}
     found = [
@@ -145,10 +141,8 @@ def is_plain(policy: Any) -> bool:
 
 
 def saved_under(path: PathLike, config: Any) -> keras.DTypePolicy | None:
-    """Return the policy of the model in a file, without float8, or None.
-
-    Layers that others make in their constructors have the global policy.
-    """
+    """Return the policy of the model in a file, without float8, or None."""
+    # Layers that others make in their constructors have the global policy.
     models = _read(path)[0]
     name = (config.get("config") or {}).get("name")
     policy = models[0][1] if models and models[0][0] == name else None
