@@ -154,8 +154,7 @@ class BaseReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict of JSON types."""
         fields: Any = self
-        values: dict[str, Any] = _as_json(dataclasses.asdict(fields))
-        return values
+        return _as_json(dataclasses.asdict(fields))
 
     def __str__(self) -> str:
         return self.table()

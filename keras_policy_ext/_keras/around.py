@@ -5,6 +5,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+Stock = Callable[..., Any]
+"""A function of Keras, which its wrapper gets as the first argument."""
+
 _MARK = "_keras_policy_ext"
 """An attribute of wrapped functions: the names of their wrappers."""
 

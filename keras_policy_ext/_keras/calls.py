@@ -12,6 +12,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import versions
+from keras_policy_ext._keras.around import Stock
 from keras_policy_ext._types import Tensor
 
 # A method of a class is replaced for all threads, and acts in one.
@@ -36,7 +37,7 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
     """
 
     def post_build(
-        stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
+        stock: Stock, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> None:
         stock(layer, *args, **kwargs)
         change(layer)
@@ -58,7 +59,7 @@ def without_initial_values(
     """
 
     def add_weight(
-        stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
+        stock: Stock, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
         # A positional argument is the shape, or the initializer: leave these.
         if not args and wanted(layer, kwargs.get("name")):
@@ -85,7 +86,7 @@ def before_each_variable(
     """
 
     def init(
-        stock: Any, variable: keras.Variable, *args: Any, **kwargs: Any
+        stock: Stock, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> None:
         shape = args[1] if len(args) > 1 else kwargs.get("shape")
         if isinstance(shape, int):

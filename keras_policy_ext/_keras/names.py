@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 
 try:
     from keras.src import dtype_policies as _dtype_policies
@@ -31,11 +31,11 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     function, Keras refuses these names.
     """
 
-    def by_name(stock: Any, name: Any) -> keras.DTypePolicy:
+    def by_name(stock: Stock, name: Any) -> keras.DTypePolicy:
         policy = read(name) if isinstance(name, str) else None
         return stock(name) if policy is None else policy
 
-    def made(stock: Any, self: Any, name: Any = None) -> None:
+    def made(stock: Stock, self: Any, name: Any = None) -> None:
         policy = None
         if isinstance(name, str) and type(self) in _PLAIN:
             policy = read(name)
@@ -63,12 +63,12 @@ def call_without_float8(wanted: Callable[[], bool]) -> None:
     kernel (`_quantization_geometry`, 3.16). If both are missing, Keras raises.
     """
 
-    def float8_call(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def float8_call(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
         call = self.call if wanted() else stock.__get__(self)
         return call(*args, **kwargs)
 
     def by_strategy(
-        stock: Any, self: Any, layer: Any, *args: Any, **kwargs: Any
+        stock: Stock, self: Any, layer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         geometry = getattr(layer, "_quantization_geometry", None)
         if wanted() and (geometry is None or geometry() is None):

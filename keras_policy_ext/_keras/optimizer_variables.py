@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import variable_values, versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -325,7 +325,7 @@ def without_states_that_lack_gradients() -> None:
 
 
 def _without_states(
-    stock: Callable[..., Any], optimizer: Any, gradients: Any, variables: Any
+    stock: Stock, optimizer: Any, gradients: Any, variables: Any
 ) -> Any:
     pairs = [
         (gradient, variable)

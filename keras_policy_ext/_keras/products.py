@@ -76,6 +76,12 @@ _FOLLOWED: set[type] = set()
 _thread = threading.local()
 
 Handler = Callable[..., Any]
+"""Called as `handler(layer, stock, name, args, kwargs)`; returns the result."""
+
+Operation = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""What a handler gets: an operation as Keras has it, and its arguments."""
 
 _watching: dict[str, Handler] = {}
 """The handlers of `watch`, by the name of the operation."""
@@ -248,7 +254,7 @@ def _unwrap(names: tuple[str, ...]) -> None:
                     setattr(home, name, own)
 
 
-def _through(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _through(stock: Operation, name: str) -> Operation:
     """Return a function that calls the handler of an operation."""
 
     @functools.wraps(stock)
@@ -279,7 +285,7 @@ _ORIGINAL = "float8_original"
 
 
 def _through_blocks(
-    layer: Any, stock: Handler, name: str, args: Any, kwargs: Any
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation through the handlers of `on_operation` blocks."""
     run, watching = stock, _watching.get(name)
@@ -294,7 +300,7 @@ def _through_blocks(
         with keras.name_scope(getattr(layer, "name", "layer"), caller=layer):
             return run(*args, **kwargs)
 
-    through_all: Handler = in_the_layer
+    through_all: Operation = in_the_layer
     for handler in mine:
         through_all = _handled(handler, layer, through_all, name)
     # What a handler computes itself is of no layer, or it would be handled too.
@@ -302,7 +308,9 @@ def _through_blocks(
         return through_all(*args, **kwargs)
 
 
-def _handled(handler: Handler, layer: Any, run: Handler, name: str) -> Handler:
+def _handled(
+    handler: Handler, layer: keras.Layer, run: Operation, name: str
+) -> Operation:
     return lambda *args, **kwargs: handler(layer, run, name, args, kwargs)
 
 
@@ -311,9 +319,7 @@ _NO_LAYER = object()
 
 def outside_of_layers() -> contextlib.AbstractContextManager[Any]:
     """Return a block whose operations are of no layer: no handler sees them."""
-    scope: contextlib.AbstractContextManager[Any]
-    scope = keras.name_scope("outside", caller=_NO_LAYER)
-    return scope
+    return keras.name_scope("outside", caller=_NO_LAYER)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import keras
 
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 from keras_policy_ext._keras.calls import in_place_of
 
 try:
@@ -30,14 +30,14 @@ def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
     # The totals are sums over all weights of the model, computed by two
     # functions of `summary_utils` (keras 3.0 to 3.15). These are wrapped here,
     # and are unchanged outside of a summary.
-    def print_summary(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def print_summary(stock: Stock, *args: Any, **kwargs: Any) -> Any:
         token = _printing.set(True)
         try:
             return stock(*args, **kwargs)
         finally:
             _printing.reset(token)
 
-    def counted(stock: Any, weights: Iterable[Any]) -> Any:
+    def counted(stock: Stock, weights: Iterable[Any]) -> Any:
         if _printing.get():
             weights = [v for v in weights if not is_left_out(v)]
         return stock(weights)
@@ -61,7 +61,7 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     # here. If it is missing, a warning says so. Expires when Keras warns of
     # groups in a file that no layer has read.
     @_user_code.once
-    def load_model(stock: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(stock: Stock, path: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(path, *args, **kwargs)
         tell(model, path)
         return model
@@ -80,7 +80,7 @@ def before_loading(load: Callable[..., keras.Model | None]) -> None:
     If they are missing, a warning says so.
     """
 
-    def loaded(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def loaded(stock: Stock, *args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
         return stock(*args, **kwargs) if model is None else model
 
@@ -108,7 +108,7 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
     """
 
     def serialized(
-        stock: Any, model: keras.Layer, *args: Any, **kwargs: Any
+        stock: Stock, model: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
         written = stock(model, *args, **kwargs)
         with contextlib.suppress(TypeError, ValueError):
@@ -187,7 +187,7 @@ def compiled_as_saved() -> Iterator[None]:
     # Keras does not compile such a model (3.12 to 3.15), and warns. A task of
     # KerasHub then has the default optimizer of its class. The file has the
     # arguments of `keras.Model.compile`, which is called with them again.
-    def compiled(stock: Any, model: Any, config: dict[str, Any]) -> None:
+    def compiled(stock: Stock, model: Any, config: dict[str, Any]) -> None:
         if type(model).compile is keras.Model.compile:
             stock(model, config)
             return
@@ -209,7 +209,7 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
     """
     signature = inspect.signature(keras.Model.export)
 
-    def checked(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(stock: Stock, *args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(TypeError):  # Keras says what is wrong.
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()

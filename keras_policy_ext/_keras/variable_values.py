@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import calls, versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 from keras_policy_ext._types import Tensor
 
 try:
@@ -342,9 +342,7 @@ def tell_companions() -> None:
     put_around(keras.optimizers.Optimizer, name, _finalize)
 
 
-def _assign(
-    stock: Callable[..., Any], variable: keras.Variable, value: Any
-) -> Any:
+def _assign(stock: Stock, variable: keras.Variable, value: Any) -> Any:
     assigned = stock(variable, value)
     companion = _COMPANIONS.get(id(variable))
     if companion is not None and not is_untold():
@@ -353,7 +351,7 @@ def _assign(
 
 
 def _build(
-    stock: Callable[..., Any],
+    stock: Stock,
     optimizer: keras.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> Any:
@@ -369,7 +367,7 @@ def _build(
 
 
 def _apply(
-    stock: Callable[..., Any],
+    stock: Stock,
     optimizer: keras.Optimizer,
     grads: Any,
     trainable_variables: Any = None,
@@ -388,7 +386,7 @@ def _apply(
 
 
 def _finalize(
-    stock: Callable[..., Any],
+    stock: Stock,
     optimizer: keras.Optimizer,
     var_list: Sequence[Any],
 ) -> Any:
@@ -491,7 +489,7 @@ def leave_out_of_averages() -> None:
     # Without that list, optimizers fail as Keras's do. Expires when Keras
     # skips None everywhere.
     def build(
-        stock: Callable[..., None],
+        stock: Stock,
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
     ) -> None:

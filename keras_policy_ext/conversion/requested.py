@@ -252,7 +252,9 @@ def _filter(given: object) -> Any:
     )
 
 
-def _answer(predicate: Callable[[Any], object], layer: keras.Layer) -> bool:
+def _answer(
+    predicate: Callable[[keras.Layer], object], layer: keras.Layer
+) -> bool:
     answer: Any = predicate(layer)
     if isinstance(answer, (bool, np.bool_)):
         return bool(answer)
@@ -295,7 +297,9 @@ class Requested:
     own_first: bool
 
     @classmethod
-    def read(cls, model: keras.Layer, policy: Any, recipe: Any) -> Requested:
+    def read(
+        cls, model: keras.Layer, policy: object, recipe: object
+    ) -> Requested:
         """Return the policies that the arguments of `convert` request."""
         given = _given(policy, recipe)
         if given is not None:
@@ -358,7 +362,7 @@ class Target:
 def _target(
     layer: keras.Layer,
     given: keras.DTypePolicy,
-    own: Any,
+    own: keras.DTypePolicy | None,
 ) -> Target:
     source = source_policy_of(layer)
     found = policies.as_float8(of_path(given, layer.path))
@@ -406,13 +410,13 @@ def _made_in_float8(layer: keras.Layer) -> bool:
     return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
-def _of_tuned(policy: Any) -> Float8DTypePolicy | None:
+def _of_tuned(policy: object) -> Float8DTypePolicy | None:
     """Return the policy of what `tune` returns; None for anything else."""
     own = getattr(policy, "policy", None)
     return own if isinstance(own, Float8DTypePolicy) else None
 
 
-def check_tuned(policy: Any, candidates: Iterable[Candidate]) -> None:
+def check_tuned(policy: object, candidates: Iterable[Candidate]) -> None:
     """Raise ValueError if `tune` returned rules for layers of another model."""
     paths = [path_of(candidate.layer) for candidate in candidates]
     escaped = set(map(re.escape, paths))
@@ -428,7 +432,7 @@ def check_tuned(policy: Any, candidates: Iterable[Candidate]) -> None:
         )
 
 
-def _given(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
+def _given(policy: object, recipe: Any) -> keras.DTypePolicy | None:
     """Return the policy that the arguments request; None without arguments."""
     policy = _of_tuned(policy) or policy
     if recipe is None:
@@ -450,7 +454,7 @@ def _of_recipe(recipe: Any) -> Float8DTypePolicy:
     return Float8DTypePolicy("float32", recipe=recipes.get(recipe))
 
 
-def _policy(policy: Any) -> keras.DTypePolicy:
+def _policy(policy: object) -> keras.DTypePolicy:
     if isinstance(policy, recipes.Recipe) or is_spec(policy):
         return _of_recipe(policy)
     try:

@@ -26,6 +26,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import products
+from keras_policy_ext._keras.products import Args, Kwargs, Operation
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import COMPUTE_DTYPES, equations
 from keras_policy_ext.layers.operands import TensorNotes
@@ -119,7 +120,7 @@ class _Call:
         self.products = 0
 
 
-def attends(layer: Any) -> bool:
+def attends(layer: keras.Layer) -> bool:
     """Return True if products of two activations are in float8 in a layer."""
     controller = getattr(layer, "float8_controller", None)
     return controller is not None and controller.attention is not None
@@ -136,7 +137,7 @@ def _call(layer: keras.Layer) -> Iterator[None]:
         _thread.call = before
 
 
-def call_of(layer: Any) -> contextlib.AbstractContextManager[None]:
+def call_of(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
     """Return a block for the call of a layer, in which products are counted."""
     # Only if the layer needs that, since torch.compile breaks its graph there.
     if attends(layer) and layer.float8_controller.attention.needs_order:
@@ -154,7 +155,7 @@ def _none(layer: keras.Layer) -> Iterator[None]:
         _thread.none = before
 
 
-def none_in(layer: Any) -> contextlib.AbstractContextManager[None]:
+def none_in(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
     """Return a block in which no product of a layer is one of attention."""
     if attends(layer):
         return _none(layer)
@@ -162,7 +163,7 @@ def none_in(layer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def multiply(
-    layer: Any,
+    layer: keras.Layer,
     stock: Callable[[], Tensor],
     equation: str,
     operands: Sequence[Tensor],
@@ -200,7 +201,9 @@ def multiply(
     return layer.float8_weighted_sum(equation, *operands, dtype)
 
 
-def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
+def _role_in_call(
+    layer: keras.Layer, equation: str, weights: int | None
+) -> str | None:
     """Return the role of a product in the call of a layer, or None."""
     if getattr(_thread, "none", None) is layer:
         return None
@@ -236,14 +239,14 @@ def role_in_attention(product: Multiplied, reaches_softmax: bool) -> str:
     return _OF_OPERAND[product.weights]
 
 
-def pass_on(operands: Sequence[Any], result: Any) -> None:
+def pass_on(operands: Sequence[Tensor], result: Tensor) -> None:
     """Note that a result is made of the result of a softmax, if it is."""
     if _follows() and any(_PROBABILITIES.of(x) for x in operands):
         _PROBABILITIES.set(result, True)
 
 
 def run_and_pass_on(
-    layer: Any, stock: Any, name: str, args: Any, kwargs: Any
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation that sets some entries of its operand."""
     result = stock(*args, **kwargs)
@@ -254,7 +257,9 @@ def run_and_pass_on(
     return result
 
 
-def softmax(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def softmax(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run a softmax, and note what made its result."""
     result, note = stock(*args, **kwargs), products.recorder()
     if note is not None and args:
@@ -274,7 +279,9 @@ def _follows() -> bool:
     return in_call or products.recorder() is not None
 
 
-def attend(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def attend(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run `dot_product_attention`: by its two products if in float8."""
     note = products.recorder()
     needs_flash = kwargs.get("flash_attention", (*args, *[None] * 8)[7])
@@ -288,7 +295,7 @@ def attend(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def dot_product(
-    layer: Any,
+    layer: keras.Layer,
     query: Tensor,
     key: Tensor,
     value: Tensor,

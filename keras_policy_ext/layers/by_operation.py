@@ -21,7 +21,7 @@ import operator
 import string
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -29,6 +29,7 @@ from keras import ops
 
 from keras_policy_ext import backends
 from keras_policy_ext._keras import products, walking
+from keras_policy_ext._keras.products import Args, Kwargs, Operation
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import (
     COMPUTE_DTYPES,
@@ -44,6 +45,7 @@ from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import (
     MovedKernel,
+    Shape,
     TensorNotes,
     contraction_of,
 )
@@ -181,15 +183,15 @@ def follow(cls: type) -> None:
     products.follow(cls)
 
 
-def _new_form(cls: Any) -> type:
+def _new_form(cls: type[keras.Layer]) -> type:
     @functools.wraps(cls.call)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         # Open already, but where PyTorch computes a call again for gradients.
         scope = keras.name_scope(self.name, caller=self)
         with scope, attention_products.call_of(self):
             return cls.call(self, *args, **kwargs)
 
-    def from_config(form: Any, config: Any) -> Any:
+    def from_config(form: type, config: dict[str, Any]) -> Any:
         # What was recorded is of one layer: a copy begins as `cls`.
         return cls.from_config(config)
 
@@ -290,7 +292,7 @@ class _Origin:
 _ORIGINS: TensorNotes[_Origin] = TensorNotes()
 
 
-def _origin(layer: keras.Layer, x: Any) -> _Origin | None:
+def _origin(layer: keras.Layer, x: object) -> _Origin | None:
     """Return what an operand in the call of `layer` was made of, or None."""
     if isinstance(x, keras.Variable):
         return _Origin(weakref.ref(x))
@@ -298,7 +300,9 @@ def _origin(layer: keras.Layer, x: Any) -> _Origin | None:
     return None if origin is None or origin.variable is None else origin
 
 
-def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _move(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run an operation that moves or casts; follow the operand through it."""
     result = stock(*args, **kwargs)
     if not args or result is args[0]:
@@ -330,7 +334,9 @@ def _part(move: Callable[[Tensor], Any], number: int) -> Any:
     return lambda x: move(x)[number]
 
 
-def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _product(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
     product = _recognised(layer, name, args, kwargs)
     if product is None:
@@ -339,7 +345,9 @@ def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     return _multiply(layer, compute, *product)
 
 
-def _convolve(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _convolve(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run a convolution: in float8 if its kernel is a kernel of the layer."""
     compute = functools.partial(stock, *args, **kwargs)
     product = _recognised_convolution(layer, args, kwargs)
@@ -349,10 +357,10 @@ def _convolve(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _multiply(
-    layer: Any,
+    layer: keras.Layer,
     stock: Callable[[], Tensor],
-    inputs: Any,
-    operand: Any,
+    inputs: Tensor,
+    operand: Tensor,
     origin: _Origin,
     contraction: Einsum | Conv,
 ) -> Tensor:
@@ -389,10 +397,10 @@ def _multiply(
 
 
 def _split_by_matrix(
-    layer: Any,
+    layer: keras.Layer,
     kernel: keras.Variable,
     contraction: Einsum,
-    inputs: Any,
+    inputs: Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
     """Return a product with a bank as one for each matrix, where needed."""
@@ -409,7 +417,7 @@ def _split_by_matrix(
 
 
 def _of_activations(
-    layer: Any, stock: Any, name: str, args: Any, kwargs: Any
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a product of two activations: in float8 if it is one of attention."""
     operation = _operation(name, args, kwargs)
@@ -473,7 +481,7 @@ def _bank_axis(equation: str) -> int | None:
 
 
 def _recognised(
-    layer: Any, name: str, args: Any, kwargs: Any
+    layer: keras.Layer, name: str, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Einsum] | None:
     """Return inputs, operand, its origin and equation of a product, or None."""
     operation = _operation(name, args, kwargs)
@@ -508,7 +516,7 @@ def _recognised(
 
 @functools.lru_cache(maxsize=1024)
 def _without_broadcast(
-    equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
+    equation: str, first: Shape, second: Shape
 ) -> tuple[tuple[int, ...], str]:
     """Return axes that the inputs only broadcast, and the equation without."""
     # Such as an axis of experts that all multiply the same inputs.
@@ -527,7 +535,7 @@ _OF_CONV = "inputs", "kernel", "strides", "padding", "data_format"
 
 
 def _recognised_convolution(
-    layer: Any, args: Any, kwargs: Any
+    layer: keras.Layer, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Conv] | None:
     """Return what `_recognised` does, of a call of `ops.conv`."""
     given = dict(zip((*_OF_CONV, "dilation_rate"), args, strict=False))
@@ -551,7 +559,7 @@ def _recognised_convolution(
     return inputs, kernel, origin, contraction
 
 
-def _per_axis(size: Any, rank: int) -> tuple[int, ...]:
+def _per_axis(size: int | Sequence[int], rank: int) -> tuple[int, ...]:
     return (size,) * rank if isinstance(size, int) else tuple(size)
 
 
@@ -584,14 +592,13 @@ def _explicit(
     return _known_with_kernel_last(name, equation, first, second, swapped)
 
 
-def _dtype_of(x: Any) -> str:
+def _dtype_of(x: object) -> str:
     """Return the name of the dtype of an operand, as the layer reads it."""
-    name: str = keras.backend.standardize_dtype(getattr(x, "dtype", "int32"))
-    return name
+    return keras.backend.standardize_dtype(getattr(x, "dtype", "int32"))
 
 
 def _operation(
-    name: str, args: Any, kwargs: Any
+    name: str, args: Args, kwargs: Kwargs
 ) -> tuple[str | None, tuple[Any, Any]] | None:
     """Return the equation of a product, None if to be found, and operands."""
     if name == "einsum":
@@ -696,14 +703,16 @@ def note_call(layer: keras.Layer, other: keras.Layer) -> None:
         note(layer, LikeCall(other))
 
 
-def _branch(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _branch(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run an operation with functions of the caller, or a choice; note it."""
     note = products.recorder()
     if note is None:
         return stock(*args, **kwargs)
     matters = name not in products.ALL_RUN
 
-    def look(layer: Any, noted: Any) -> Any:
+    def look(layer: keras.Layer, noted: object) -> Any:
         nonlocal matters
         matters = matters or isinstance(noted, Noted)
         return note(layer, noted)

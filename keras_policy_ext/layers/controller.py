@@ -35,7 +35,7 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.numerics.observations import numbered_row
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
-from keras_policy_ext.recipes import scales_whole_tensors
+from keras_policy_ext.recipes import Recipe, scales_whole_tensors
 from keras_policy_ext.recipes.weighted_sum import (
     WeightedSum,
     weighted_sum_of,
@@ -177,7 +177,9 @@ class Float8Controller:
         """The weights that the layer contracts in float8."""
         return self._ordered(lambda v: v.path in self.kernel_paths)
 
-    def _ordered(self, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    def _ordered(
+        self, is_wanted: Callable[[keras.Variable], bool]
+    ) -> list[Any]:
         """Return some of the weights in the layer, then some of elsewhere."""
         weights = self.layer.weights
         if self.foreign:
@@ -186,7 +188,7 @@ class Float8Controller:
             weights = [*weights, *others]
         return [v for v in weights if is_wanted(v)]
 
-    def has_kernel(self, variable: Any) -> bool:
+    def has_kernel(self, variable: object) -> bool:
         """Return True if a variable is a kernel that the layer contracts."""
         return getattr(variable, "path", None) in self.kernel_paths
 
@@ -198,7 +200,7 @@ class Float8Controller:
         if policy is not None:
             self._add_state(variable, policy.recipe)
 
-    def _add_state(self, kernel: keras.Variable, recipe: Any) -> None:
+    def _add_state(self, kernel: keras.Variable, recipe: Recipe) -> None:
         axis = self.layer.float8_bank_axis(self.layer, kernel)
         self.layer.float8_state.add(kernel, recipe, axis)
 
@@ -219,10 +221,10 @@ class Float8Controller:
         inputs: Tensor,
         kernel: keras.Variable,
         training: bool | None,
-        dtype: Any = None,
+        dtype: str | None = None,
         bias: Tensor | None = None,
         moved: MovedKernel | None = None,
-        run: Any = None,
+        run: Callable[..., Any] | None = None,
     ) -> Any:
         """Contract inputs with a kernel of the layer in float8; add a bias.
 
@@ -317,7 +319,7 @@ class Float8Controller:
 
     def _of_bank(
         self,
-        contraction: Any,
+        contraction: contractions.Contraction,
         kernel: keras.Variable,
         state: StateVariable | None,
         compiling: bool,
@@ -349,7 +351,7 @@ class Float8Controller:
         kernel: StoredVariable,
         dtype: str,
         bias: Tensor | None,
-        run: Any,
+        run: Callable[..., Any] | None,
     ) -> Any:
         plan = contractions.frozen_plan(
             contraction, kernel.recipe, kernel.axes, dtype
@@ -362,7 +364,7 @@ class Float8Controller:
 
     def contract_activations(
         self,
-        contraction: contractions.Contraction,
+        contraction: contractions.Einsum,
         first: Tensor,
         second: Tensor,
         dtype: str,
@@ -394,13 +396,13 @@ class Float8Controller:
     def _contract_scaled(
         self,
         name: str,
-        recipe: Any,
-        contraction: Any,
+        recipe: Recipe,
+        contraction: contractions.Einsum,
         first: Tensor,
         second: Tensor,
         dtype: str,
         limit: float | None = None,
-        run: Any = None,
+        run: Callable[..., Any] | None = None,
     ) -> Any:
         compiling = backends.current.is_compiling()
         if (
@@ -479,7 +481,7 @@ class Float8Controller:
 
 
 @functools.cache
-def recipes_of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
+def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
     """Return recipes of activations and weighted sums, `limit_of_values`."""
     activations = recipe.for_activations
     summed, limit = weighted_sum_of(activations), None

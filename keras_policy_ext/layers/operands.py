@@ -13,11 +13,14 @@ from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, equations
 
+Shape = tuple[Any, ...]
+"""A shape; an unknown size is None, or symbolic."""
+
 
 class MovedKernel(NamedTuple):
     """A kernel whose elements are moved before a contraction reads it."""
 
-    shape: tuple[Any, ...]  # The shape that the contraction reads.
+    shape: Shape  # The shape that the contraction reads.
     # Moves the tensor of the kernel; differentiable.
     move: Callable[[Tensor], Tensor]
 
@@ -34,12 +37,12 @@ class TensorNotes(Generic[Value]):
     def __init__(self) -> None:
         self._values: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
-    def of(self, x: Any) -> Value | None:
+    def of(self, x: object) -> Value | None:
         """Return the value stored for a tensor, or None."""
         entry = self._values.get(id(x))
         return None if entry is None or entry[0]() is not x else entry[1]
 
-    def set(self, x: Any, value: Value) -> None:
+    def set(self, x: object, value: Value) -> None:
         """Store a value for a tensor."""
         values, key = self._values, id(x)
 
@@ -65,14 +68,12 @@ def is_floating_tensor(x: Tensor) -> bool:
     return keras.ops.is_tensor(x) and is_floating(x.dtype)
 
 
-def is_floating(dtype: Any) -> bool:
+def is_floating(dtype: object) -> bool:
     """Return True if a dtype is floating."""
     return "float" in keras.backend.standardize_dtype(dtype)
 
 
-def contraction_of(
-    equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
-) -> Einsum:
+def contraction_of(equation: str, first: Shape, second: Shape) -> Einsum:
     """Return the `Einsum` of an equation for operands of these shapes.
 
     `...` is allowed; a size that is not known is None.

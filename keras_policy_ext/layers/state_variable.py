@@ -408,8 +408,7 @@ class StateVariable(
 
     def newest(self, operand: str) -> np.float32:
         """Return the newest observed amax of an operand; 0 without one."""
-        newest: np.float32 = self.rows()[operand][1][0]
-        return newest
+        return self.rows()[operand][1][0]
 
     def _check_shape(self, value: Tensor) -> None:
         shape = getattr(value, "shape", None)
@@ -492,8 +491,7 @@ def _is_sealed(first: np.ndarray) -> np.ndarray:
 def _moved_rows(matrix: np.ndarray) -> np.ndarray:
     """Return True for each row that is no state and no average of states."""
     has_observations: Any = matrix[:, 1 : SLOTS + 1].any(axis=1)
-    is_moved: np.ndarray = has_observations | ~_is_state(matrix[:, 0])
-    return is_moved
+    return has_observations | ~_is_state(matrix[:, 0])
 
 
 def _is_state(first: np.ndarray) -> np.ndarray:

@@ -102,8 +102,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     @property
     def codes(self) -> StoredCodes:
         """The variable that holds the kernel's codes."""
-        held: StoredCodes = self.held
-        return held
+        return self.held
 
     @property
     def value(self) -> Any:
