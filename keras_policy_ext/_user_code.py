@@ -48,11 +48,11 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
 
 def warn(text: str) -> None:
     """Warn at the user's line of code; inside `once`, give a text only once."""
-    told = _told.get()
-    if told is not None:
-        if text in told:
+    given = _told.get()
+    if given is not None:
+        if text in given:
             return
-        told.add(text)
+        given.add(text)
     warnings.warn(text, UserWarning, stacklevel=stacklevel())
 
 

@@ -30,11 +30,11 @@ def known_to_optimizer(
 
 def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
     """Return an optimizer, then the optimizers that it wraps."""
-    found = []
+    optimizers = []
     while isinstance(optimizer, keras.optimizers.Optimizer):
-        found.append(optimizer)
+        optimizers.append(optimizer)
         optimizer = getattr(optimizer, "inner_optimizer", None)
-    return found
+    return optimizers
 
 
 def check_can_retarget(optimizer: keras.optimizers.Optimizer) -> None:
@@ -133,7 +133,7 @@ def _build_again(
     other.build(variables)
     before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
     after = {id(v): i for i, v in enumerate(variables)}
-    kept: dict[int, keras.Variable] = {}
+    slots_to_use: dict[int, keras.Variable] = {}
     own: set[int] = set()
     for name, new in list(vars(other).items()):
         old: Any = getattr(optimizer, name, None)
@@ -144,11 +144,13 @@ def _build_again(
         own |= {id(slot) for slot in old}
         for variable, slot in zip(variables, new, strict=True):
             place = before.get(id(variable))
-            kept[id(slot)] = slot if place is None else old[place]
+            slots_to_use[id(slot)] = slot if place is None else old[place]
             if place is None and name == _AVERAGES and slot is not None:
                 slot.assign(keras.ops.copy(variable.value))
-        _replace_list(optimizer, name, [kept[id(slot)] for slot in new])
-    slots = [kept[id(v)] for v in other._variables if id(v) in kept]
+        _replace_list(optimizer, name, [slots_to_use[id(slot)] for slot in new])
+    slots = [
+        slots_to_use[id(v)] for v in other._variables if id(v) in slots_to_use
+    ]
     rest = [v for v in optimizer._variables if id(v) not in own]
     _replace_variables(optimizer, [*rest, *slots])
     _replace_known(optimizer, variables)

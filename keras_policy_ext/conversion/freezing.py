@@ -143,22 +143,24 @@ def freeze(
     if isinstance(selection.filter, (Auto, Safe)):
         raise ValueError(_no_filter(filter))
     candidates.check(model)
-    found, skipped = freezable(model)
+    eligible, skipped = freezable(model)
     works = Works(model)
-    reasons = selection.reasons(found, deciding(model, selection, found, works))
+    reasons = selection.reasons(
+        eligible, deciding(model, selection, eligible, works)
+    )
     projecting: dict[int, str] = {}
     if activations is not None and include is None:
-        projecting = _projecting(model, found)
+        projecting = _projecting(model, eligible)
         reasons = {**projecting, **reasons}
-    chosen = [each for n, each in enumerate(found) if n not in reasons]
-    left = [Unconverted(found[n].layer, reasons[n]) for n in sorted(reasons)]
+    chosen = [each for n, each in enumerate(eligible) if n not in reasons]
+    left = [Unconverted(eligible[n].layer, reasons[n]) for n in sorted(reasons)]
     _check_not_frozen(chosen)
     plans = [_plan(each, recipe, trained_scales) for each in chosen]
     stored: list[Stored] = []
     with training.changing(model) as retraced:
         for number in projecting:
             if reasons[number] is projecting[number]:
-                to_stock_class(found[number].layer)
+                to_stock_class(eligible[number].layer)
         _release(model, chosen)
         for plan in plans:
             kernels = list(plan.kernels(stored))
@@ -225,7 +227,7 @@ def freezable(
     """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
     several = list(map(_of_own_kernels, survey.candidates))
-    found = {id(each.layer): each for each in several if each.kernels}
+    by_id = {id(each.layer): each for each in several if each.kernels}
     skipped = [
         Unconverted(each.layer, _KERNEL_ELSEWHERE)
         for each in several
@@ -238,14 +240,14 @@ def freezable(
             skipped.append(each)
             continue
         kernels = tuple(stored_weights.kernels_to_store(each.layer, form))
-        found[id(each.layer)] = Candidate(each.layer, form, kernels)
+        by_id[id(each.layer)] = Candidate(each.layer, form, kernels)
     order = walking.layers_within(model)
     holders = _holders(order)
     chosen = []
     for layer in order:
-        if id(layer) not in found:
+        if id(layer) not in by_id:
             continue
-        candidate = found[id(layer)]
+        candidate = by_id[id(layer)]
         reason = has_own_files(layer) or _shared(candidate, holders)
         if reason := reason or _moves_kernels(candidate):
             skipped.append(Unconverted(layer, reason))
@@ -272,14 +274,14 @@ def _of_own_kernels(candidate: Candidate) -> Candidate:
 def deciding(
     model: keras.Layer,
     selection: Selection,
-    found: list[Candidate],
+    eligible: list[Candidate],
     works: Works,
 ) -> dict[int, str]:
-    """Return why layers that decide stay in floats, by index in `found`."""
+    """Return why layers that decide stay in floats, by index in `eligible`."""
     if selection.deciding:
         return {}
-    reasons = roles.deciding(model, found, works)
-    in_floats = [n for n in reasons if not float8_policy_of(found[n].layer)]
+    reasons = roles.deciding(model, eligible, works)
+    in_floats = [n for n in reasons if not float8_policy_of(eligible[n].layer)]
     return {n: reasons[n] for n in in_floats}
 
 
@@ -304,12 +306,14 @@ def _release(model: keras.Layer, chosen: list[Candidate]) -> None:
             to_stock_class(each.layer)
 
 
-def _projecting(model: keras.Layer, found: list[Candidate]) -> dict[int, str]:
+def _projecting(
+    model: keras.Layer, eligible: list[Candidate]
+) -> dict[int, str]:
     """Return why embeddings that also compute logits stay, by index."""
     return {
         number: "it computes logits, whose inputs other readers do not round; "
         "`include` freezes it too"
-        for number, each in enumerate(found)
+        for number, each in enumerate(eligible)
         if issubclass(each.form, keras.layers.ReversibleEmbedding)
         and each.layer is not model
         and not is_frozen(each.layer)
@@ -538,10 +542,10 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
     frozen = frozen_layers(model)
     if not frozen or keras.distribution.distribution() is not None:
         raise ValueError(_refusal(model, frozen))
-    found = [(layer, _to_widen(layer)) for layer in frozen]
-    layers = [layer for layer, variables in found if variables]
+    to_widen = [(layer, _to_widen(layer)) for layer in frozen]
+    layers = [layer for layer, variables in to_widen if variables]
     with training.changing(model):
-        for layer, variables in found:
+        for layer, variables in to_widen:
             for variable in variables:
                 if variable.widened is None:
                     stored_weights.keep_widened(layer, variable)

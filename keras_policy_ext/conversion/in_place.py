@@ -317,17 +317,17 @@ def _decided(
     candidates.check(model)
     survey = candidates.survey(model, attention is not None)
     requested = Requested.read(model, policy, recipe)
-    found = survey.candidates
-    check_tuned(policy, found)
+    convertible = survey.candidates
+    check_tuned(policy, convertible)
     works = None
     by_role: dict[int, str] = {}
-    if found and not selection.deciding:
+    if convertible and not selection.deciding:
         works = Works(model)
-        by_role = roles.deciding(model, found, works)
+        by_role = roles.deciding(model, convertible, works)
         if isinstance(selection.filter, Safe):
-            by_role = {**roles.ends(found, works), **by_role}
-    reasons = selection.reasons(found, by_role)
-    decisions, left = _decide(found, requested, reasons)
+            by_role = {**roles.ends(convertible, works), **by_role}
+    reasons = selection.reasons(convertible, by_role)
+    decisions, left = _decide(convertible, requested, reasons)
     return _Decided(survey, decisions, left, works)
 
 
@@ -451,11 +451,11 @@ def _revert(model: keras.Layer, staying: Container[int]) -> None:
 
 
 def _decide(
-    found: list[Candidate], requested: Requested, reasons: dict[int, str]
+    convertible: list[Candidate], requested: Requested, reasons: dict[int, str]
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Split candidates into (candidate, policy) pairs and layers left out."""
     decisions, left = [], []
-    for number, candidate in enumerate(found):
+    for number, candidate in enumerate(convertible):
         reason = reasons.get(number)
         target = Target(reason=reason)
         if reason is None:
@@ -464,17 +464,19 @@ def _decide(
             left.append(Unconverted(candidate.layer, str(target.reason)))
         else:
             decisions.append((candidate, target))
-    return _with_one_state(found, decisions, left)
+    return _with_one_state(convertible, decisions, left)
 
 
 def _with_one_state(
-    found: list[Candidate], decisions: list[Decision], left: list[Unconverted]
+    convertible: list[Candidate],
+    decisions: list[Decision],
+    left: list[Unconverted],
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Leave out layers whose kernels other layers multiply in float8."""
     # A kernel has one state, which is that of the layer that multiplies.
     stays = {id(each.layer) for each in left}
     multiplying: dict[int, Candidate] = {}
-    for each in found:
+    for each in convertible:
         if id(each.layer) in stays and float8_policy_of(each.layer):
             multiplying.update(_foreign(each))
     for each, _ in decisions:

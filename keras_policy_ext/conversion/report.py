@@ -406,26 +406,14 @@ def report_of(
     model: keras.Layer,
     converted: Sequence[keras.Layer],
     left: Sequence[Unconverted],
+    # List layers that multiply with kernels of others as skipped.
     names_others: bool = False,
     without_effect: Sequence[str] = (),
     retraced: Sequence[str] = (),
-    works: work.Works | None = None,
+    works: work.Works | None = None,  # If they are counted already.
     **more: Any,
 ) -> ReportClass:
-    """Return the report of a change, with the `Work` of each layer.
-
-    Args:
-        cls: The class of the report.
-        model: The model or layer that was changed.
-        converted: Layers in it that follow another policy now.
-        left: Layers in it that do not.
-        names_others: Whether to list layers that multiply with kernels of
-            other layers as skipped.
-        without_effect: Sentences on arguments that had no effect.
-        retraced: Names of compiled functions that are traced anew.
-        works: The multiplications of the model, if they are counted already.
-        **more: Fields that the class has in addition.
-    """
+    """Return the report of a change; `more` has fields of its class."""
     works = works or work.Works(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
     left = [

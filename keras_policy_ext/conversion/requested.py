@@ -365,14 +365,14 @@ def _target(
     own: keras.DTypePolicy | None,
 ) -> Target:
     source = source_policy_of(layer)
-    found = policies.as_float8(of_path(given, layer.path))
-    here = found
-    if isinstance(found, Float8DTypePolicy):
-        here = found.for_path(layer.path)
-    if not isinstance(here, Float8DTypePolicy):
+    policy = policies.as_float8(of_path(given, layer.path))
+    policy_here = policy
+    if isinstance(policy, Float8DTypePolicy):
+        policy_here = policy.for_path(layer.path)
+    if not isinstance(policy_here, Float8DTypePolicy):
         return Target(reason=f"a rule of the policy keeps it in {source.name}")
     try:
-        target = Float8DTypePolicy(source.name, recipe=here.recipe)
+        target = Float8DTypePolicy(source.name, recipe=policy_here.recipe)
     except ValueError:
         return Target(
             reason=f"it computes in {source.name}, not in floating point"
@@ -381,7 +381,7 @@ def _target(
         return Target(reason=f"it follows {target.full_name} already")
     if own is not None:
         return Target(own)
-    return Target(target, found.full_name)
+    return Target(target, policy.full_name)
 
 
 def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:

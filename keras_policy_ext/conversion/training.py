@@ -46,23 +46,23 @@ def forget(functions: Iterable[Compiled]) -> None:
         framework.forget_traces(each.function, each.layer)
 
 
-def found_in(model: keras.Layer) -> list[Compiled]:
+def compiled_in(model: keras.Layer) -> list[Compiled]:
     """Return the compiled functions that a model and its layers hold."""
     is_compiled = backends.current.is_compiled
-    found: dict[tuple[int, int], Compiled] = {}
+    by_ids: dict[tuple[int, int], Compiled] = {}
     for layer in walking.layers_within(model):
         path = path_of(layer)
         for name, value in _held(layer):
             function = _within(value)
             if is_compiled(function):
                 compiled = Compiled(f"{path}.{name}", function, None)
-                found.setdefault((id(function), 0), compiled)
+                by_ids.setdefault((id(function), 0), compiled)
         for name, value in _of_classes(layer):
             function = _within(value)
             if is_compiled(function):
                 compiled = Compiled(f"{path}.{name}", function, layer)
-                found[id(function), id(layer)] = compiled
-    return list(found.values())
+                by_ids[id(function), id(layer)] = compiled
+    return list(by_ids.values())
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
@@ -140,7 +140,7 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     # Kept until then, so that no other variable gets the id of one.
     before = model.variables
     slots = _slots(model)
-    compiled = found_in(model)
+    compiled = compiled_in(model)
     yield tuple(each.name for each in compiled)
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
@@ -205,18 +205,18 @@ def _update_optimizers(
         ]
         is_own = optimizer is getattr(model, "optimizer", None)
         has_all = is_own and any(
-            _has_all(model, known, come) for known in variables
+            _has_all(model, optimized, come) for optimized in variables
         )
-        for each, known in zip(within, variables, strict=True):
-            if known is None:
+        for each, optimized in zip(within, variables, strict=True):
+            if optimized is None:
                 continue
-            new = _states(model, known, has_all)
-            if has_all and not _stands_in(model, known, gone):
+            new = _states(model, optimized, has_all)
+            if has_all and not _stands_in(model, optimized, gone):
                 new |= {
                     id(v) for v in model.trainable_variables if id(v) in come
                 }
-            wanted = _to_optimize(known, model, new, gone)
-            if [id(v) for v in wanted] != [id(v) for v in known]:
+            wanted = _to_optimize(optimized, model, new, gone)
+            if [id(v) for v in wanted] != [id(v) for v in optimized]:
                 optimizer_variables.retarget_optimizer(each, wanted)
 
 
@@ -277,7 +277,7 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizer of `compile`, then those in other attributes."""
-    found: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     seen: set[int] = set()  # A list may be in itself.
     # The next one is at the end.
     waiting = [*vars(model).values()][::-1]
@@ -293,29 +293,29 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
         if isinstance(each, (list, tuple)):
             waiting.extend(each[::-1])
         elif isinstance(each, keras.optimizers.Optimizer):
-            found[id(each)] = each
-    return list(found.values())
+            by_id[id(each)] = each
+    return list(by_id.values())
 
 
 def _stands_in(
-    model: keras.Model, known: list[keras.Variable], gone: set[int]
+    model: keras.Model, optimized: list[keras.Variable], gone: set[int]
 ) -> bool:
     """Return True if a built optimizer knows none of a model's variables."""
-    ids = {id(v) for v in known}
+    ids = {id(v) for v in optimized}
     return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
 
 
 def _has_all(
     model: keras.Model,
-    known: list[keras.Variable] | None,
+    optimized: list[keras.Variable] | None,
     come: set[int],
 ) -> bool:
     """Return True if an optimizer was built with all trainable weights."""
     # Weights that were added since then do not count. A wrapped optimizer may
     # have substitutes for the weights, and none of the weights themselves.
-    if known is None:
+    if optimized is None:
         return False
-    ids = {id(v) for v in known}
+    ids = {id(v) for v in optimized}
     if ids.isdisjoint(id(v) for v in model.variables):
         return True
     weights = (v for v in model.trainable_variables if not is_overwritten(v))
@@ -323,12 +323,12 @@ def _has_all(
 
 
 def _states(
-    model: keras.Model, known: list[keras.Variable], has_all: bool
+    model: keras.Model, optimized: list[keras.Variable], has_all: bool
 ) -> set[int]:
     """Return the ids of the float8 state that an optimizer has to update."""
     # States of the layers that it optimizes, trainable or not. The optimizer of
     # `compile` gets all trainable states if it has all trainable weights.
-    ids = {id(v) for v in known}
+    ids = {id(v) for v in optimized}
     return {
         id(state)
         for layer in walking.layers_within(model)
@@ -340,7 +340,7 @@ def _states(
 
 
 def _to_optimize(
-    known: list[keras.Variable],
+    optimized: list[keras.Variable],
     model: keras.Model,
     new: set[int],
     gone: set[int],
@@ -349,7 +349,7 @@ def _to_optimize(
     # A state follows the variable that precedes it in `model.variables`. So the
     # order is again that of `trainable_variables`, which the trainers rely on,
     # and of lists that a custom loop joins from several parts.
-    wanted = [v for v in known if id(v) not in gone]
+    wanted = [v for v in optimized if id(v) not in gone]
     place = {id(v): i for i, v in enumerate(wanted)}
     after: dict[int, list[Any]] = {}
     last = -1

@@ -228,20 +228,9 @@ class Float8Controller:
     ) -> Any:
         """Contract inputs with a kernel of the layer in float8; add a bias.
 
-        Args:
-            contraction: What is multiplied.
-            inputs: Floating, of any shape that fits.
-            kernel: A weight of the layer.
-            training: As for `Float8Mixin.float8_einsum`.
-            dtype: Of the result; None for the compute dtype.
-            bias: As for `Float8Mixin.float8_einsum`.
-            moved: How the kernel is moved before it is contracted; None for
-                the kernel as it is.
-            run: Called with the plan and what it multiplies, in place of
-                `contractions.run` and of handlers; None for these.
-
-        Raises:
-            ValueError: If the kernel is no weight of the layer.
+        Arguments and errors are those of `Float8Mixin.float8_einsum`. `moved`
+        says how the kernel is moved before. `run` is called with the plan and
+        what it multiplies, in place of `contractions.run` and of handlers.
         """
         layer = self.layer
         policy: Any = self.policy

@@ -100,16 +100,12 @@ class SavedState(Group):
     ) -> list[KernelState]:
         """Return one state per kernel of a layer; missing ones start anew.
 
-        Args:
-            recipes: For each kernel the recipe that its layer follows or is
-                going to follow. One without state has no entry in the result.
-            matrices: For each kernel the number of its matrices that have a
-                history each; None for what the file has. A single history in
-                the file becomes that of each matrix.
+        A kernel whose recipe has no state has none. `matrices` has the number
+        of matrices with a history, or None for what the file has. A single
+        history in the file becomes that of each matrix.
 
         Raises:
-            ValueError: If entries are missing or damaged, or of a newer
-                version.
+            ValueError: If entries are incomplete, damaged, or too new.
         """
         recipes = [r for r in recipes if source_of(r).state_shape is not None]
         if recipes and self.store:
@@ -196,14 +192,11 @@ def state_for_file(
     kernels: Sequence[tuple[StateVariable, Tensor | None]],
     merged: bool,
 ) -> dict[str, np.ndarray]:
-    """Return the entries of the state of a layer.
+    """Return the entries of the state of a layer, with strings about it.
 
-    Args:
-        texts: The strings about the layer, by key.
-        kernels: The state variables, each with what micro-batches before the
-            next step observed, if any.
-        merged: Whether the file gets kernels with LoRA adapters merged in:
-            other kernels than those whose amaxes were observed.
+    A state variable is with what micro-batches before the next step observed.
+    If LoRA adapters are `merged` into the kernels of the file, those are not
+    the kernels whose amaxes were observed.
     """
     arrays: dict[str, np.ndarray] = {}
     if kernels or texts:

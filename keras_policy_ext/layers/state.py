@@ -69,6 +69,9 @@ class Float8State(keras.layers.Layer):
         self.given: str | None = None
         # The policy that the file last read had: `load_model` looks at it.
         self.policy_in_file: np.ndarray | None = None
+        # While a file is read: what gets the entries in place of this state;
+        # whether the layer's own weights are loaded, None if it is not asked;
+        # whether a file of Keras's float8 had the state; and the error.
         self._take: _Take | None = None
         self._layer_loaded: bool | None = None
         self._stock_loaded = False

@@ -213,27 +213,18 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
 
 def add_stored(
-    layer: keras.Layer,
-    name: str | None,
+    layer: keras.Layer,  # Unlocked, with a `float8_state`.
+    name: str | None,  # None for one that Keras chooses.
     shape: tuple[int, ...],
     recipe: FrozenKernels,
     axes: Axes,
-    stored: StoredKernel | None = None,
-    inputs_scale: float | None = None,
+    stored: StoredKernel | None = None,  # None for zeros.
+    inputs_scale: float | None = None,  # The static one; None for 1.
 ) -> StoredVariable:
     """Create the variables of a stored kernel; return the `StoredVariable`.
 
     The caller puts its codes into an attribute of the layer;
     `read_as_numbers` later replaces them by the kernel.
-
-    Args:
-        layer: The layer, with its `float8_state`; unlocked.
-        name: The name of the kernel; None for one that Keras chooses.
-        shape: The shape of the kernel.
-        recipe: How the kernel is stored.
-        axes: The summed and the free axes of the kernel.
-        stored: The stored kernel; None for zeros.
-        inputs_scale: The static scale of the inputs; None for 1.
     """
     # Loaded here, and not in the first call, which a compiler may trace.
     _ = backends.engine

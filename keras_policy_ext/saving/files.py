@@ -88,23 +88,23 @@ def parts_of(path: str) -> list[str]:
 def groups(file: h5py.File) -> list[h5py.Group]:
     """Return the HDF5 groups that each hold the variables of one layer."""
     # The optimizer's group is left out. Links to other files are not followed.
-    found: list[h5py.Group] = []
+    of_layers: list[h5py.Group] = []
 
     def visit(name: str, item: Any) -> None:
         is_layer = not name.startswith("optimizer/")
         if name.endswith("/vars") and isinstance(item, h5py.Group) and is_layer:
-            found.append(item)
+            of_layers.append(item)
 
     file.visititems(visit)
-    return found
+    return of_layers
 
 
 def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
     """Count the layer groups of a file for which `wanted` returns True."""
     try:
         with opened(path) as file:
-            found = [] if file is None else groups(file)
-            return sum(bool(wanted(group)) for group in found)
+            listed = [] if file is None else groups(file)
+            return sum(bool(wanted(group)) for group in listed)
     except OF_DAMAGE:
         return 0
 
@@ -346,9 +346,9 @@ def _refused(path: PathLike, archive: zipfile.ZipFile) -> ValueError | None:
     return None
 
 
-def _not_whole(path: PathLike, found: str) -> str:
+def _not_whole(path: PathLike, fault: str) -> str:
     return (
         f"This `.keras` file is damaged or truncated. Received: "
-        f"{str(path)!r}: {found}. Allowed: a file as `model.save` wrote it. "
+        f"{str(path)!r}: {fault}. Allowed: a file as `model.save` wrote it. "
         "Copy it again, or take an earlier checkpoint."
     )

@@ -205,13 +205,13 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
     Their kernels are then zeros, and the weights are still to be loaded. A
     ValueError says that the file is damaged, or a layer can't be frozen.
     """
-    found = _frozen_in(model, weights)
+    by_id = _frozen_in(model, weights)
     layers = walking.layers_within(model)
-    if any(id(x) in found and freezing.lacks_form(x) for x in layers):
+    if any(id(x) in by_id and freezing.lacks_form(x) for x in layers):
         candidates.survey(model)  # It records their products.
     with training.continued(model), training.replicas(model):
         for layer in walking.layers_within(model):
-            saved = found.get(id(layer))
+            saved = by_id.get(id(layer))
             _freeze_as(layer, None if saved is None else saved.recipe)
             if saved is not None:  # Before an optimizer is built.
                 stored_files.adapt(layer, saved)
@@ -245,19 +245,19 @@ def dequantized(path: PathLike) -> Iterator[PathLike]:
 
 def _dequantize(group: h5py.Group) -> None:
     """Rewrite a frozen layer's group with float weights, LoRA merged in."""
-    found = FrozenWeights.of(group, group.name)
+    frozen = FrozenWeights.of(group, group.name)
     values: list[Any] = []
     rest: list[Any] = []
     adapters: list[Any] = []
-    for name in found.names:
-        if name in found.summed:
-            values.append(found.kernel(name).dequantized())
+    for name in frozen.names:
+        if name in frozen.summed:
+            values.append(frozen.kernel(name).dequantized())
         else:
             values_of = adapters if name.startswith("lora_") else rest
-            values_of.append(found.array(name))
-    if found.lora:
+            values_of.append(frozen.array(name))
+    if frozen.lora:
         a, b = adapters
-        scale = found.lora["alpha"] / found.lora["rank"]
+        scale = frozen.lora["alpha"] / frozen.lora["rank"]
         values[0] = values[0] + scale * (a @ b)
     for key in list(group):
         del group[key]
@@ -312,19 +312,19 @@ def _frozen_in(
     """Return what a file has of frozen layers, by `id` of the layer."""
     # Keras's own loader finds the place of each layer in the file; `_noting`
     # keeps it from loading weights.
-    found: dict[int, FrozenWeights] = {}
+    by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
         for layer in layers:
-            stack.enter_context(_noting(layer, found))
+            stack.enter_context(_noting(layer, by_id))
         files.load(model, weights)
-    return found
+    return by_id
 
 
 @contextlib.contextmanager
 def _noting(
-    layer: keras.Layer, found: dict[int, FrozenWeights]
+    layer: keras.Layer, by_id: dict[int, FrozenWeights]
 ) -> Iterator[None]:
     """In the block, a layer that loads weights only records what it finds."""
 
@@ -332,7 +332,7 @@ def _noting(
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
             stored_files.check_rank(saved)
-            found[id(layer)] = saved
+            by_id[id(layer)] = saved
 
     vars(layer)["load_own_variables"] = note
     try:

@@ -114,7 +114,7 @@ def policies_of_models(model: Any) -> dict[str, Any]:
     # they are pickled: they have no policies.
     if not isinstance(model, keras.Layer):
         return {}
-    found = [
+    models = [
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)
     ]
@@ -131,7 +131,7 @@ def policies_of_models(model: Any) -> dict[str, Any]:
                 several.append(policy)
             number = several.index(policy)
         layers.append([type(each).__name__, number])
-    return {_KEY: {_POLICIES: found, _OF_LAYERS: [several, layers]}}
+    return {_KEY: {_POLICIES: models, _OF_LAYERS: [several, layers]}}
 
 
 def is_plain(policy: Any) -> bool:
@@ -203,12 +203,12 @@ def _read(path: PathLike) -> _Policies:
         entries = metadata[_KEY][_POLICIES]
         models = [(str(name), policies.get(dict(x))) for name, x in entries]
         several, numbers = metadata[_KEY].get(_OF_LAYERS, ([], []))
-        found = [policies.get(dict(each)) for each in several]
+        others = [policies.get(dict(each)) for each in several]
         layers = [
-            (str(name), None if n is None else range(len(found))[n])
+            (str(name), None if n is None else range(len(others))[n])
             for name, n in numbers
         ]
-        return models, found, layers
+        return models, others, layers
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"The policies of the models in this file cannot be read. "

@@ -116,9 +116,9 @@ def load_whole(
     a file.
     """
     in_memory = isinstance(source, io.BytesIO)
-    found = source if in_memory else getattr(source, "name", source)
-    in_float8 = in_memory and keras_hooks.states_in_file(found)
-    if not in_float8 and not frozen_files.has_frozen_layers(found):
+    file = source if in_memory else getattr(source, "name", source)
+    in_float8 = in_memory and keras_hooks.states_in_file(file)
+    if not in_float8 and not frozen_files.has_frozen_layers(file):
         return None
     with files.on_disk(source) as path:
         return load_model(path, custom_objects, compile, safe_mode)
@@ -243,10 +243,10 @@ def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
     """Load weights and float8 policies; return True if it loaded them twice."""
-    found = _read(model, weights, places)
+    saved_layers = _read(model, weights, places)
     before = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
-        for each in found:
+        for each in saved_layers:
             _restore_float8(*each)
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
@@ -272,13 +272,13 @@ def _read(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[tuple[Any, SavedState, Float8DTypePolicy | None, str]]:
     """Load weights; return the state, policy and attention of each layer."""
-    found: list[dict[str, np.ndarray]] = [{} for _ in places]
+    stores: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
-        for place, arrays in zip(places, found, strict=True):
+        for place, arrays in zip(places, stores, strict=True):
             stack.enter_context(_handing_on(place.layer, arrays.update))
         files.load(model, weights)
-    return [_checked(*each) for each in zip(places, found, strict=True)]
+    return [_checked(*each) for each in zip(places, stores, strict=True)]
 
 
 def _checked(
@@ -344,10 +344,10 @@ def _restore_float8(
 
 def _places(model: keras.Layer) -> list[Candidate]:
     """Return a model's convertible layers and the composites that hold them."""
-    found = candidates.survey(model, attention=True)
+    survey = candidates.survey(model, attention=True)
     return [
-        *found.candidates,
-        *(Candidate(layer, type(layer), ()) for layer in found.composites),
+        *survey.candidates,
+        *(Candidate(layer, type(layer), ()) for layer in survey.composites),
     ]
 
 
