@@ -385,7 +385,7 @@ class KnowsParts:
         return super()._var_key(getattr(variable, "whole", variable))  # type: ignore[misc]
 
 
-def takes_parts(optimizer: keras.optimizers.Optimizer) -> bool:
+def takes_parts() -> bool:
     """Return True if slots are found by what `KnowsParts` changes."""
     names = "_get_variable_index", "_var_key"
     return all(hasattr(keras.optimizers.Optimizer, name) for name in names)
@@ -396,7 +396,7 @@ def slots_of_variable(
 ) -> list[keras.Variable]:
     """Return the slots of a variable, but no averages and accumulators."""
     # Where Keras lacks what `takes_parts` looks for, there are none.
-    if not takes_parts(optimizer):
+    if not takes_parts():
         return []
     # Only at one place of each list: a step asks this for each variable.
     count = len(optimizer._trainable_variables)

@@ -4,12 +4,12 @@ The way of `convert`, with the modules that it goes through:
 
 1. `candidates.survey` sorts the layers of the model: those that can be in
    float8, those that only create other layers (composites), and others with
-   the reason. Layers of a class without a float8 form are traced first
-   (`recorded`, `traced`), since their products are recognised by operation.
+   the reason. Layers of a class without a float8 form are traced first, since
+   their products are recognised by operation (`layers.by_operation`).
 2. `requested.Requested` has the policies that the arguments ask for, and
-   `requested.Selection` the layers. `filters` leave out layers by size. By
-   `work.Works`, the multiplications of the model, `roles` leaves out layers
-   that decide, such as routers.
+   `requested.Selection` the layers. `filters` leave out layers by size. What
+   the layers do in a call of the model leaves out those that decide, such as
+   routers.
 3. So far nothing has changed, and all bad input is found. Then
    `training.changing` opens a block at whose end optimizers get the new states
    and compiled steps are dropped. If anything fails in it, layers and

@@ -245,6 +245,9 @@ def pass_on(operands: Sequence[Tensor], result: Tensor) -> None:
         _PROBABILITIES.set(result, True)
 
 
+# Handlers of operations, called as `products.Handler` says.
+
+
 def run_and_pass_on(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:

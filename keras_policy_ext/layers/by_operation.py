@@ -292,12 +292,16 @@ class _Origin:
 _ORIGINS: TensorNotes[_Origin] = TensorNotes()
 
 
-def _origin(layer: keras.Layer, x: object) -> _Origin | None:
-    """Return what an operand in the call of `layer` was made of, or None."""
+def _origin(x: object) -> _Origin | None:
+    """Return what an operand was made of; None if of no variable."""
     if isinstance(x, keras.Variable):
         return _Origin(weakref.ref(x))
     origin = _ORIGINS.of(x)
     return None if origin is None or origin.variable is None else origin
+
+
+# The handlers of operations. Each gets the layer in whose call it is, and the
+# name of the operation, whether it needs them or not.
 
 
 def _move(
@@ -308,7 +312,7 @@ def _move(
     if not args or result is args[0]:
         return result
     attention_products.pass_on(args[:1], result)
-    origin = _origin(layer, args[0])
+    origin = _origin(args[0])
     if origin is None or isinstance(result, keras.Variable):
         return result
     if name not in products.CASTS:
@@ -338,7 +342,7 @@ def _product(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
-    product = _recognised(layer, name, args, kwargs)
+    product = _recognised(name, args, kwargs)
     if product is None:
         return _of_activations(layer, stock, name, args, kwargs)
     compute = functools.partial(stock, *args, **kwargs)
@@ -350,7 +354,7 @@ def _convolve(
 ) -> Any:
     """Run a convolution: in float8 if its kernel is a kernel of the layer."""
     compute = functools.partial(stock, *args, **kwargs)
-    product = _recognised_convolution(layer, args, kwargs)
+    product = _recognised_convolution(args, kwargs)
     if product is None:
         return compute()
     return _multiply(layer, compute, *product)
@@ -428,7 +432,7 @@ def _of_activations(
     first, second = (len(getattr(x, "shape", ())) for x in operands)
     explicit = _explicit(name, equation, first, second, swapped=False)
     floats = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
-    if explicit is None or any(_origin(layer, x) for x in operands):
+    if explicit is None or any(_origin(x) for x in operands):
         return stock(*args, **kwargs)
     if not (first and second and all(floats)):
         return stock(*args, **kwargs)
@@ -481,14 +485,14 @@ def _bank_axis(equation: str) -> int | None:
 
 
 def _recognised(
-    layer: keras.Layer, name: str, args: Args, kwargs: Kwargs
+    name: str, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Einsum] | None:
     """Return inputs, operand, its origin and equation of a product, or None."""
     operation = _operation(name, args, kwargs)
     if operation is None:
         return None
     equation, operands = operation
-    origins = [_origin(layer, x) for x in operands]
+    origins = [_origin(x) for x in operands]
     if sum(each is not None for each in origins) != 1:
         return None  # A product of two activations, or of two weights.
     first, second = operands
@@ -535,14 +539,14 @@ _OF_CONV = "inputs", "kernel", "strides", "padding", "data_format"
 
 
 def _recognised_convolution(
-    layer: keras.Layer, args: Args, kwargs: Kwargs
+    args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Conv] | None:
     """Return what `_recognised` does, of a call of `ops.conv`."""
     given = dict(zip((*_OF_CONV, "dilation_rate"), args, strict=False))
     given.update(kwargs)
     inputs, kernel = given.pop("inputs", None), given.pop("kernel", None)
-    origin = _origin(layer, kernel)
-    if origin is None or _origin(layer, inputs) is not None:
+    origin = _origin(kernel)
+    if origin is None or _origin(inputs) is not None:
         return None
     rank = len(getattr(kernel, "shape", ())) - 2
     if not 1 <= rank <= 3 or not keras.backend.is_float_dtype(

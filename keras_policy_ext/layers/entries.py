@@ -217,6 +217,9 @@ FROZEN = Schema(
 )
 
 
+# Checks of the fields of a header; each gets the header too.
+
+
 def _are_names(value: object, header: Mapping[str, Any]) -> bool:
     if not isinstance(value, list):
         return False

@@ -120,6 +120,7 @@ class StateVariable(
         self._watch()
 
     def _never_observed(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        # An initializer, which Keras gives the shape that the layout has.
         return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
 
     def value_made(self, value: Tensor) -> None:
