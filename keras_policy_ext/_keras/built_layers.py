@@ -87,11 +87,6 @@ def _renew_quantize(layer: keras.Layer) -> None:
 _GIVEN_QUANTIZE = "_quantize_given_by_keras"
 
 
-def put_class_back(layer: keras.Layer, cls: type) -> None:
-    """Set back the class that a layer had before `swap_class`."""
-    object.__setattr__(layer, "__class__", cls)
-
-
 def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
     """Return the objects in which Keras lists a layer's variables and layers.
 

@@ -45,7 +45,6 @@ from keras_policy_ext.conversion.report import (
     RevertedReport,
     report_of,
     warn_of_little,
-    warn_of_no_effect,
 )
 from keras_policy_ext.conversion.requested import (
     FROZEN,
@@ -268,7 +267,8 @@ def convert(
         report = _convert(model, decided, attention, retraced)
         # In here, so that an error made of a warning undoes all.
         warn_of_little(report, model)
-        warn_of_no_effect(report)
+        for sentence in report.without_effect:
+            _user_code.warn(sentence)
         if nothing_folded:
             _user_code.warn(
                 f"`smooth_swiglu` had no effect on {model.name!r}: no gated "

@@ -131,11 +131,8 @@ class Skipped(Work):
             None if it is not in float8.
         per_tensor: As for `Converted`.
         is_kernel: Whether it is a kernel of a layer with others in float8.
-        parameters: As for `work.Work`, like the four that follow.
-        multiplications: See above.
-        plain_multiplications: See above.
-        sizes_known: See above.
-        plain_parameters: See above.
+        parameters, multiplications, plain_multiplications, sizes_known,
+            plain_parameters: As for `work.Work`.
     """
 
     path: str
@@ -487,10 +484,11 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
         return
     if whole:
         share = f"Only {percent(part, whole)}" if part else "None"
+        notes = "".join(f" {note}" for note in totals.notes())
         message = (
             f"{share} of the multiplications of {model.name!r} are in float8 "
             "after `convert`. "
-            f"{_reasons(report)}{_unknown(totals)} To have more in float8, "
+            f"{_reasons(report)}{notes} To have more in float8, "
             "change `include`, `exclude`, `filter`, `min_size` or the rules of "
             "the policy where one of these is the reason. Where it is the "
             "class of a layer, use a class that has a float8 form, or derive "
@@ -506,12 +504,6 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
             "Float8Mixin."
         )
     _user_code.warn(message)
-
-
-def warn_of_no_effect(report: Report) -> None:
-    """Warn of each argument of `convert` that had no effect."""
-    for sentence in report.without_effect:
-        _user_code.warn(sentence)
 
 
 def outcome_of(group: Sequence[Converted | Skipped]) -> str:
@@ -544,10 +536,6 @@ def _reasons(report: Report) -> str:
             f"{share} are in {layers} of class {group[0].class_name}: {reason}."
         )
     return " ".join(sentences)
-
-
-def _unknown(totals: layers_report.Totals) -> str:
-    return "".join(f" {note}" for note in totals.notes())
 
 
 def _float8_policy(layer: keras.Layer) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -39,13 +39,6 @@ class Compiled(NamedTuple):
     layer: keras.Layer | None
 
 
-def forget(functions: Iterable[Compiled]) -> None:
-    """Make compiled functions be traced again at their next call."""
-    framework = backends.current
-    for each in functions:
-        framework.forget_traces(each.function, each.layer)
-
-
 def compiled_in(model: keras.Layer) -> list[Compiled]:
     """Return the compiled functions that a model and its layers hold."""
     is_compiled = backends.current.is_compiled
@@ -53,12 +46,12 @@ def compiled_in(model: keras.Layer) -> list[Compiled]:
     for layer in walking.layers_within(model):
         path = path_of(layer)
         for name, value in _held(layer):
-            function = _within(value)
+            function = _unwrapped(value)
             if is_compiled(function):
                 compiled = Compiled(f"{path}.{name}", function, None)
                 by_ids.setdefault((id(function), 0), compiled)
         for name, value in _of_classes(layer):
-            function = _within(value)
+            function = _unwrapped(value)
             if is_compiled(function):
                 compiled = Compiled(f"{path}.{name}", function, layer)
                 by_ids[id(function), id(layer)] = compiled
@@ -100,7 +93,7 @@ def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
             yield from vars(cls).items()
 
 
-def _within(value: Any) -> Any:
+def _unwrapped(value: Any) -> Any:
     """Return the function inside a `functools.partial`, or `value` itself."""
     while isinstance(value, functools.partial):
         value = value.func
@@ -147,7 +140,8 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     ids = {id(v) for v in before}
     for each in models:
         _update_optimizers(each, ids - present, present - ids)
-    forget(compiled)
+    for each in compiled:
+        backends.current.forget_traces(each.function, each.layer)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*before, *slots] if id(v) not in present]
     backends.current.let_go([v for v in gone if not is_state(v)])

@@ -411,7 +411,8 @@ def _split_by_matrix(
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
-    has_own_scales = layer.float8_controller.scales_each_matrix(kernel)
+    state = layer.float8_state.of(kernel)
+    has_own_scales = layer.float8_controller.scales_each_matrix(state)
     if not (has_own_scales or _crosses_matrices(contraction, shape, recipe)):
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)

@@ -269,7 +269,7 @@ class Float8Controller:
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
         variable = layer.float8_state.of(kernel)
-        if self._scales_matrices_of(variable):
+        if self.scales_each_matrix(variable):
             contraction = self._of_bank(
                 contraction, kernel, variable, compiling
             )
@@ -294,14 +294,9 @@ class Float8Controller:
         run = run or contractions.run
         return run(plan, inputs, value, *state, bias=bias)
 
-    def scales_each_matrix(self, kernel: keras.Variable) -> bool:
-        """Return True if each matrix of a bank has a scale."""
-        # With histories that is so if the kernel's state has one for each
-        # matrix.
-        return self._scales_matrices_of(self.layer.float8_state.of(kernel))
-
-    def _scales_matrices_of(self, state: StateVariable | None) -> bool:
-        """Return `scales_each_matrix` of the kernel of a state, or of none."""
+    def scales_each_matrix(self, state: StateVariable | None) -> bool:
+        """Return True if each matrix of a bank has a scale; by its state."""
+        # With histories only if the state has one for each matrix.
         if not (self._scales_each_matrix and self._has_histories):
             return self._scales_each_matrix
         return state is not None and state.matrices > 1

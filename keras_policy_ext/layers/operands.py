@@ -63,11 +63,6 @@ def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
     )
 
 
-def is_floating_tensor(x: Tensor) -> bool:
-    """Return True if `x` is a tensor with a floating dtype."""
-    return keras.ops.is_tensor(x) and is_floating(x.dtype)
-
-
 def is_floating(dtype: object) -> bool:
     """Return True if a dtype is floating."""
     return "float" in keras.backend.standardize_dtype(dtype)

@@ -316,7 +316,13 @@ class StateVariable(
         value = self.value
         dtype = keras.backend.standardize_dtype(value.dtype)
         if dtype != self.dtype:
-            raise ValueError(_cast(self.path, dtype))
+            raise ValueError(
+                f"The float8 state of {self.path!r} was cast to another dtype, "
+                f"which rounds its amaxes. Received: {dtype}. Allowed: "
+                "float32. Call `model.float()`. To compute in another dtype, "
+                "make the layers under a policy, such as 'mixed_bfloat16', "
+                "instead of calling `module.to(dtype)`."
+            )
         return value
 
     def warn_if_moved(self) -> None:
@@ -460,16 +466,6 @@ class StateVariable(
         slot = self.uses
         self.uses = (slot + 1) % SLOTS
         return slot
-
-
-def _cast(path: str, dtype: str) -> str:
-    return (
-        f"The float8 state of {path!r} was cast to another dtype, which rounds "
-        f"its amaxes. Received: {dtype}. Allowed: float32. Call "
-        "`model.float()`. To compute in another dtype, make the layers under "
-        "a policy, such as 'mixed_bfloat16', instead of calling "
-        "`module.to(dtype)`."
-    )
 
 
 def _hash_of_kernel_rows(value: np.ndarray) -> int:

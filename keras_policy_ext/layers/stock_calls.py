@@ -12,7 +12,7 @@ import keras
 from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import stock_float8
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers.operands import is_floating_tensor
+from keras_policy_ext.layers.operands import is_floating
 
 
 def refuse_quantize(layer: keras.Layer, mode: str | None) -> None:
@@ -52,7 +52,9 @@ def of_floating_tensors(
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Return a layer's call as a function of floating tensors, and these."""
     leaves = keras.tree.flatten((args, kwargs))
-    differentiable = [is_floating_tensor(leaf) for leaf in leaves]
+    differentiable = [
+        keras.ops.is_tensor(leaf) and is_floating(leaf.dtype) for leaf in leaves
+    ]
     tensors = list(itertools.compress(leaves, differentiable))
     compiling = backends.current.is_compiling()
     kind = None if compiling else contractions.preferred()

@@ -130,7 +130,7 @@ class _Memory:
                     own[name] = value
         _refill(self._contents)
         if type(self._thing) is not self._class:
-            built_layers.put_class_back(self._thing, self._class)
+            object.__setattr__(self._thing, "__class__", self._class)
 
     def restore_companions(self) -> None:
         """Restore what float8 state variables recorded about their kernels."""
