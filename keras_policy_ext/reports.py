@@ -123,7 +123,10 @@ class BaseReport:
         return 0
 
     def _parts(self, full: bool, number: int) -> Iterable[str | Table]:
-        """Yield sentences and tables, with `number` of the omissible rows."""
+        """Yield the sentences and tables of the report, from top to bottom.
+
+        The short text has `number` of the rows that may be left out.
+        """
         raise NotImplementedError
 
     def table(self, full: bool = False, every: str | None = None) -> str:

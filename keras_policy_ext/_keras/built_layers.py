@@ -173,7 +173,7 @@ class ToldWhenBuilt:
 
 
 def around_set_weights(function: Callable[..., None]) -> None:
-    """Make `function` replace `Layer.set_weights`, which it gets first."""
+    """Replace `Layer.set_weights` by `function`, whose first argument it is."""
     # Keras sets one weight after another until one does not fit (keras 3.0 to
     # 3.15).
     put_around(keras.Layer, "set_weights", function)

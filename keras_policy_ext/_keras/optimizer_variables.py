@@ -304,14 +304,14 @@ def replace_slots(
 
 
 def around_loading(function: Callable[..., None]) -> None:
-    """Have `function` load optimizers; it gets Keras's method first."""
+    """Let `function` load optimizers; its first argument is Keras's method."""
     # That is `Optimizer.load_own_variables` (public). A stock optimizer asks
     # nobody about the entries of a file that it reads.
     put_around(keras.optimizers.Optimizer, "load_own_variables", function)
 
 
 def around_making(function: Callable[..., Any]) -> None:
-    """Have `function` make optimizers; it gets Keras's method first."""
+    """Let `function` make optimizers; its first argument is Keras's method."""
     # That is the class method `from_config` (public). A stock class is asked
     # for a config that is not its own, and refuses its entries.
     put_around(keras.optimizers.Optimizer, "from_config", function)

@@ -281,7 +281,7 @@ class Companion:
         """Do nothing; called if an optimizer updated the variable only."""
 
     def memory(self) -> Callable[[], None]:
-        """Return a function that restores this, after both variables."""
+        """Return a function that restores this, once both variables are."""
         raise NotImplementedError
 
 

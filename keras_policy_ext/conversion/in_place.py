@@ -428,7 +428,7 @@ def revert(model: keras.Layer) -> Report:
 
 @contextlib.contextmanager
 def reverted(model: keras.Layer) -> Iterator[None]:
-    """In the block, a model is reverted, and not to be trained."""
+    """In the block, a model is reverted; do not train it there."""
     layers = walking.layers_within(model)
     with undone(layers), training.replicas(model):
         stays = [each for layer in layers for each in _why_it_stays(layer)]

@@ -158,10 +158,14 @@ def parts(model: keras.Layer) -> list[Any]:
 
 
 def check_optimizers(model: keras.Layer) -> None:
-    """Raise if a model's optimizer cannot take new float8 state."""
-    # That is an ImportError if this Keras does not tell what variables a built
-    # optimizer knows, and a ValueError for a `keras.optimizers.MultiOptimizer`
-    # that is built: it assigns variables to its optimizers only once.
+    """Raise if a model's optimizer cannot take new float8 state.
+
+    Raises:
+        ImportError: If this Keras does not tell what variables a built
+            optimizer knows.
+        ValueError: If a `keras.optimizers.MultiOptimizer` is built: it assigns
+            variables to its optimizers only once, when it is built.
+    """
     multiple = getattr(keras.optimizers, "MultiOptimizer", ())
     for layer in walking.layers_within(model):
         if not isinstance(layer, keras.Model):
@@ -371,7 +375,7 @@ def may_differ(model: keras.Model) -> bool:
 
 
 def restore(model: keras.Model, weights: str) -> bool:
-    """Match a model's optimizer to its file; return True if it changed."""
+    """Wrap or unwrap an optimizer as in a file; return True if it changed."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False

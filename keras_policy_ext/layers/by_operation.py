@@ -156,7 +156,7 @@ def is_own(layer: keras.Layer) -> bool:
 def foreign_kernels(
     layer: keras.Layer,
 ) -> list[tuple[keras.Layer, keras.Variable]]:
-    """Return (owner, weight) of each foreign weight that a layer multiplies."""
+    """Return (owner, weight) of each foreign weight in a float8 product."""
     foreign = [x.foreign for x in products_of(layer) if x.owner is not None]
     return list({id(x[1]): x for x in foreign if x is not None}.values())
 

@@ -466,7 +466,7 @@ class Float8Controller:
 
 @functools.cache
 def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
-    """Return recipes of activations and weighted sums, `limit_of_values`."""
+    """Return the recipes for activations and weighted sums, and the limit."""
     activations = recipe.for_activations
     summed, limit = weighted_sum_of(activations), None
     if isinstance(summed, WeightedSum):

@@ -454,7 +454,7 @@ def widen_all(layer: keras.Layer) -> None:
 
 
 def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
-    """Replace a stored kernel of an unlocked layer; return the float one."""
+    """Replace a stored kernel of an unlocked layer; return the float kernel."""
     with scope_of_path(layer.path or layer.name):
         kernel = keras.Variable(
             variable.stored.dequantized(),
