@@ -17,13 +17,13 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 295, 62_400
+FILES, LINES = 295, 61_300
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 158, 42_000
+CORE_FILES, CORE_LINES = 158, 40_700
 """Of what is neither an extension nor the judge."""
 
-SHARE_OF_ANY = 0.15
+SHARE_OF_ANY = 0.14
 """Of the parameters with a type."""
 
 STEP = {
@@ -41,7 +41,7 @@ FRAMES = 10
 
 PROGRAMS = {
     "torch": {
-        "convert": (2361, 56),
+        "convert": (2291, 56),
         "load_model": (3176, 50),
         "sample": (1657, 39),
     },
