@@ -79,9 +79,7 @@ def _check_export(model: Any, format: str) -> None:
 def _describe_policies(model: Any) -> dict[str, Any]:
     """Return the dtype policies of models, as metadata for a model's file."""
     name = f"{__name__}.saving.keras_hooks"
-    found: dict[str, Any]
-    found = importlib.import_module(name).policies_of_models(model)
-    return found
+    return importlib.import_module(name).policies_of_models(model)
 
 
 versions.warn_of_a_newer_keras()

@@ -18,20 +18,9 @@ else:
 
 
 def check_before(cls: type, mixin: type, base: type, name: str) -> None:
-    """Raise if a class lists a mixin after the Keras class to be changed.
-
-    In that order Python finds the methods of that class first, and the mixin
-    silently does nothing.
-
-    Args:
-        cls: The new class.
-        mixin: The mixin among its bases.
-        base: The Keras class that must come after the mixin.
-        name: The name of `base` for users.
-
-    Raises:
-        TypeError: If `base` is found first.
-    """
+    """Raise TypeError if a class lists a mixin after the Keras class `base`."""
+    # In that order Python finds the methods of that class first, and the mixin
+    # silently does nothing. `name` is that of `base` for users.
     order = cls.__mro__
     if base not in order or order.index(mixin) < order.index(base):
         return

@@ -37,11 +37,7 @@ _OPEN, _CLOSE = frozenset("[{"), frozenset("]}")
 
 
 def json_in(text: str | bytes, where: object) -> Any:
-    """Parse JSON text; raise if it nests too deep.
-
-    Args:
-        text: The text; bytes are UTF-8.
-        where: The name of the text in errors.
+    """Parse JSON text, or bytes in UTF-8; errors name it by `where`.
 
     Raises:
         ValueError: If it is not JSON, or nests too deep.
@@ -78,13 +74,10 @@ def check_archive(path: object, archive: zipfile.ZipFile) -> None:
 
 
 def check_hdf5(path: object, file: h5py.File) -> int:
-    """Raise if an HDF5 file links to other files or declares too much data.
+    """Return the number of elements of all arrays in an HDF5 file.
 
     Raises:
-        ValueError: If it does.
-
-    Returns:
-        The number of elements of all arrays.
+        ValueError: If it links to other files or declares too much data.
     """
     declared = numbers = 0
     seen: set[Any] = set()
@@ -113,15 +106,7 @@ def check_hdf5(path: object, file: h5py.File) -> int:
 
 
 def check_dataset(path: object, dataset: Any) -> None:
-    """Raise if the data of an HDF5 array are not all in the file.
-
-    Args:
-        path: The name of the file in errors.
-        dataset: The array; other objects than HDF5 arrays are accepted.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Raise ValueError if an HDF5 array's data are not all in the file."""
     if not isinstance(dataset, h5py.Dataset):
         return
     if dataset.external or dataset.is_virtual:
@@ -148,11 +133,7 @@ def check_dataset(path: object, dataset: Any) -> None:
 
 
 def array_in(path: object, value: Any) -> np.ndarray[Any, Any]:
-    """Check an HDF5 array with `check_dataset`, and return it as NumPy's.
-
-    Raises:
-        ValueError: As for `check_dataset`.
-    """
+    """Check an HDF5 array with `check_dataset`, and return it as NumPy's."""
     check_dataset(path, value)
     return np.asarray(value)
 
@@ -161,11 +142,8 @@ def array_in(path: object, value: Any) -> np.ndarray[Any, Any]:
 def within_memory_of(path: object, numbers: int) -> Iterator[None]:
     """In the block, raise if a new model is far larger than the file.
 
-    A config of a few bytes can request a layer of any size.
-
-    Args:
-        path: The name of the file in errors.
-        numbers: The number of elements of the weights in the file.
+    A config of a few bytes can request a layer of any size. `numbers` counts
+    the elements of the weights in the file.
 
     Raises:
         ValueError: If a variable is larger than the file can fill, before its
@@ -194,22 +172,21 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
 
 
 def check_names(path: object, names: Iterable[object]) -> None:
-    """Raise if an index of weights names a file outside its folder.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Raise ValueError if an index of weights names a file elsewhere."""
     for name in names:
-        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise damaged(path, f"it names {name!r}")
-        if "\\" in name or "\0" in name:
+        if (
+            not isinstance(name, str)
+            or pathlib.PurePath(name).name != name
+            or "\\" in name
+            or "\0" in name
+        ):
             raise damaged(path, f"it names {name!r}")
 
 
-def damaged(path: object, found: str) -> ValueError:
+def damaged(path: object, fault: str) -> ValueError:
     """Return the ValueError for a damaged file."""
     return ValueError(
-        f"This file is damaged or malicious. Received: {str(path)!r}: {found}. "
+        f"This file is damaged or malicious. Received: {str(path)!r}: {fault}. "
         "Allowed: the file as it was written, by Keras or by this package. "
         "Copy it again, or take an earlier one."
     )

@@ -15,16 +15,10 @@ def check_output(
     force: bool,
     suffix: str = ".keras",
 ) -> None:
-    """Raise if a command cannot write a file to the path `output`.
+    """Raise ValueError if a command cannot write a file to the path `output`.
 
-    Args:
-        source: The input file, which is never overwritten; None for none.
-        output: The file to write.
-        force: Whether to overwrite an existing file.
-        suffix: The suffix that it needs.
-
-    Raises:
-        ValueError: If it cannot, with the line that the command prints.
+    The text is the line that the command prints. The input is never
+    overwritten; another file is with `force`.
     """
     name = str(output)
     if output.suffix != suffix:

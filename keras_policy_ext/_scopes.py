@@ -31,10 +31,8 @@ class _OfThread(threading.local):
 class Scopes:
     """Manages nested scopes that set and restore a state of the thread.
 
-    Args:
-        name: The name of such a scope for users.
-        snapshot: Returns the state of this thread.
-        restore: Sets the state of this thread.
+    Users know such a scope by `name`. `snapshot` returns the state of this
+    thread, and `restore` sets it.
     """
 
     def __init__(
@@ -51,11 +49,7 @@ class Scopes:
         )
 
     def check(self) -> None:
-        """Raise if another asyncio task of this thread is inside a scope.
-
-        Raises:
-            RuntimeError: If another task is inside a scope.
-        """
+        """Raise RuntimeError if another task of this thread is in a scope."""
         scopes = self._of_thread.scopes
         if scopes and scopes[-1] not in self._of_task.get():
             raise RuntimeError(
@@ -97,11 +91,11 @@ class Scopes:
         mine = self._of_task.get()
         self._of_task.set(tuple(each for each in mine if each is not scope))
 
-    def _overlap(self, found: str) -> str:
+    def _overlap(self, got: str) -> str:
         return (
             f"Blocks of `{self._name}` cannot overlap: Keras stores one state "
             "for all asyncio tasks of a thread, and each would read that of "
-            f"another. Received: {found}. Allowed: blocks that are left before "
+            f"another. Received: {got}. Allowed: blocks that are left before "
             "their task awaits, or in which it awaits only tasks that are "
             "started in the block. Make and call layers in the block, and "
             "await outside of it."

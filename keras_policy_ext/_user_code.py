@@ -27,15 +27,12 @@ _told: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
 
 
 def once(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that one call gives each warning only once.
+    """Decorate a function so that one call gives each warning only once."""
 
-    Python does so for one line of a program, but forgets it as soon as a
-    framework changes the warning filters.
-
-    This is not a context manager, because its code after the function could be
-    interrupted when it is too late to undo a change.
-    """
-
+    # Python does so for one line of a program, but forgets it as soon as a
+    # framework changes the warning filters.
+    # No context manager: its code after the function could be interrupted when
+    # it is too late to undo a change.
     @functools.wraps(function)
     def told_once(*args: P.args, **kwargs: P.kwargs) -> R:
         if _told.get() is not None:
@@ -51,22 +48,19 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
 
 def warn(text: str) -> None:
     """Warn at the user's line of code; inside `once`, give a text only once."""
-    told = _told.get()
-    if told is not None:
-        if text in told:
+    given = _told.get()
+    if given is not None:
+        if text in given:
             return
-        told.add(text)
+        given.add(text)
     warnings.warn(text, UserWarning, stacklevel=stacklevel())
 
 
 def stacklevel() -> int:
-    """Return the `stacklevel` for a warning to point at the user's code.
-
-    Calls in Keras and in the framework, which calls layers, are skipped too.
-    Call this in the function that warns. Python then shows a warning once for
-    each line of the user, however many functions are between. Expires with
-    Python 3.11: later versions have `skip_file_prefixes`.
-    """
+    """Return the `stacklevel` for a warning to point at the user's code."""
+    # Calls in Keras and in the framework, which calls layers, are skipped too.
+    # Call this in the function that warns. Expires with Python 3.11: later
+    # versions have `skip_file_prefixes`.
     calls = inspect.stack(context=0)[1:]
     for level, call in enumerate(calls, start=1):
         name = call.frame.f_globals.get("__name__", "")

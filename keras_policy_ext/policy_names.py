@@ -40,10 +40,8 @@ class PolicyName(NamedTuple):
 
 
 def is_full_name(name: str) -> bool:
-    """Return True if a string has the form of a float8 policy name.
-
-    `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
-    """
+    """Return True if a string has the form of a float8 policy name."""
+    # `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
     return name.startswith("float8/") or (
@@ -52,17 +50,15 @@ def is_full_name(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Return True if a string names a float8 policy that Keras cannot read.
-
-    `"float8_from_<source>"` is a name in Keras too, so False.
-    """
+    """Return True if a string names a float8 policy that Keras cannot read."""
+    # `"float8_from_<source>"` is a name in Keras too, so False.
     if re.fullmatch(r"float8_from_\w+", name):
         return False
     return name == MODE or is_full_name(name)
 
 
 def parse(name: str) -> PolicyName:
-    """Parse a float8 policy's full name to a `PolicyName`.
+    """Parse a float8 policy's full name.
 
     Raises:
         ValueError: If it doesn't follow the grammar of this module.
@@ -86,10 +82,7 @@ def render(
 ) -> str:
     """Return the full name of a float8 policy, which `parse` can read.
 
-    Args:
-        spec: The recipe's compact string, `""` for the default recipe.
-        source: The source policy's name.
-        rules: Pairs `(pattern, policy name or None)`.
+    `spec` is `""` for the default recipe; rules are (pattern, name or None).
     """
     mode = f"float8/{spec}" if spec else "float8"
     pairs = [list(rule) for rule in rules]

@@ -33,39 +33,28 @@ Cells = Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The heading, alignment and wrapping of a table column.
-
-    Attributes:
-        heading: Its heading.
-        right: Whether its cells are aligned to the right.
-        wraps: Whether its cells are wrapped. If even that is too wide, the
-            cells of the last column are put below their rows.
-        apart: Whether its cells are put above their rows if the columns do not
-            fit side by side; for the first column only.
-    """
+    """The heading, alignment and wrapping of a table column."""
 
     heading: str
-    right: bool = False
+    right: bool = False  # Whether its cells are aligned to the right.
+    # Whether its cells are wrapped. If even that is too wide, the cells of the
+    # last column are put below their rows.
     wraps: bool = False
+    # Whether its cells are put above their rows if the columns do not fit side
+    # by side; for the first column only.
     apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of text: columns, rows and a title.
+    """A table of text: columns, rows and a title."""
 
-    Attributes:
-        columns: The layout of the columns. Without headings there is no line
-            below them.
-        rows: The rows from top to bottom.
-        title: The title above the headings.
-        spaced: Whether there is a blank line between rows, for tables with
-            several columns that wrap.
-    """
-
+    # The layout of the columns. Without headings there is no line below them.
     columns: Sequence[Column]
-    rows: Sequence[Cells | str]
-    title: str = ""
+    rows: Sequence[Cells | str]  # The rows from top to bottom.
+    title: str = ""  # The title above the headings.
+    # Whether there is a blank line between rows, for tables with several
+    # columns that wrap.
     spaced: bool = False
 
     def text(self, width: int, most: int | None = None) -> list[str]:
@@ -136,9 +125,7 @@ class BaseReport:
     def _parts(self, full: bool, number: int) -> Iterable[str | Table]:
         """Yield the sentences and tables of the report, from top to bottom.
 
-        Args:
-            full: Whether to yield the parts of the full text.
-            number: How many of the rows that may be left out to include.
+        The short text has `number` of the rows that may be left out.
         """
         raise NotImplementedError
 
@@ -170,8 +157,7 @@ class BaseReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict of JSON types."""
         fields: Any = self
-        found: dict[str, Any] = _as_json(dataclasses.asdict(fields))
-        return found
+        return _as_json(dataclasses.asdict(fields))
 
     def __str__(self) -> str:
         return self.table()
@@ -287,9 +273,9 @@ def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
 
 def _with(parts: Iterable[str | Table], every: str) -> list[str | Table]:
     """Append the sentence `every` to report parts if there is a table."""
-    found = list(parts)
-    is_more = every and any(isinstance(part, Table) for part in found)
-    return [*found, every] if is_more else found
+    listed = list(parts)
+    is_more = every and any(isinstance(part, Table) for part in listed)
+    return [*listed, every] if is_more else listed
 
 
 def _in_two(

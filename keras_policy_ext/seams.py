@@ -173,15 +173,10 @@ _OPEN_BLOCKS = threading.Lock()
 
 @dataclasses.dataclass(eq=False)
 class _Block:
-    """A block, which a task that was started in it still knows once it ended.
-
-    Attributes:
-        handler: Its handler.
-        is_open: Whether it has not ended.
-    """
+    """A block of a handler, and whether it has not ended."""
 
     handler: ContractionHandler
-    is_open: bool = True
+    is_open: bool = True  # A task that was started in it may outlive it.
 
 
 _handlers: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
@@ -246,15 +241,7 @@ def handled(
 ) -> Tensor:
     """Return what the handlers make of a contraction; there is one at least.
 
-    Args:
-        layer: As in `ContractionCall`, like those that follow.
-        name: Of the weight or product.
-        weight: The weight, or None.
-        contraction: What is multiplied.
-        operands: Both operands.
-        shapes: Their shapes.
-        dtype: Of the outputs.
-        plan: Returns the `Planned`; called once at most.
+    The arguments are as in `ContractionCall`; `plan` is called once at most.
     """
     first, second = operands
     call = ContractionCall(

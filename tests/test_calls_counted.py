@@ -41,7 +41,7 @@ FRAMES = 10
 
 PROGRAMS = {
     "torch": {
-        "convert": (2361, 56),
+        "convert": (2291, 56),
         "load_model": (3176, 50),
         "sample": (1657, 39),
     },

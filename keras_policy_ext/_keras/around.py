@@ -5,24 +5,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+Stock = Callable[..., Any]
+"""A function of Keras, which its wrapper gets as the first argument."""
+
 _MARK = "_keras_policy_ext"
 """An attribute of wrapped functions: the names of their wrappers."""
 
 
 def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
-    """Replace `owner.name` by `function`, which gets the original as well.
+    """Replace `owner.name` by `function`, which gets the original first.
 
-    A class method stays one: the class comes after the original. Each pair of
-    functions is combined only once. If `owner` has no function of this name,
-    nothing happens.
-
-    Args:
-        owner: The class or module of the original.
-        name: The name of the original there.
-        function: Called with the original first, then with its arguments.
-
-    Returns:
-        Whether there is a function of this name.
+    The owner is a class or module. A class method stays one: the class comes
+    after the original. Each pair of functions is combined only once. Return
+    False, and do nothing, if there is no function of this name.
     """
     stock = getattr(owner, name, None)
     if stock is None:

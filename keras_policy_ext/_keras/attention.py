@@ -13,12 +13,9 @@ _FLASH, _FLASH_BEFORE = "_flash_attention", "float8_flash_attention_before"
 
 
 def has_flash_attention(layer: keras.Layer) -> bool:
-    """Return True if a layer was made with `flash_attention=True`.
-
-    Its config does not have this argument (`_flash_attention`, keras 3.7 to
-    3.15). If the attribute is missing, False: scores are then not computed by
-    flash attention.
-    """
+    """Return True if a layer was made with `flash_attention=True`."""
+    # Its config does not have this argument (`_flash_attention`, keras 3.7 to
+    # 3.15). Without the attribute, no flash attention is used.
     return bool(getattr(layer, "_flash_attention", False))
 
 
@@ -29,11 +26,8 @@ def has_own_attention(layer: keras.Layer, mixin: type) -> bool:
 
 
 def products_of(layer: keras.Layer) -> tuple[str, str]:
-    """Return the equations of the scores and the weighted sum of a built layer.
-
-    Raises:
-        ImportError: If Keras has them under other names (keras 3.12 to 3.16).
-    """
+    """Return the equations of scores and weighted sum of a built layer."""
+    # Keras 3.12 to 3.16 has them under these names.
     names = "_dot_product_equation", "_combine_equation"
     for name in (_ATTEND, *names):
         if not hasattr(layer, name):
@@ -46,13 +40,10 @@ def products_of(layer: keras.Layer) -> tuple[str, str]:
 def replace_attention(
     layer: keras.Layer, attend: Callable[..., Any] | None
 ) -> None:
-    """Make a layer compute attention by `attend`; None restores Keras's.
-
-    It is set on the instance. Keras compares the method of the class
-    (`_compute_attention`, keras 3.12 to 3.16): if that is overridden, layers
-    without `attend` lose the causal kernels of the frameworks. Expires with a
-    public method to override.
-    """
+    """Make a layer compute attention by `attend`; None restores Keras's."""
+    # It is set on the instance. Keras compares the method of the class
+    # (`_compute_attention`, keras 3.12 to 3.16): if that is overridden, layers
+    # without `attend` lose the causal kernels of the frameworks.
     own = vars(layer)
     own.pop(_ATTEND, None)
     if attend is not None:
@@ -86,18 +77,9 @@ def attend_by_scores(
     It does so where it returns the scores, and otherwise may call
     `ops.dot_product_attention`. `MultiHeadAttention` reads from an argument
     whether to return them, `GroupQueryAttention` from an attribute
-    (`_return_attention_scores`, keras 3.12 to 3.16).
-
-    Args:
-        layer: The layer.
-        stock: `super()` in it, which has Keras's method.
-        query: As for that method, like all that follow.
-        key: See `query`.
-        value: See `query`.
-        attention_mask: See `query`.
-        training: See `query`.
-        return_attention_scores: Without effect.
-        **causal: See `query`.
+    (`_return_attention_scores`, keras 3.12 to 3.16). `stock` is `super()` in
+    the layer, and what follows are the arguments of Keras's method;
+    `return_attention_scores` is without effect.
 
     Returns:
         The weighted sum and the probabilities.

@@ -14,14 +14,8 @@ from keras_policy_ext._keras.around import put_around
 
 @contextlib.contextmanager
 def unlocked(layer: keras.Layer) -> Iterator[None]:
-    """In the block, a built layer can gain or lose variables and sublayers.
-
-    `quantize` of Keras's own layers does the same (keras 3.10 to 3.16). Expires
-    with a public way to add a sub-layer to a built layer.
-
-    Raises:
-        ImportError: If the layers of this Keras have no such tracker.
-    """
+    """In the block, a built layer can gain or lose variables and sublayers."""
+    # `quantize` of Keras's own layers does the same (keras 3.10 to 3.16).
     tracker = tracker_of(layer)
     if tracker is None:
         raise versions.missing("Layer._tracker", "a change of a built layer")
@@ -37,8 +31,7 @@ def unlocked(layer: keras.Layer) -> Iterator[None]:
 def tracker_of(thing: Any) -> Any:
     """Return the object with which Keras tracks a layer's variables, or None.
 
-    It is `_tracker` (keras 3.0 to 3.16). Under another name, it is found by
-    its methods. None if there is none.
+    It is `_tracker` (keras 3.0 to 3.16), or else found by its methods.
     """
     tracker = getattr(thing, "_tracker", None)
     if tracker is not None:
@@ -48,11 +41,9 @@ def tracker_of(thing: Any) -> Any:
 
 
 def swap_class(layer: keras.Layer, cls: type) -> None:
-    """Change the class of a built layer, which keeps its attributes.
-
-    Keras stores facts about `call` when a layer is made, such as whether it
-    takes `training` (keras 3.0 to 3.15). They are determined again here.
-    """
+    """Change the class of a built layer, which keeps its attributes."""
+    # Keras stores facts about `call` when a layer is made, such as whether it
+    # takes `training` (keras 3.0 to 3.15). They are determined again here.
     object.__setattr__(layer, "__class__", cls)
     signature = inspect.signature(layer.call)
     names = list(signature.parameters)
@@ -73,13 +64,11 @@ def swap_class(layer: keras.Layer, cls: type) -> None:
 
 
 def _renew_quantize(layer: keras.Layer) -> None:
-    """Make `layer.quantize` call the method of the layer's present class.
-
-    Keras gives each layer a function of that name when it is made, which
-    unlocks the layer and calls the method of the class that it had then
-    (keras 3.12 to 3.15). If the class has a `quantize_after`, that method is
-    called first, with this function. The stock class gets the function back.
-    """
+    """Make `layer.quantize` call the method of the layer's present class."""
+    # Keras gives each layer a function of that name when it is made, which
+    # unlocks the layer and calls the method of the class that it had then
+    # (keras 3.12 to 3.15). A class with `quantize_after` gets that function;
+    # the stock class gets it back.
     held = vars(layer)
     given = held.pop(_GIVEN_QUANTIZE, None)
     if given is not None:
@@ -98,21 +87,15 @@ def _renew_quantize(layer: keras.Layer) -> None:
 _GIVEN_QUANTIZE = "_quantize_given_by_keras"
 
 
-def put_class_back(layer: keras.Layer, cls: type) -> None:
-    """Set back the class that a layer had before `swap_class`."""
-    object.__setattr__(layer, "__class__", cls)
-
-
 def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
     """Return the objects in which Keras lists a layer's variables and layers.
 
-    The object is a layer or an optimizer. Besides its attributes and the
-    containers among them, these are Keras's tracker, with a list and a set of
-    ids for each kind of part (`_tracker`, keras 3.0 to 3.15); on torch the
-    dictionary of parameters (`_torch_params`, the same versions); on TensorFlow
-    the wrappers that it puts around lists (`_storage`, TF 2.21). Missing ones
-    are skipped: a failed change could then leave traces in them. Expires when
-    Keras can add and remove variables and layers in a transaction.
+    Of an optimizer too. Besides its attributes and the containers among them,
+    these are Keras's tracker, with a list and a set of ids for each kind of
+    part (`_tracker`, keras 3.0 to 3.15); on torch the dictionary of parameters
+    (`_torch_params`, the same versions); on TensorFlow the wrappers that it
+    puts around lists (`_storage`, TF 2.21). Missing ones are skipped: a failed
+    change could then leave traces in them.
 
     Returns:
         Objects whose attributes store the parts, the argument first; and
@@ -139,28 +122,24 @@ class QuantizedAsLeaf:
     """A layer that `Model.quantize` visits although it contains a sublayer.
 
     Keras visits the layers that contain no layers, and calls
-    `_flatten_layers()` of each to see (keras 3.12 to 3.15). If a layer
-    contains only `float8_state`, it returns only itself there. Where Keras no
-    longer calls it, nothing changes: from 3.16 on it visits all layers.
-    Expires with Keras 3.15.
+    `_flatten_layers()` of each to see (keras 3.12 to 3.15; from 3.16 on it
+    visits all). If a layer contains only `float8_state`, it returns only
+    itself there. Expires with Keras 3.15.
     """
 
     def _flatten_layers(self, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super()
-        found = list(parent._flatten_layers(*args, **kwargs))
+        layers = list(parent._flatten_layers(*args, **kwargs))
         state = getattr(self, "float8_state", None)
-        leaf = len(found) == 2 and found[0] is self and found[1] is state
-        return found[:1] if leaf else found
+        is_leaf = len(layers) == 2 and layers[0] is self and layers[1] is state
+        return layers[:1] if is_leaf else layers
 
 
 def skip_in_quantize(layer: keras.Layer) -> None:
-    """Make `Model.quantize` skip a layer without a warning.
-
-    Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
-    Later it reports a layer with one as quantized, unless it was quantized
-    before (3.16). Expires when a layer can say that it has nothing to
-    quantize.
-    """
+    """Make `Model.quantize` skip a layer without a warning."""
+    # Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
+    # Later it reports a layer with one as quantized, unless it was quantized
+    # before (3.16).
     layer.quantize = _stays
     layer._is_quantized = True
 
@@ -170,15 +149,9 @@ def _stays(*args: Any, **kwargs: Any) -> None:
 
 
 def track(layer: keras.Layer, variable: keras.Variable) -> None:
-    """Add a variable to the list of variables that a layer tracks.
-
-    `add_weight` creates its variables itself, and only of one class
-    (`_track_variable`, keras 3.0 to 3.16). Expires with a public way to track a
-    variable that is in no attribute yet.
-
-    Raises:
-        ImportError: If the layers of this Keras track variables otherwise.
-    """
+    """Add a variable to the list of variables that a layer tracks."""
+    # `add_weight` creates its variables itself, and only of one class
+    # (`_track_variable`, keras 3.0 to 3.16).
     if not hasattr(layer, "_track_variable"):
         raise versions.missing("Layer._track_variable", "a frozen layer")
     layer._track_variable(variable)
@@ -187,8 +160,7 @@ def track(layer: keras.Layer, variable: keras.Variable) -> None:
 class ToldWhenBuilt:
     """A layer whose `when_built` Keras calls once the layer is built.
 
-    Keras then calls `_post_build` (keras 3.12 to 3.15). If it does not, nothing
-    is called. Expires with a public hook.
+    It is called by `_post_build` (keras 3.12 to 3.15), else not at all.
     """
 
     def when_built(self) -> None:
@@ -201,14 +173,9 @@ class ToldWhenBuilt:
 
 
 def around_set_weights(function: Callable[..., None]) -> None:
-    """Replace `Layer.set_weights` by a function that gets the original as well.
-
-    Keras sets one weight after another until one does not fit (keras 3.0 to
-    3.15). Expires when it checks all of them first.
-
-    Args:
-        function: Called with the stock method, the layer and the weights.
-    """
+    """Replace `Layer.set_weights` by `function`, whose first argument it is."""
+    # Keras sets one weight after another until one does not fit (keras 3.0 to
+    # 3.15).
     put_around(keras.Layer, "set_weights", function)
 
 
@@ -218,19 +185,12 @@ def replace_variable(
     new: keras.Variable,
     tracked: keras.Variable | None = None,
 ) -> None:
-    """Replace the variable in a layer's attribute; the layer is unlocked.
+    """Replace the variable `old` in an attribute of an unlocked layer by `new`.
 
-    Args:
-        layer: The layer.
-        old: The variable that the attribute holds.
-        new: The variable that replaces it.
-        tracked: The variable that Keras tracks in place of the old one, if
-            that is another one.
-
-    Expires when assigning an attribute untracks its old value.
+    Keras does not untrack the old value of an attribute. `tracked` is the
+    variable that it tracks in place of `old`, if that is another one.
 
     Raises:
-        ImportError: If the layers of this Keras untrack variables otherwise.
         ValueError: If no attribute is the old variable itself.
     """
     for name, value in vars(layer).items():
@@ -251,10 +211,7 @@ def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
     """Remove a variable from those that an unlocked layer tracks.
 
     `quantize` of Keras's own layers does the same (`_untrack_variable`, keras
-    3.0 to 3.16). Expires as `replace_variable` does.
-
-    Raises:
-        ImportError: If the layers of this Keras untrack variables otherwise.
+    3.0 to 3.16).
     """
     if not hasattr(layer, "_untrack_variable"):
         raise versions.missing(
@@ -264,15 +221,10 @@ def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
 
 
 def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
-    """Sort a layer's trainable weights by their position in `names`.
-
-    Keras's default loader pairs them with those of a file by their order
-    (`_trainable_variables`, keras 3.0 to 3.16). Weights of other names come
-    last. Expires when it pairs them by name.
-
-    Raises:
-        ImportError: If the layers of this Keras store their weights elsewhere.
-    """
+    """Sort a layer's trainable weights by their position in `names`."""
+    # Weights of other names come last. Keras's default loader pairs them with
+    # those of a file by their order (`_trainable_variables`, keras 3.0 to
+    # 3.16). Expires when it pairs them by name.
     place = {name: number for number, name in enumerate(names)}
     tracked = getattr(layer, "_trainable_variables", None)
     if tracked is None:
@@ -284,37 +236,32 @@ def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
 
 
 def detach(layer: keras.Layer, name: str) -> None:
-    """Remove the sublayer in attribute `name` from an unlocked layer.
-
-    Deleting the attribute alone leaves the sub-layer tracked (keras 3.0 to
-    3.15).
-    """
+    """Remove the sublayer in attribute `name` from an unlocked layer."""
+    # Deleting the attribute alone would leave it tracked (keras 3.0 to 3.15).
     tracker_of(layer).untrack(getattr(layer, name))
     delattr(layer, name)
 
 
 def track_again(layers: Iterable[keras.Layer]) -> None:
-    """Register the variables of layers as PyTorch parameters again.
-
-    Keras's layers on torch register their variables as parameters when they
-    are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
-    Nothing is needed on other backends. They are registered last again here:
-    copies of a model and checkpoints of optimizers rely on the order of
-    `parameters()`, and a loaded model has been built anew. A Sequential model
-    holds a Functional one that is not among its layers, and its tracker holds
-    those from when it had fewer layers. These are updated too, or they would
-    keep removed variables alive.
-    """
-    found: dict[int, Any] = {}
+    """Register the variables of layers as PyTorch parameters again."""
+    # Keras's layers on torch register their variables as parameters when they
+    # are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
+    # They are registered last again here: copies of a model and checkpoints of
+    # optimizers rely on the order of `parameters()`, and a loaded model has
+    # been built anew.
+    modules: dict[int, Any] = {}
     for layer in layers:
         children = vars(layer).get("_modules", {}).values()
         tracker = tracker_of(layer)
         tracked = tracker.config.get("layers") if tracker else None
+        # A Sequential model holds a Functional one that is not among its
+        # layers, and its tracker those from when it had fewer layers. They
+        # would keep removed variables alive.
         earlier = tracked[1] if tracked else ()
         for each in (*earlier, *children, layer):
             if hasattr(each, "_track_variables"):
-                found.setdefault(id(each), each)
-    for each in found.values():
+                modules.setdefault(id(each), each)
+    for each in modules.values():
         if any(getattr(v, "_value", v) is None for v in each.variables):
             continue  # They wait for values, and Keras tracks them then.
         vars(each).get("_modules", {}).pop("_torch_params", None)

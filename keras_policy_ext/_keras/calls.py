@@ -12,6 +12,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import versions
+from keras_policy_ext._keras.around import Stock
 from keras_policy_ext._types import Tensor
 
 # A method of a class is replaced for all threads, and acts in one.
@@ -32,14 +33,11 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
     """In the block, call `change` with each layer that this thread builds.
 
     So a model that is created in the block never holds more than one unchanged
-    layer. The hook is private (`_post_build`). Expires with a public one.
-
-    Raises:
-        ImportError: If the layers of this Keras have no such hook.
+    layer. The hook is private (`_post_build`).
     """
 
     def post_build(
-        stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
+        stock: Stock, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> None:
         stock(layer, *args, **kwargs)
         change(layer)
@@ -54,18 +52,16 @@ def without_initial_values(
 ) -> Iterator[None]:
     """In the block, skip initial values of the weights that `wanted` selects.
 
-    The weights are zeros, which on PyTorch take no memory and cannot be
-    assigned to. This is for weights that are replaced once the layer is built.
-    If memory were allocated and freed for each layer, the process would keep it
-    in fragments that are too small for the next layer.
-
-    Args:
-        wanted: Returns True for a layer and the name of a weight to skip.
+    It gets a layer and the name of a weight. The weights are zeros, which on
+    PyTorch take no memory and cannot be assigned to, to be replaced once the
+    layer is built. If memory were allocated and freed for each layer, the
+    process would keep it in fragments that are too small for the next layer.
     """
 
     def add_weight(
-        stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
+        stock: Stock, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
+        # A positional argument is the shape, or the initializer: leave these.
         if not args and wanted(layer, kwargs.get("name")):
             kwargs["initializer"] = _zeros
         return stock(layer, *args, **kwargs)
@@ -85,15 +81,12 @@ def before_each_variable(
     """In the block, call `check` with the shape of each variable to be made.
 
     It is called before memory is allocated, and not for variables made from an
-    array. Keras does not limit what a config may request (keras 3.0 to 3.15).
-    Expires when Keras compares a config with the weights beside it.
-
-    Args:
-        check: Gets the shape; raises to refuse it.
+    array; it raises to refuse the shape. Keras does not limit what a config
+    may request (keras 3.0 to 3.15).
     """
 
     def init(
-        stock: Any, variable: keras.Variable, *args: Any, **kwargs: Any
+        stock: Stock, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> None:
         shape = args[1] if len(args) > 1 else kwargs.get("shape")
         if isinstance(shape, int):
@@ -113,9 +106,6 @@ def in_place_of(
     """In the block, replace a method by a function that gets the original.
 
     By default it is a method of all layers. Other threads call the original.
-
-    Raises:
-        ImportError: If the class has no method of this name.
     """
     thread = threading.get_ident()
     with _REPLACED:
@@ -175,9 +165,9 @@ If they are missing, no subclass overrides them. Expires when they are public.
 def training_of_call() -> bool | None:
     """Return the `training` argument of the layer call in progress, or None.
 
-    This is for layers whose `call` has no such argument. Keras stores it in the
-    call context (keras 3.0 to 3.15), without a public way to read it. If the
-    context is missing, None: amaxes are then observed if a gradient is taken.
+    This is for layers whose `call` has no such argument. It is in Keras's call
+    context (keras 3.0 to 3.15). Without it, amaxes are observed if a gradient
+    is taken.
     """
     if _global_state is None:
         return None
@@ -197,10 +187,8 @@ def root_of_call() -> Any:
     """Return an object that identifies the model call in progress, or None.
 
     If the user called a model, it is the call context that `training_of_call`
-    reads. In a `stateless_call`, which enters none before keras 3.16, it is the
-    scope of that call. Each such call has its own object. None for a layer that
-    is called alone, or if Keras stores these elsewhere. Expires with a public
-    way to ask.
+    reads. In a `stateless_call`, which enters none before keras 3.16, it is
+    the scope of that call. None for a layer that is called alone.
     """
     if _global_state is None:
         return None
@@ -215,27 +203,23 @@ def root_of_call() -> Any:
 
 
 def are_shapes_alone_wanted() -> bool:
-    """Return True if Keras is computing output shapes and dtypes only.
-
-    On PyTorch, for example, it calls a model with ones before the first step of
-    `fit`, if the model has attention in 16 bits (keras 3.0 to 3.15). It does so
-    in a `keras.SymbolicScope`. That class is public, but not whether the scope
-    is entered. If that is unknown, False, which costs only time.
-    """
+    """Return True if Keras is computing output shapes and dtypes only."""
+    # On PyTorch, for example, it calls a model with ones before the first step
+    # of `fit`, if the model has attention in 16 bits (keras 3.0 to 3.15). It
+    # does so in a `keras.SymbolicScope`. That class is public, but not whether
+    # the scope is entered. If that is unknown, False, which costs only time.
     entered = getattr(_symbolic_scope, "in_symbolic_scope", None)
     return False if entered is None else bool(entered())
 
 
 def is_in_a_call() -> bool:
-    """Return True if this thread is inside the call of a layer.
+    """Return True if this thread is inside the call of a layer, or may be.
 
-    It is read from the same context as in `training_of_call`. If that is
-    missing, True. Expires with a public way to ask.
+    It is read from the same context as in `training_of_call`.
     """
     if _global_state is None:
         return True
-    found = _global_state.get_global_attribute("current_call_ctx")
-    return found is not None
+    return _global_state.get_global_attribute("current_call_ctx") is not None
 
 
 def instead_of_each_call(
@@ -243,26 +227,16 @@ def instead_of_each_call(
 ) -> AbstractContextManager[None]:
     """In the block, replace each layer call of this thread by `function`.
 
-    A direct use of `call`, as in `TimeDistributed`, is not replaced. There is
-    no public hook (keras 3.0 to 3.15). Expires with one.
-
-    Args:
-        function: Called as `function(stock, layer, *args, **kwargs)`, where
-            `stock(layer, *args, **kwargs)` is the call that Keras makes.
+    It is called as `function(stock, layer, *args, **kwargs)`. A direct use of
+    `call`, as in `TimeDistributed`, is not replaced (keras 3.0 to 3.15).
     """
     return in_place_of("__call__", function)
 
 
 def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
-    """Return Keras's scope in which autocast variables are read in a dtype.
-
-    In its block, variables that autocast are read in `dtype`; with None, in
-    their own dtype. Layers enter it around their `call`. It has no public name
-    (keras 3.0 to 3.15). Expires when it has one.
-
-    Raises:
-        ImportError: If this Keras has it elsewhere.
-    """
+    """Return Keras's scope in which autocast variables are read in a dtype."""
+    # With None they are read in their own dtype. Layers enter it around their
+    # `call`. It has no public name (keras 3.0 to 3.15).
     if _AutocastScope is None:
         raise versions.missing(
             "keras.src.backend.common.AutocastScope",
@@ -272,23 +246,16 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
 
 
 def stored_autocast_scope() -> object:
-    """Return Keras's autocast scope that is active in this thread, or None.
-
-    It is read from Keras's thread-local state, which is not public (keras 3.0
-    to 3.15). If that is missing, None: a layer that is not mixed then leaves
-    the scope of its caller unchanged.
-    """
+    """Return Keras's autocast scope that is active in this thread, or None."""
+    # It is in Keras's thread-local state (keras 3.0 to 3.15). Without it, a
+    # layer that is not mixed leaves the scope of its caller unchanged.
     if _global_state is None:
         return None
     return _global_state.get_global_attribute("autocast_scope")
 
 
 def store_autocast_scope(scope: object) -> None:
-    """Set Keras's autocast scope of this thread; None for no scope.
-
-    Raises:
-        ImportError: If this Keras stores it elsewhere.
-    """
+    """Set Keras's autocast scope of this thread; None for no scope."""
     if _global_state is None:
         raise versions.missing(
             "keras.src.backend.common.global_state", "an autocast scope"
@@ -301,10 +268,9 @@ class OwnArgumentConversion:
 
     Keras's `__call__` casts every floating argument unless the layer sets
     `_convert_input_args = False`, as Keras's preprocessing layers do (keras
-    3.0 to 3.15). It cannot be set per argument. Here Keras always reads False,
-    and `converts_arguments` has the value that the layer set. If Keras no
-    longer reads it, all arguments are cast a second time. Expires when a layer
-    can say which arguments are cast.
+    3.0 to 3.15). Here Keras always reads False, and `converts_arguments` has
+    the value that the layer set. If Keras no longer reads it, all arguments
+    are cast a second time.
     """
 
     @property
@@ -323,12 +289,9 @@ class OwnArgumentConversion:
 
 
 def keep_mask(old: Tensor, new: Tensor) -> Tensor:
-    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`.
-
-    Keras does so when it casts arguments. Masks are attributes of tensors
-    without public access (`masking`, keras 3.4 to 3.16). If the module is
-    missing, the mask is lost, with one warning.
-    """
+    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`."""
+    # Keras does so when it casts arguments (`masking`, keras 3.4 to 3.16).
+    # Without that module the mask is lost, with one warning.
     if _masking is None and new is not old:
         versions.warn_of_missing(
             "keras.src.backend.common.masking",
@@ -348,7 +311,6 @@ def rematerialize_with_outer(layer: keras.Layer) -> None:
     If all of the outer layer is rematerialized, doing it again inside saves
     nothing. On TensorFlow it also fails for a stock layer that is called with
     keyword arguments, such as a softmax with its mask (keras 3.8 to 3.15).
-    Expires when Keras rematerializes functions with keyword arguments there.
     """
     mode = getattr(layer, "_remat_mode", None)
     if getattr(mode, "mode", None) == "full":
@@ -377,8 +339,7 @@ def run_recurrent_loop(
 
     There is no public loop over time steps with masks, and that of `RNN` calls
     `self.cell`. So it is called with a substitute for the layer (keras 3.0 to
-    3.15). If it needs more than attributes in a later Keras, it raises, and so
-    do float8 RNN layers. Expires with a public `ops.rnn`.
+    3.15). If it needs more than attributes in a later Keras, it raises.
 
     Args:
         layer: An RNN layer.

@@ -44,19 +44,19 @@ _ROUTERS = {
 def routers(model: keras.Layer) -> dict[int, str]:
     """Return the class with the experts by the `id` of each of its routers.
 
-    There is no public way to ask for the router of a layer with experts. Of a
-    class or an attribute that KerasHub has renamed, nothing is found.
+    There is no public way to ask a layer for its router. Of a class or an
+    attribute that KerasHub has renamed, nothing is found.
     """
     if "keras_hub" not in sys.modules:
         return {}
-    found = {}
+    by_id = {}
     for layer in walking.layers_within(model):
         for base in type(layer).__mro__:
             library = base.__module__.partition(".")[0]
             if library == "keras_hub" and base.__name__ in _ROUTERS:
                 router = getattr(layer, _ROUTERS[base.__name__], None)
-                found[id(router)] = base.__name__
-    return found
+                by_id[id(router)] = base.__name__
+    return by_id
 
 
 def families() -> list[str]:
@@ -83,12 +83,12 @@ def config(backbone: keras.Layer, tokenizer: Any = None) -> dict[str, Any]:
     write = _exporter().MODEL_CONFIGS[family(backbone)]
     has_head = "include_lm_head" in inspect.signature(write).parameters
     written = write(backbone, **({"include_lm_head": True} if has_head else {}))
-    found = dict(written.to_dict() if hasattr(written, "to_dict") else written)
+    fields = dict(written.to_dict() if hasattr(written, "to_dict") else written)
     for key, name in (("bos", "start_token"), ("eos", "end_token")):
         token = getattr(tokenizer, name, None)
         if token is not None:
-            found[f"{key}_token_id"] = tokenizer.token_to_id(token)
-    return found
+            fields[f"{key}_token_id"] = tokenizer.token_to_id(token)
+    return fields
 
 
 def write_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
@@ -159,11 +159,9 @@ class Converter:
     def port(self, backbone: Any, loader: Any) -> None:
         """Call `loader.port_weight` for each weight of a backbone.
 
-        Args:
-            backbone: A backbone of this kind, or its symbolic substitute.
-            loader: Has the attributes of KerasHub's `SafetensorLoader` that
-                converters use: `port_weight`, `get_tensor` and
-                `safetensor_config`.
+        A symbolic substitute will do. The loader has the attributes of
+        KerasHub's `SafetensorLoader` that converters use: `port_weight`,
+        `get_tensor` and `safetensor_config`.
         """
         self._loader.converter.convert_weights(backbone, loader, self._config)
 
@@ -179,13 +177,10 @@ def language_model_of(backbone: keras.Model) -> keras.Model:
 
 
 def count_adapted_layers_again(model: keras.Model) -> None:
-    """Update the indices of LoRA layers that a KerasHub backbone stores.
-
-    For its adapter files, it stores their indices among all layers with weights
-    (keras_hub 0.32), and a float8 state is one more such layer. Nothing happens
-    if LoRA was not enabled, or the list is missing. Expires when KerasHub
-    stores paths.
-    """
+    """Update the indices of LoRA layers that a KerasHub backbone stores."""
+    # For its adapter files, it stores their indices among all layers with
+    # weights (keras_hub 0.32), and a float8 state is one more such layer.
+    # Expires when KerasHub stores paths.
     if not writes_map_of_quantized_layers(model):
         return
     if getattr(model, "_lora_enabled_layers", None):
@@ -200,13 +195,11 @@ def count_adapted_layers_again(model: keras.Model) -> None:
 
 
 def writes_map_of_quantized_layers(model: keras.Model) -> bool:
-    """Return True if a model's config maps each quantized layer to a policy.
-
-    KerasHub's backbones do (keras_hub 0.32): once a layer reports a
-    `quantization_mode`, the config has a map of those layers in place of the
-    backbone's policy. It does not list the others, which get the global policy
-    when loaded. A policy that is itself a map is written unchanged. Expires
-    when KerasHub gives that map a default.
-    """
+    """Return True if a model's config maps each quantized layer to a policy."""
+    # KerasHub's backbones do (keras_hub 0.32): once a layer reports a
+    # `quantization_mode`, the config has a map of those layers in place of the
+    # backbone's policy. It does not list the others, which get the global
+    # policy when loaded. A policy that is itself a map is written unchanged.
+    # Expires when KerasHub gives that map a default.
     hub = sys.modules.get("keras_hub")
     return hub is not None and isinstance(model, hub.models.Backbone)

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 
 try:
     from keras.src import dtype_policies as _dtype_policies
@@ -22,24 +22,20 @@ except ImportError:
 def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     """Make Keras call `read` wherever it reads a dtype policy from a name.
 
-    It does in `keras.dtype_policies.get`, `keras.config.set_dtype_policy`,
-    maps, and `dtype=` of layers. All use the class `DTypePolicy`, or, for a
-    name that begins with a quantization mode, one function of its module
-    (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.16; in 3.16 the
-    package has it too). These are wrapped here. If the function is missing,
-    Keras refuses these names. Expires with a public way to register a policy
-    by its name.
-
-    Args:
-        read: Returns the policy of a name, or None to leave the name to Keras.
-            It may raise a ValueError.
+    It returns the policy of the name, None to leave the name to Keras, or
+    raises a ValueError. `keras.dtype_policies.get`,
+    `keras.config.set_dtype_policy`, maps, and `dtype=` of layers use the class
+    `DTypePolicy`, or, for a name that begins with a quantization mode, one
+    function of its module (`_get_quantized_dtype_policy_by_str`, keras 3.4 to
+    3.16; in 3.16 the package has it too). Both are wrapped here. Without the
+    function, Keras refuses these names.
     """
 
-    def by_name(stock: Any, name: Any) -> keras.DTypePolicy:
+    def by_name(stock: Stock, name: Any) -> keras.DTypePolicy:
         policy = read(name) if isinstance(name, str) else None
         return stock(name) if policy is None else policy
 
-    def made(stock: Any, self: Any, name: Any = None) -> None:
+    def made(stock: Stock, self: Any, name: Any = None) -> None:
         policy = None
         if isinstance(name, str) and type(self) in _PLAIN:
             policy = read(name)
@@ -61,22 +57,18 @@ _PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
 def call_without_float8(wanted: Callable[[], bool]) -> None:
     """Let layers without a float8 call run under Keras's float8 policy.
 
-    They compute in the dtypes of the source policy. Keras calls their
-    `_float8_call`, which raises (keras 3.4 to 3.15), or the `call` of one
-    object, which asks the layer for the geometry of its kernel
-    (`_quantization_geometry`, 3.16). If both are missing, Keras raises. Expires
-    when Keras calls such layers normally.
-
-    Args:
-        wanted: Returns True if this applies now.
+    Where `wanted` returns True, they compute in the dtypes of the source
+    policy. Keras calls their `_float8_call`, which raises (keras 3.4 to 3.15),
+    or the `call` of one object, which asks the layer for the geometry of its
+    kernel (`_quantization_geometry`, 3.16). If both are missing, Keras raises.
     """
 
-    def float8_call(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def float8_call(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
         call = self.call if wanted() else stock.__get__(self)
         return call(*args, **kwargs)
 
     def by_strategy(
-        stock: Any, self: Any, layer: Any, *args: Any, **kwargs: Any
+        stock: Stock, self: Any, layer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         geometry = getattr(layer, "_quantization_geometry", None)
         if wanted() and (geometry is None or geometry() is None):

@@ -11,10 +11,7 @@ import keras
 
 
 def public_class(optimizer: object) -> type | None:
-    """Return the public class for an optimizer of a private class, or None.
-
-    None for public classes and custom ones.
-    """
+    """Return the public class for an optimizer of a private class, or None."""
     cls, *bases = type(optimizer).__mro__
     named: Any = getattr(keras.optimizers, cls.__name__, None)
     private = cls.__module__.startswith("keras.") and named is not cls
@@ -36,11 +33,9 @@ ELEMENTWISE = (
 
 
 def updates_elementwise(optimizer: Any) -> bool:
-    """Return True if each number of a weight is updated by itself.
-
-    Known of classes of Keras, and of those with moments in one byte a number,
-    whose `stock_class` is one.
-    """
+    """Return True if each number of a weight is updated by itself."""
+    # Known of classes of Keras, and of those with moments in one byte a
+    # number, whose `stock_class` is one.
     cls = getattr(optimizer, "stock_class", None)
     cls = cls or public_class(optimizer) or type(optimizer)
     return cls in _elementwise()
@@ -52,12 +47,10 @@ def _elementwise() -> tuple[type, ...]:
 
 
 def updates_apart(optimizer: Any) -> bool:
-    """Return True if weights can be updated in groups, one after the other.
-
-    The optimizer updates each number by itself, and an update changes nothing
-    that the update of another weight reads. Nadam's changes a variable of the
-    optimizer.
-    """
+    """Return True if weights can be updated in groups, one after the other."""
+    # The optimizer updates each number by itself, and an update changes
+    # nothing that the update of another weight reads. Nadam's changes a
+    # variable of the optimizer.
     return updates_elementwise(optimizer) and not isinstance(
         optimizer, keras.optimizers.Nadam
     )
@@ -66,22 +59,19 @@ def updates_apart(optimizer: Any) -> bool:
 def for_private_names(config: object) -> AbstractContextManager[None]:
     """Return a scope in which files may name private optimizer classes.
 
-    Only the private class names in the file are included: in such a scope,
-    Keras reads every string that is one of these names as the class, also the
-    "SGD" that a `compile_from_config` reads.
-
-    Args:
-        config: The content of the file, of JSON types; None for all names.
+    Only those in the config, of JSON types, are included; all for None. In
+    such a scope, Keras reads every string that is one of these names as the
+    class, also the "SGD" that a `compile_from_config` reads.
     """
     names = None if config is None else set(_names_of_private(config))
-    found = {
+    classes = {
         name: value
         for name, value in vars(keras.optimizers).items()
         if (names is None or name in names)
         and isinstance(value, type)
         and issubclass(value, keras.optimizers.Optimizer)
     }
-    return keras.saving.custom_object_scope(found)
+    return keras.saving.custom_object_scope(classes)
 
 
 def _names_of_private(config: object) -> Iterator[str]:
@@ -98,11 +88,9 @@ def _names_of_private(config: object) -> Iterator[str]:
 def with_public_class(
     config: dict[str, Any], optimizer: object
 ) -> dict[str, Any]:
-    """Return an optimizer's config with the public name of the class.
-
-    The optimizer that it wraps is treated alike: Keras's own scaler writes the
-    private class of the wrapped one.
-    """
+    """Return an optimizer's config with the public name of the class."""
+    # So is that of a wrapped optimizer: Keras's own scaler writes its private
+    # class.
     fields = config.get("config") or {}
     inner = fields.get("inner_optimizer")
     if isinstance(inner, Mapping):

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import variable_values, versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -20,11 +20,8 @@ except ImportError:  # Keras has moved it: see `_replace_list`.
 def known_to_optimizer(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable] | None:
-    """Return the variables with which an optimizer was built, or None.
-
-    They are in `_trainable_variables` (keras 3.0 to 3.16). See
-    `check_can_retarget`.
-    """
+    """Return the variables with which an optimizer was built, or None."""
+    # They are in `_trainable_variables` (keras 3.0 to 3.16).
     if not getattr(optimizer, "built", False):
         return None
     variables = getattr(optimizer, "_trainable_variables", None)
@@ -33,20 +30,15 @@ def known_to_optimizer(
 
 def optimizers_within(optimizer: object) -> list[keras.optimizers.Optimizer]:
     """Return an optimizer, then the optimizers that it wraps."""
-    found = []
+    optimizers = []
     while isinstance(optimizer, keras.optimizers.Optimizer):
-        found.append(optimizer)
+        optimizers.append(optimizer)
         optimizer = getattr(optimizer, "inner_optimizer", None)
-    return found
+    return optimizers
 
 
 def check_can_retarget(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raise if Keras lacks what `retarget_optimizer` needs.
-
-    Raises:
-        ImportError: If a built optimizer of this Keras lacks the attributes
-            that are needed.
-    """
+    """Raise ImportError if Keras lacks what `retarget_optimizer` needs."""
     if not getattr(optimizer, "built", False):
         return
     needed = ["_trainable_variables", "_trainable_variables_indices"]
@@ -73,8 +65,7 @@ def retarget_optimizer(
     variables for the accumulation of gradients. Variables that are overwritten
     with their gradient have no slots. If other variables are added or removed,
     or a custom optimizer has slots for overwritten ones too, slots are created
-    by `build`, so that files have the same number. Expires with a public way
-    to add a variable.
+    by `build`, so that files have the same number.
     """
     old = optimizer._trainable_variables
     if _slots_change(old, variables) or _has_slots_for_all(
@@ -109,11 +100,9 @@ def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
 def _has_slots_for_all(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> bool:
-    """Return True if `build` makes slots even for overwritten variables.
-
-    This is tried with one such variable. Keras's own optimizers make none,
-    except gradient accumulators, which do not count as slots here.
-    """
+    """Return True if `build` makes slots even for overwritten variables."""
+    # It is tried with one. Keras's own optimizers make only accumulators of
+    # gradients, which do not count as slots here.
     overwritten = [
         v for v in variables if getattr(v, "overwrite_with_gradient", False)
     ]
@@ -126,9 +115,9 @@ def _has_slots_for_all(
     # loaded then either.
     except Exception:
         return False
-    known = {id(overwritten[0]): 0}
+    place = {id(overwritten[0]): 0}
     return any(
-        _are_slots(value, known) and value[0] is not None
+        _are_slots(value, place) and value[0] is not None
         for name, value in vars(other).items()
         if name not in (*_NO_SLOTS, _AVERAGES, "_accumulated_gradients")
     )
@@ -137,16 +126,14 @@ def _has_slots_for_all(
 def _build_again(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
-    """Rebuild an optimizer's slots; known variables keep their old slots.
-
-    Another optimizer is built for the variables. Its slots for known variables
-    are replaced by the existing ones.
-    """
+    """Build the slots of an optimizer again; known variables keep theirs."""
+    # Another optimizer is built for the variables, and its slots for variables
+    # that had some are replaced by these.
     other = type(optimizer).from_config(optimizer.get_config())
     other.build(variables)
     before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
     after = {id(v): i for i, v in enumerate(variables)}
-    kept: dict[int, keras.Variable] = {}
+    slots_to_use: dict[int, keras.Variable] = {}
     own: set[int] = set()
     for name, new in list(vars(other).items()):
         old: Any = getattr(optimizer, name, None)
@@ -157,11 +144,13 @@ def _build_again(
         own |= {id(slot) for slot in old}
         for variable, slot in zip(variables, new, strict=True):
             place = before.get(id(variable))
-            kept[id(slot)] = slot if place is None else old[place]
+            slots_to_use[id(slot)] = slot if place is None else old[place]
             if place is None and name == _AVERAGES and slot is not None:
                 slot.assign(keras.ops.copy(variable.value))
-        _replace_list(optimizer, name, [kept[id(slot)] for slot in new])
-    slots = [kept[id(v)] for v in other._variables if id(v) in kept]
+        _replace_list(optimizer, name, [slots_to_use[id(slot)] for slot in new])
+    slots = [
+        slots_to_use[id(v)] for v in other._variables if id(v) in slots_to_use
+    ]
     rest = [v for v in optimizer._variables if id(v) not in own]
     _replace_variables(optimizer, [*rest, *slots])
     _replace_known(optimizer, variables)
@@ -205,10 +194,9 @@ def _retarget_accumulators(
     variables: list[keras.Variable],
     places: list[int | None],
 ) -> None:
-    """Add gradient accumulators for new variables, in `build`'s order.
-
-    Files store the variables of an optimizer by their index.
-    """
+    """Add gradient accumulators for new variables, in `build`'s order."""
+    # `places` has the old index of each variable, or None. Files store the
+    # variables of an optimizer by their index: the order counts.
     if not optimizer.gradient_accumulation_steps:
         return
     old = list(optimizer._accumulated_gradients)
@@ -230,11 +218,9 @@ def _retarget_accumulators(
 def _replace_list(
     owner: keras.optimizers.Optimizer, name: str, values: list[keras.Variable]
 ) -> None:
-    """Replace a list of an optimizer, without Keras tracking its variables.
-
-    Stock `build` does the same. TensorFlow's checkpoints refuse a tracked list
-    whose elements were replaced, and accept a new list.
-    """
+    """Replace a list of an optimizer, without Keras tracking its variables."""
+    # As stock `build` does. TensorFlow's checkpoints refuse a tracked list
+    # whose elements were replaced, and accept a new list.
     if _tracking is None:
         vars(owner)[name] = values
         return
@@ -246,17 +232,13 @@ def follow_weight_decay_exclusions(
     optimizer: keras.optimizers.Optimizer,
     pairs: Iterable[tuple[keras.Variable, object]],
 ) -> None:
-    """Exclude each variable's substitute from weight decay as well.
+    """Exclude the substitutes of excluded variables from weight decay too.
 
-    `exclude_from_weight_decay(var_list=…)` stores the keys of variables, and on
-    JAX and torch a substitute has another key. There is no public way to read
-    them (keras 3.12 to 3.15). If Keras stores them otherwise, nothing happens:
-    exclude through the wrapper, or by `var_names`. Expires with a public way to
-    read the exclusions.
-
-    Args:
-        optimizer: The optimizer.
-        pairs: Variables, each with its substitute.
+    `pairs` has variables, each with its substitute.
+    `exclude_from_weight_decay( var_list=…)` stores the keys of variables, and
+    on JAX and torch a substitute has another key (keras 3.12 to 3.15). If
+    Keras stores them otherwise, nothing happens: exclude through the wrapper,
+    or by `var_names`.
     """
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     key = getattr(optimizer, "_var_key", None)
@@ -268,12 +250,10 @@ def follow_weight_decay_exclusions(
 
 
 def excludes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return True if an optimizer excludes weights from weight decay.
-
-    On PyTorch Keras fails if all weights of a step are excluded (keras 3.15).
-    There is no public way to ask (`_exclude_from_weight_decay` and
-    `_exclude_from_weight_decay_pattern`, keras 3.0 to 3.16).
-    """
+    """Return True if an optimizer excludes weights from weight decay."""
+    # On PyTorch Keras fails if all weights of a step are excluded (keras 3.15;
+    # `_exclude_from_weight_decay` and `_exclude_from_weight_decay_pattern`,
+    # keras 3.0 to 3.16).
     return bool(
         getattr(optimizer, "_exclude_from_weight_decay", None)
         or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
@@ -281,10 +261,7 @@ def excludes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def untracked() -> Any:
-    """Return a scope in which attributes of an optimizer are not tracked.
-
-    See `_replace_list`.
-    """
+    """Return a scope in which attributes of an optimizer are not tracked."""
     if _tracking is None:
         return contextlib.nullcontext()
     return _tracking.DotNotTrackScope()
@@ -293,14 +270,9 @@ def untracked() -> Any:
 def track(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> None:
-    """Add a variable to those of an optimizer.
-
-    `add_variable`, the public way, makes the variable (`_track_variable`, keras
-    3.0 to 3.16).
-
-    Raises:
-        ImportError: If this Keras adds it otherwise.
-    """
+    """Add a variable to those of an optimizer."""
+    # Public `add_variable` makes the variable itself (`_track_variable`, keras
+    # 3.0 to 3.16).
     if not hasattr(optimizer, "_track_variable"):
         raise versions.missing(
             "Optimizer._track_variable",
@@ -314,14 +286,10 @@ def replace_slots(
     optimizer: keras.optimizers.Optimizer,
     replaced: dict[int, keras.Variable],
 ) -> None:
-    """Put other variables in the place of slots of a built optimizer.
+    """Put other variables, by the ids of the old ones, in the place of slots.
 
     Keras knows them in `_variables` and in lists of its class (keras 3.0 to
     3.16).
-
-    Args:
-        optimizer: The optimizer.
-        replaced: The new variables, by the ids of the old ones.
     """
     for name, value in list(vars(optimizer).items()):
         if name == "_variables" or not isinstance(value, list):
@@ -336,37 +304,30 @@ def replace_slots(
 
 
 def around_loading(function: Callable[..., None]) -> None:
-    """Have a function load optimizers in the place of Keras's method.
-
-    It gets that method (`Optimizer.load_own_variables`, public) first. A
-    stock optimizer asks nobody about the entries of a file that it reads.
-    """
+    """Let `function` load optimizers; its first argument is Keras's method."""
+    # That is `Optimizer.load_own_variables` (public). A stock optimizer asks
+    # nobody about the entries of a file that it reads.
     put_around(keras.optimizers.Optimizer, "load_own_variables", function)
 
 
 def around_making(function: Callable[..., Any]) -> None:
-    """Have a function make optimizers of configs in the place of Keras.
-
-    It gets the class method `from_config` (public) first. A stock class is
-    asked for a config that is not its own, and refuses its entries.
-    """
+    """Let `function` make optimizers; its first argument is Keras's method."""
+    # That is the class method `from_config` (public). A stock class is asked
+    # for a config that is not its own, and refuses its entries.
     put_around(keras.optimizers.Optimizer, "from_config", function)
 
 
 def without_states_that_lack_gradients() -> None:
-    """Have optimizers leave out overwritten variables without a gradient.
-
-    These keep their values. Else Keras would name them in its warning of
-    variables without gradients, and there is no public way to see what it
-    filters (`_filter_empty_gradients`, keras 3.12 to 3.16). If Keras filters
-    otherwise, they are named.
-    """
+    """Have optimizers leave out overwritten variables without a gradient."""
+    # These keep their values. Else Keras would name them in its warning of
+    # variables without gradients (`_filter_empty_gradients`, keras 3.12 to
+    # 3.16).
     name = "_filter_empty_gradients"
     put_around(keras.optimizers.Optimizer, name, _without_states)
 
 
 def _without_states(
-    stock: Callable[..., Any], optimizer: Any, gradients: Any, variables: Any
+    stock: Stock, optimizer: Any, gradients: Any, variables: Any
 ) -> Any:
     pairs = [
         (gradient, variable)
@@ -383,40 +344,32 @@ def _without_states(
 def own_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """Return the variables that an optimizer tracks itself, slots included.
-
-    Public `variables` is another list where a class says so (`_variables`,
-    keras 3.0 to 3.16).
-    """
+    """Return the variables that an optimizer tracks itself, slots included."""
+    # Public `variables` is another list where a class says so (`_variables`,
+    # keras 3.0 to 3.16).
     return optimizer._variables
 
 
 def steps_made(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Return the variable that counts the calls of `apply`.
-
-    Public `iterations` counts the updates, and of a wrapper those inside
-    (`_iterations`, keras 3.0 to 3.16).
-    """
+    """Return the variable that counts the calls of `apply`."""
+    # Public `iterations` counts the updates, and of a wrapper those inside
+    # (`_iterations`, keras 3.0 to 3.16).
     return optimizer._iterations
 
 
 def replicas_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Return the `tf.distribute` scope in which an optimizer was made, if any.
-
-    A slot that is made elsewhere is no variable of each replica: all would
-    update the same one. The strategy has no public name
-    (`_distribution_strategy`, on TensorFlow, keras 3.0 to 3.16).
-    """
+    """Return the `tf.distribute` scope that made an optimizer, if any."""
+    # A slot that is made elsewhere is no variable of each replica: all would
+    # update the same one. The strategy has no public name
+    # (`_distribution_strategy`, on TensorFlow, keras 3.0 to 3.16).
     strategy = getattr(optimizer, "_distribution_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
 def layout_of(variable: keras.Variable) -> dict[str, Any]:
-    """Return the layout of a variable as an argument of `keras.Variable`.
-
-    It has no public name (`_layout`, on JAX, keras 3.0 to 3.16). Without it a
-    distribution of Keras chooses one by the path.
-    """
+    """Return the layout of a variable as an argument of `keras.Variable`."""
+    # It has no public name (`_layout`, on JAX, keras 3.0 to 3.16). Without it
+    # a distribution of Keras chooses one by the path.
     layout = getattr(variable, "_layout", None)
     return {} if layout is None else {"layout": layout}
 
@@ -432,47 +385,40 @@ class KnowsParts:
         return super()._var_key(getattr(variable, "whole", variable))  # type: ignore[misc]
 
 
-def takes_parts(optimizer: keras.optimizers.Optimizer) -> bool:
+def takes_parts() -> bool:
     """Return True if slots are found by what `KnowsParts` changes."""
-    found = hasattr(keras.optimizers.Optimizer, "_get_variable_index")
-    return found and hasattr(keras.optimizers.Optimizer, "_var_key")
+    names = "_get_variable_index", "_var_key"
+    return all(hasattr(keras.optimizers.Optimizer, name) for name in names)
 
 
 def slots_of_variable(
     optimizer: keras.optimizers.Optimizer, variable: Any
 ) -> list[keras.Variable]:
-    """Return the slots of a variable, but no averages and accumulators.
-
-    Where Keras lacks what `takes_parts` looks for, there are none.
-    """
-    if not takes_parts(optimizer):
+    """Return the slots of a variable, but no averages and accumulators."""
+    # Where Keras lacks what `takes_parts` looks for, there are none.
+    if not takes_parts():
         return []
     # Only at one place of each list: a step asks this for each variable.
     count = len(optimizer._trainable_variables)
     index = optimizer._get_variable_index(variable)
     others = (*_NO_SLOTS, _AVERAGES, "_accumulated_gradients")
-    found = [
+    slots = [
         value[index]
         for name, value in vars(optimizer).items()
         if name not in others and isinstance(value, list)
         if len(value) == count
     ]
-    return [x for x in found if x is None or isinstance(x, keras.Variable)]
+    return [x for x in slots if x is None or isinstance(x, keras.Variable)]
 
 
 @functools.cache
 def fused_update(cls: Any) -> Callable[..., None] | None:
-    """Return how Keras updates several weights at once, in place, or None.
+    """Return how Keras updates several weights of a class at once, or None.
 
     On PyTorch an object of a public class is one of a private class, with
-    `_parallel_update_step` (keras 3.0 to 3.16). It takes a tenth of the calls
-    of `update_step`, which is used where it is missing.
-
-    Args:
-        cls: A public class of optimizers.
-
-    Returns:
-        `update(optimizer, gradients, variables, learning_rate)`.
+    `_parallel_update_step` (keras 3.0 to 3.16): `update(optimizer, gradients,
+    variables, learning_rate)`, in place. It takes a tenth of the calls of
+    `update_step`, which is used where it is missing.
     """
     made = type(cls.__new__(cls))
     return getattr(made, "_parallel_update_step", None)

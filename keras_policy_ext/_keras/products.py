@@ -76,16 +76,19 @@ _FOLLOWED: set[type] = set()
 _thread = threading.local()
 
 Handler = Callable[..., Any]
+"""Called as `handler(layer, stock, name, args, kwargs)`; returns the result."""
+
+Operation = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""What a handler gets: an operation as Keras has it, and its arguments."""
 
 _watching: dict[str, Handler] = {}
 """The handlers of `watch`, by the name of the operation."""
 
 
 class _Block:
-    """An `on_operation` block: its handlers, and whether it is open.
-
-    A task that was started in the block keeps a copy of the context variable.
-    """
+    """An `on_operation` block: its handlers, and whether it is open."""
 
     def __init__(self, handlers: dict[str, Handler]) -> None:
         self.handlers, self.is_open = handlers, True
@@ -121,26 +124,22 @@ _made: dict[tuple[Any, str], tuple[Handler, Handler]] = {}
 
 
 def innermost_layer() -> Any:
-    """Return the layer whose call or `build` runs now; None outside of one.
-
-    Keras opens a name scope for each call, which holds the layer (`caller` in
-    `name_scope_stack`, keras 3.0 to 3.16). If it is missing, None. Expires
-    with a public way to ask for the layer of a call.
-    """
+    """Return the layer whose call or `build` runs now; None outside of one."""
+    # Keras opens a name scope for each call, which holds the layer (`caller`
+    # in `name_scope_stack`, keras 3.0 to 3.16).
     scopes = _global_state and _global_state.get_global_attribute(_SCOPES)
     callers = (scope.caller for scope in reversed(scopes or ()))
     return next((each for each in callers if each is not None), None)
 
 
 def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
-    """Set the handlers of operations inside of layers that are followed.
+    """Set the handlers of operations, by names, for the whole process.
 
-    Args:
-        handlers: The handler for operations of these names. It is called as
-            `handler(layer, stock, name, args, kwargs)`, and its result is that
-            of the operation. It is called inside of a `wrapped` block while
-            products are recorded, inside of `following()`, and for layers of
-            classes that are followed (`follow`).
+    A later one for an operation replaces it. A handler is called as
+    `handler(layer, stock, name, args, kwargs)`, and its result is that of the
+    operation. It is called inside of layers: while products are recorded
+    (`recording`), in a block of `following()`, and from `follow` on inside of
+    layers of that class.
     """
     for names, handler in handlers.items():
         _watching.update(dict.fromkeys(names, handler))
@@ -152,9 +151,8 @@ def on_operation(
 ) -> Iterator[None]:
     """In the block, call handlers for operations inside of all layers.
 
-    Args:
-        handlers: As for `watch`; `stock` goes through the handlers of outer
-            blocks. Only operations of this thread and asyncio task count.
+    They are as for `watch`, but `stock` goes through the handlers of outer
+    blocks. Only operations of this thread and asyncio task count.
     """
     global _open_blocks
     own = {name: x for names, x in handlers.items() for name in names}
@@ -168,24 +166,22 @@ def on_operation(
         finally:
             with _LOCK:
                 _open_blocks -= 1
+            # A task that was started in the block goes on with a copy.
             block.is_open = False
             _blocks.reset(token)
 
 
 @contextlib.contextmanager
 def wrapped(names: Iterable[str] = ()) -> Iterator[None]:
-    """In the block, the operations of Keras call handlers.
+    """In the block, the operations of Keras that have handlers call them.
 
-    `keras.ops` calls a function of the same name in a module of the backend,
-    such as `backend.numpy` (keras 3.0 to 3.15), or in `backend.ops`, in
-    modules of these names there and in `backend.random` (3.16). These are
-    replaced, so that it makes no difference how a module imports the
-    operation. Layers cast by `backend.cast`. `ENTRIES` is a method of
-    `keras.Variable`. If Keras has the functions elsewhere, no product is seen,
-    and `convert` says that none was recognised. Expires with a public hook.
-
-    Args:
-        names: The operations beside those of `watch`.
+    So do those of `names`. `keras.ops` calls a function of the same name in a
+    module of the backend, such as `backend.numpy` (keras 3.0 to 3.15), or in
+    `backend.ops`, in modules of these names there and in `backend.random`
+    (3.16). These are replaced, so that it makes no difference how a module
+    imports the operation. Layers cast by `backend.cast`. `ENTRIES` is a method
+    of `keras.Variable`. If Keras has the functions elsewhere, no product is
+    seen, and `convert` says that none was recognised.
     """
     wanted = (*_watching, *names)
     _wrap(wanted)
@@ -200,18 +196,15 @@ def modules() -> list[Any]:
     home = getattr(_backend, "ops", None)  # Without those of keras.random.
     homes = [each for each in (home, _backend) if each is not None]
     places = [getattr(each, x, None) for each in homes for x in _MODULES]
-    found = [each for each in (home, *places) if each is not None]
+    present = [each for each in (home, *places) if each is not None]
     # It has the `cast` that layers call.
-    return found if _backend is None else [*found, _backend]
+    return present if _backend is None else [*present, _backend]
 
 
 def follow(cls: type) -> None:
-    """Call the handlers of `watch` inside of layers of this class, from now on.
-
-    The operations of Keras then stay wrapped.
-    """
+    """Call the handlers of `watch` in layers of this class, from now on."""
     with _LOCK:
-        if not _FOLLOWED:
+        if not _FOLLOWED:  # The operations then stay wrapped.
             _wrap(tuple(_watching))
         _FOLLOWED.add(cls)
 
@@ -261,11 +254,8 @@ def _unwrap(names: tuple[str, ...]) -> None:
                     setattr(home, name, own)
 
 
-def _through(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function that calls the handler of an operation.
-
-    Many operations of the process pass through it, so it is one function.
-    """
+def _through(stock: Operation, name: str) -> Operation:
+    """Return a function that calls the handler of an operation."""
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -295,7 +285,7 @@ _ORIGINAL = "float8_original"
 
 
 def _through_blocks(
-    layer: Any, stock: Handler, name: str, args: Any, kwargs: Any
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation through the handlers of `on_operation` blocks."""
     run, watching = stock, _watching.get(name)
@@ -310,15 +300,17 @@ def _through_blocks(
         with keras.name_scope(getattr(layer, "name", "layer"), caller=layer):
             return run(*args, **kwargs)
 
-    found: Handler = in_the_layer
+    through_all: Operation = in_the_layer
     for handler in mine:
-        found = _handled(handler, layer, found, name)
+        through_all = _handled(handler, layer, through_all, name)
     # What a handler computes itself is of no layer, or it would be handled too.
     with outside_of_layers():
-        return found(*args, **kwargs)
+        return through_all(*args, **kwargs)
 
 
-def _handled(handler: Handler, layer: Any, run: Handler, name: str) -> Handler:
+def _handled(
+    handler: Handler, layer: keras.Layer, run: Operation, name: str
+) -> Operation:
     return lambda *args, **kwargs: handler(layer, run, name, args, kwargs)
 
 
@@ -327,9 +319,7 @@ _NO_LAYER = object()
 
 def outside_of_layers() -> contextlib.AbstractContextManager[Any]:
     """Return a block whose operations are of no layer: no handler sees them."""
-    scope: contextlib.AbstractContextManager[Any]
-    scope = keras.name_scope("outside", caller=_NO_LAYER)
-    return scope
+    return keras.name_scope("outside", caller=_NO_LAYER)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import keras
 
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 from keras_policy_ext._keras.calls import in_place_of
 
 try:
@@ -25,26 +25,19 @@ _printing = contextvars.ContextVar("a summary is printed", default=False)
 
 
 def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
-    """Leave variables out of the totals that `model.summary()` prints.
+    """Leave variables out of the totals that `model.summary()` prints."""
 
-    The totals are sums over all weights of the model, computed by two functions
-    of `summary_utils` (keras 3.0 to 3.15). These are wrapped here, and are
-    unchanged outside of a summary. If they are missing, all weights are
-    counted. Expires when Keras adds up the rows, or has a mark for variables
-    that are no parameters.
-
-    Args:
-        is_left_out: Returns True for a variable to leave out.
-    """
-
-    def print_summary(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    # The totals are sums over all weights of the model, computed by two
+    # functions of `summary_utils` (keras 3.0 to 3.15). These are wrapped here,
+    # and are unchanged outside of a summary.
+    def print_summary(stock: Stock, *args: Any, **kwargs: Any) -> Any:
         token = _printing.set(True)
         try:
             return stock(*args, **kwargs)
         finally:
             _printing.reset(token)
 
-    def counted(stock: Any, weights: Iterable[Any]) -> Any:
+    def counted(stock: Stock, weights: Iterable[Any]) -> Any:
         if _printing.get():
             weights = [v for v in weights if not is_left_out(v)]
         return stock(weights)
@@ -61,20 +54,14 @@ except ImportError:  # Keras has moved it: see `after_loading`.
 
 
 def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
-    """Make Keras's loader call `tell` with each model that it returns.
+    """Make Keras's loader call `tell` with each model and its path."""
 
-    `keras.saving.load_model` reads `.keras` files and folders by one function
-    of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped here. There
-    is no public way to observe loading. The loaded model is unchanged. If the
-    function is missing, a warning says so. Expires when Keras warns of groups
-    in a file that no layer has read.
-
-    Args:
-        tell: Gets the model and the path that it was loaded from.
-    """
-
+    # `keras.saving.load_model` reads `.keras` files and folders by one
+    # function of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped
+    # here. If it is missing, a warning says so. Expires when Keras warns of
+    # groups in a file that no layer has read.
     @_user_code.once
-    def load_model(stock: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(stock: Stock, path: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(path, *args, **kwargs)
         tell(model, path)
         return model
@@ -86,18 +73,14 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
 def before_loading(load: Callable[..., keras.Model | None]) -> None:
     """Make Keras's loader call `load` first, which may return the model.
 
-    Files, folders, and the bytes that `copy.deepcopy` and `pickle` make of a
-    model are read by two functions of `saving_lib` (keras 3.0 to 3.15), which
-    are wrapped here. If they are missing, `load` is not called, and a warning
-    says so. Expires with a public way to load a kind of file.
-
-    Args:
-        load: Gets a folder, an open file or bytes, `custom_objects`, `compile`
-            and `safe_mode`. It returns the model, or None to leave it to
-            Keras.
+    It gets a folder, an open file or bytes, `custom_objects`, `compile` and
+    `safe_mode`; it returns None to leave the file to Keras. Files, folders,
+    and the bytes that `copy.deepcopy` and `pickle` make of a model are read by
+    two functions of `saving_lib` (keras 3.0 to 3.15), which are wrapped here.
+    If they are missing, a warning says so.
     """
 
-    def loaded(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def loaded(stock: Stock, *args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
         return stock(*args, **kwargs) if model is None else model
 
@@ -116,20 +99,16 @@ def _warn_of_files(name: str) -> None:
 
 
 def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
-    """Make Keras add the entries of `describe(model)` to a file's metadata.
+    """Make Keras add the JSON entries of `describe(model)` to metadata.
 
     Keras makes the JSON of `config.json` and `metadata.json` in one function
     of `saving_lib` (`_serialize_model_as_json`, keras 3.0 to 3.15), and its
     loader does not read the second. If the function is missing, or returns
-    something else, files are as Keras writes them. Expires when the config of
-    a model has the policy of the model itself, or can have additional entries.
-
-    Args:
-        describe: Gets the model; returns entries, which are JSON types.
+    something else, files are as Keras writes them.
     """
 
     def serialized(
-        stock: Any, model: keras.Layer, *args: Any, **kwargs: Any
+        stock: Stock, model: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
         written = stock(model, *args, **kwargs)
         with contextlib.suppress(TypeError, ValueError):
@@ -144,12 +123,10 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
 def model_of(
     config: dict[str, Any], custom_objects: Any, safe_mode: bool
 ) -> keras.Model:
-    """Create the model that a config describes; no weights are loaded.
-
-    Shared objects are created once inside a scope that is not public
-    (`ObjectSharingScope`, keras 3.0 to 3.15). If that is missing, each layer
-    has its own. Expires when Keras can load a model without its weights.
-    """
+    """Create the model that a config describes; no weights are loaded."""
+    # Shared objects are created once inside a scope that is not public
+    # (`ObjectSharingScope`, keras 3.0 to 3.15). Without it, each layer has its
+    # own.
     scope: Any = contextlib.nullcontext
     with contextlib.suppress(ImportError):
         from keras.src.saving import serialization_lib
@@ -166,12 +143,7 @@ def load_assets(model: keras.Model, folder: Any) -> None:
 
     Keras does so while it loads weights, in `_load_state` of the module
     `saving_lib` (keras 3.0 to 3.15). That function takes None for no weights,
-    except in 3.13, and in all versions a store that is falsy. Expires with a
-    public function that reads assets.
-
-    Args:
-        model: The model.
-        folder: The folder of the assets.
+    except in 3.13, and in all versions a store that is falsy.
 
     Raises:
         ValueError: If the assets of a layer do not load.
@@ -210,20 +182,17 @@ def load_assets(model: keras.Model, folder: Any) -> None:
 
 @contextlib.contextmanager
 def compiled_as_saved() -> Iterator[None]:
-    """In the block, compile loaded models whose class has its own `compile`.
+    """In the block, compile loaded models whose class has its own `compile`."""
 
-    Keras does not compile such a model (3.12 to 3.15), and warns. A task of
-    KerasHub then has the default optimizer of its class. The file has the
-    arguments with which `keras.Model.compile` was called. It is called with
-    them again.
-    """
-
-    def compiled(stock: Any, model: Any, config: dict[str, Any]) -> None:
+    # Keras does not compile such a model (3.12 to 3.15), and warns. A task of
+    # KerasHub then has the default optimizer of its class. The file has the
+    # arguments of `keras.Model.compile`, which is called with them again.
+    def compiled(stock: Stock, model: Any, config: dict[str, Any]) -> None:
         if type(model).compile is keras.Model.compile:
             stock(model, config)
             return
-        found = keras.saving.deserialize_keras_object(config)
-        keras.Model.compile(model, **found)
+        arguments = keras.saving.deserialize_keras_object(config)
+        keras.Model.compile(model, **arguments)
         if model.built:
             model.optimizer.build(model.trainable_variables)
 
@@ -232,19 +201,15 @@ def compiled_as_saved() -> Iterator[None]:
 
 
 def before_export(check: Callable[[keras.Model, str], None]) -> None:
-    """Make `Model.export` call `check` before it writes anything.
+    """Make `Model.export` call `check` with the model and the format's name.
 
-    All formats except PyTorch's are made from the same traced call, so a layer
-    cannot tell for which one it is traced. There is no public hook, so the
-    public method is wrapped (keras 3.12 to 3.15). Expires when a layer can say
-    in which formats it can be written.
-
-    Args:
-        check: Gets the model and the name of the format; raises to refuse.
+    It raises to refuse. All formats except PyTorch's are made from the same
+    traced call, so a layer cannot tell for which one it is traced (keras 3.12
+    to 3.15). Expires when a layer can say in which formats it can be written.
     """
     signature = inspect.signature(keras.Model.export)
 
-    def checked(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(stock: Stock, *args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(TypeError):  # Keras says what is wrong.
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
@@ -256,13 +221,11 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
 
 
 def serialize_as(cls: type, original: type) -> None:
-    """Save layers of class `cls` under the name of class `original`.
-
-    This is for a class that is created at run time: a file must name a class
-    that can be imported where it is loaded. Keras has the names in a table
-    (keras 3.0 to 3.15). If that is missing, the class is found by its module
-    and name, which are those of the original.
-    """
+    """Save layers of class `cls` under the name of class `original`."""
+    # A file must name a class that can be imported where it is loaded, and
+    # `cls` is created at run time. Keras has the names in a table (keras 3.0
+    # to 3.15). Without it, the class is found by its module and name, which
+    # are those of the original.
     try:
         from keras.src.saving import object_registration
     except ImportError:
@@ -273,24 +236,19 @@ def serialize_as(cls: type, original: type) -> None:
 
 
 def is_default(method: object) -> bool:
-    """Return True if a method is Keras's default, such as `Layer.get_config`.
-
-    Keras marks it with `_is_default` (keras 3.0 to 3.15). A marked `get_config`
-    returns the arguments of the constructor. If the mark is missing, False.
-    """
+    """Return True if a method is Keras's default, such as `get_config`."""
+    # Keras marks it with `_is_default` (keras 3.0 to 3.15). A marked
+    # `get_config` returns the arguments of the constructor.
     return bool(getattr(method, "_is_default", False))
 
 
 def amend_compile_config(model: keras.Model, changes: dict[str, Any]) -> None:
-    """Change the `compile` arguments that a model's file will hold.
-
-    `get_compile_config` returns what `compile` was given, except for
-    `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that was
-    compiled with False would get a loss scaler when it is loaded. If the
-    attribute is missing, nothing changes, and files have what Keras saves.
-    Expires when Keras saves the argument, and public classes on torch.
-    """
-    kept = getattr(model, "_compile_config", None)
-    arguments = getattr(kept, "config", None)
+    """Change the `compile` arguments that a model's file will hold."""
+    # `get_compile_config` returns what `compile` was given, except for
+    # `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that
+    # was compiled with False would get a loss scaler when it is loaded.
+    # Expires when Keras saves the argument, and public classes on torch.
+    stored = getattr(model, "_compile_config", None)
+    arguments = getattr(stored, "config", None)
     if isinstance(arguments, dict):
         arguments.update(changes)

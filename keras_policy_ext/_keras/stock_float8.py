@@ -9,12 +9,10 @@ from keras_policy_ext._keras import built_layers
 
 
 def is_quantized(layer: keras.Layer) -> bool:
-    """Return True if Keras's own `quantize` has changed a layer.
-
-    `quantization_mode` is also set for a layer that follows a policy with a
-    mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
-    3.15). If that is missing, False.
-    """
+    """Return True if Keras's own `quantize` has changed a layer."""
+    # `quantization_mode` is also set for a layer that follows a policy with a
+    # mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
+    # 3.15).
     return bool(getattr(layer, "_is_quantized", False))
 
 
@@ -23,22 +21,18 @@ _mode_of = keras.layers.Layer.quantization_mode.fget
 
 
 def other_mode(layer: keras.Layer) -> str | None:
-    """Return the mode in which Keras quantized a layer; None if float8.
-
-    A policy in a map may be Keras's own float8 for a layer of this package
-    that does not follow it. The property of the layer is not read, because it
-    may call this function.
-    """
+    """Return the mode in which Keras quantized a layer; None if float8."""
+    # A policy in a map may be Keras's own float8 for a layer of this package
+    # that does not follow it.
+    # Not the property of the layer, which may call this function.
     mode: str | None = _mode_of(layer)
     return None if mode == "float8" else mode
 
 
 def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
-    """Return the variables that Keras's `quantize("float8")` added, by name.
-
-    These are scales and amax histories of three operands, as trainable weights
-    of the layer itself (keras 3.5 to 3.15). Empty for other layers.
-    """
+    """Return the variables that Keras's `quantize("float8")` added, by name."""
+    # These are scales and amax histories of three operands, as trainable
+    # weights of the layer itself (keras 3.5 to 3.15). Empty for other layers.
     if layer.quantization_mode != "float8":
         return {}
     names = [
@@ -46,20 +40,17 @@ def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
         for operand in ("inputs", "kernel", "outputs_grad")
         for kind in ("scale", "amax_history")
     ]
-    found = {name: getattr(layer, name, None) for name in names}
+    variables = {name: getattr(layer, name, None) for name in names}
     # A float8 layer of this package has these names too, but no variables.
-    own = all(isinstance(v, keras.Variable) for v in found.values())
-    return found if own else {}
+    own = all(isinstance(v, keras.Variable) for v in variables.values())
+    return variables if own else {}
 
 
 def remove_stock_float8(layer: keras.Layer) -> None:
-    """Remove the variables that Keras's `quantize("float8")` added.
-
-    Deleting the attributes would run the garbage collector once for each
-    (3.15).
-    """
+    """Remove the variables that Keras's `quantize("float8")` added."""
     for name, variable in stock_float8(layer).items():
         built_layers.untrack(layer, variable)
+        # `delattr` would run the garbage collector for each (keras 3.15).
         vars(layer).pop(name)
         layer._is_quantized = False
 
@@ -67,10 +58,9 @@ def remove_stock_float8(layer: keras.Layer) -> None:
 class TakesAdapters:
     """A float8 layer that accepts LoRA adapters, which Keras would refuse.
 
-    Keras refuses adapters in this mode, because the call of its own float8
-    layers ignores them (`_check_lora_supported`, from keras 3.16 on; before,
-    there is no check). Float8 layers of this package use them. Expires when a
-    layer can say that its call uses them.
+    The call of Keras's own float8 layers ignores them
+    (`_check_lora_supported`, from keras 3.16 on; before, there is no check).
+    Expires when a layer can say that its call uses them.
     """
 
     float8_policy: Any
@@ -82,16 +72,10 @@ class TakesAdapters:
 
 
 def refuse_quantization(text: str) -> NoReturn:
-    """Raise NotImplementedError; the text tells users why.
-
-    `Model.quantize` continues after a NotImplementedError. It warns with the
-    text (keras 3.12 to 3.15). If it makes a report (3.16), it only counts the
-    layer, so the text is a warning of its own. Expires when the report has the
-    text.
-
-    Raises:
-        NotImplementedError: Always.
-    """
+    """Raise NotImplementedError; the text tells users why."""
+    # `Model.quantize` continues after it, and warns with the text (keras 3.12
+    # to 3.15). If it makes a report (3.16), it only counts the layer, so the
+    # text is a warning of its own. Expires when the report has the text.
     if hasattr(keras.quantizers, "QuantizationReport"):
         _user_code.warn(text)
     raise NotImplementedError(text)

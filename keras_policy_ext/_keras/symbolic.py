@@ -21,16 +21,8 @@ def operation_class(
 
     `keras.ops` exports only the functions, but a saved graph names the classes
     (keras 3.0 to 3.15). The class is read from the history of a symbolic
-    result.
-
-    Args:
-        function: The function, such as `keras.ops.add`.
-        operands: How many tensors it takes; they get the shape (3, 3).
-        takes_list: Whether it takes them as a list.
-        **options: Other arguments that it requires.
-
-    Raises:
-        ImportError: If symbolic tensors of this Keras have no history.
+    result. The function takes so many `operands`, perhaps as a list, and
+    requires `options`.
     """
     # A square shape: a matrix product takes it too.
     tensors = [keras.KerasTensor((3, 3)) for _ in range(operands)]
@@ -57,8 +49,8 @@ class Symbols:
     def stand_in(self, layer: keras.Layer) -> Any:
         """Return a copy of a layer whose weights are symbolic tensors.
 
-        It has the attributes of the layer. Layers and lists of layers in it are
-        replaced too. Kernels and embeddings are those without LoRA adapters.
+        Layers and lists of layers in it are replaced too. Kernels and
+        embeddings are those without LoRA adapters.
         """
         return _SymbolicStandIn(layer, self)
 
@@ -81,12 +73,7 @@ class Symbols:
     def evaluate(
         self, result: Any, value_of: Callable[[keras.Variable], Array]
     ) -> Array:
-        """Compute a symbolic result, with `value_of(variable)` as inputs.
-
-        Args:
-            result: A symbolic tensor that is computed from these variables.
-            value_of: Returns the array for a variable, in its shape.
-        """
+        """Compute a symbolic result, with `value_of(variable)` as inputs."""
         tensors = sources(result)
         values = [value_of(self._variable(tensor)) for tensor in tensors]
         if tensors == [result]:
@@ -107,21 +94,18 @@ class Symbols:
 
 
 def sources(tensor: Any) -> list[Any]:
-    """Return the input tensors from which a symbolic tensor is computed.
-
-    They are read from `_keras_history` and `_inbound_nodes` (keras 3.0 to
-    3.15): a public `keras.Function` computes a graph, but needs its inputs.
-    Expires with a public way to ask a tensor for its inputs.
-    """
+    """Return the input tensors from which a symbolic tensor is computed."""
+    # They are read from `_keras_history` and `_inbound_nodes` (keras 3.0 to
+    # 3.15): a public `keras.Function` computes a graph, but needs its inputs.
     history = getattr(tensor, "_keras_history", None)
     operation = getattr(history, "operation", None)
     if history is None or operation is None:
         return [tensor]
     node = operation._inbound_nodes[history.node_index]
-    found: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for each in node.input_tensors:
-        found.update({id(source): source for source in sources(each)})
-    return list(found.values())
+        by_id.update({id(source): source for source in sources(each)})
+    return list(by_id.values())
 
 
 class _SymbolicStandIn:
@@ -154,17 +138,14 @@ def _attribute(layer: keras.Layer, name: str) -> Any:
 
 
 def _float_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """Return a layer's weights in the order in which a stock layer has them.
-
-    In a layer with adapters, or whose kernel does not train, another weight is
-    first.
-    """
-    found = [
+    """Return a layer's weights in the order in which a stock layer has them."""
+    # With adapters, or a kernel that does not train, another one is first.
+    weights = [
         variable
         for name in ("_kernel", "_embeddings", "reverse_embeddings", "bias")
         if isinstance(variable := getattr(layer, name, None), keras.Variable)
     ]
-    return found or list(layer.weights)
+    return weights or list(layer.weights)
 
 
 def _replaced(value: Any, symbols: Symbols) -> Any:

@@ -31,17 +31,9 @@ def around_axis(
 ) -> tuple[int, int]:
     """Return how many zeros to add before and after an output axis.
 
-    Negative numbers are outputs to remove. Call it only if `are_own()`.
-
-    Args:
-        kernel: Size of the kernel.
-        stride: Stride of the outputs.
-        dilation: Distance of the elements of the kernel.
-        padding: `"valid"` or `"same"`.
-        more: `output_padding`; None for the default of Keras.
-
-    Returns:
-        The numbers before and after the outputs.
+    Negative numbers are outputs to remove. `dilation` is the distance of
+    elements of the kernel, `more` Keras's `output_padding` or None. Call it
+    only if `are_own()`.
     """
     with warnings.catch_warnings():
         # Where Keras computes the same, it has said that backends differ.

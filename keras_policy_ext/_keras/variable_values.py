@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import calls, versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras.around import Stock, put_around
 from keras_policy_ext._types import Tensor
 
 try:
@@ -21,16 +21,10 @@ except ImportError:  # Keras has moved it: the public API has to do.
 
 
 def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
-    """Return a variable's tensor in its stored dtype, without autocast.
-
-    Inside a mixed-precision layer Keras returns a copy in the compute dtype,
-    but float8 is quantized from the variable itself. Tensors are returned
-    unchanged. There is no public way (keras 3.0 to 3.16).
-
-    Raises:
-        ImportError: Inside such a layer, if this Keras has its autocast scope
-            elsewhere.
-    """
+    """Return a variable's tensor in its stored dtype, without autocast."""
+    # Inside a mixed-precision layer Keras returns a copy in the compute dtype,
+    # but float8 is quantized from the variable itself (keras 3.0 to 3.16).
+    # Tensors are returned unchanged.
     if not isinstance(variable, keras.Variable):
         return variable
     try:
@@ -48,31 +42,24 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
 
 
 def autocasts(variable: keras.Variable) -> bool:
-    """Return True if reads in an autocast scope cast this variable.
-
-    `autocast=` is an argument of `keras.Variable` and cannot be read back
-    publicly (`_autocast`, keras 3.0 to 3.15). If it is missing, True, which is
-    Keras's default.
-    """
+    """Return True if reads in an autocast scope cast this variable."""
+    # `autocast=` is an argument of `keras.Variable`, True by default, and
+    # cannot be read back publicly (`_autocast`, keras 3.0 to 3.15).
     return bool(getattr(variable, "_autocast", True))
 
 
 def set_autocasts(variable: keras.Variable, value: bool) -> None:
-    """Set whether reads in an autocast scope cast this variable.
-
-    If Keras stores it elsewhere, nothing changes.
-    """
+    """Set whether reads in an autocast scope cast this variable."""
     if hasattr(variable, "_autocast"):
         variable._autocast = value
 
 
 def has_value(variable: keras.Variable) -> bool:
-    """Return True if a variable can be read now.
-
-    The JAX trainer empties the variables while it trains, or leaves buffers
-    in them which the training step has deleted (`train_on_batch`; both seen
-    in keras 3.3 to 3.15), and assigns the results before it reads them again.
-    """
+    """Return True if a variable can be read now."""
+    # The JAX trainer empties the variables while it trains, or leaves buffers
+    # in them which the training step has deleted (`train_on_batch`; both seen
+    # in keras 3.3 to 3.15), and assigns the results before it reads them
+    # again.
     value = getattr(variable, "_value", variable)
     if value is not None and not _is_deleted(value):
         return True
@@ -81,10 +68,7 @@ def has_value(variable: keras.Variable) -> bool:
 
 
 def is_stateless() -> bool:
-    """Return True if `assign` does not change variables in this scope.
-
-    It is read from the same scope as in `has_value`; if that is missing, False.
-    """
+    """Return True if `assign` does not change variables in this scope."""
     return bool(_stateless_scope())
 
 
@@ -95,13 +79,11 @@ def _stateless_scope() -> Any:
 
 
 def let_wait_no_longer(variable: keras.Variable) -> None:
-    """Cancel the deferred initialization of a variable.
-
-    In a stateless scope Keras lists the variables without a value, to allocate
-    them at its end (`uninitialized_variables`, keras 3.0 to 3.15). If the list
-    is missing, the value is created and dropped. Expires when the list has weak
-    references.
-    """
+    """Cancel the deferred initialization of a variable that is replaced."""
+    # In a stateless scope Keras lists the variables without a value, to
+    # allocate them at its end (`uninitialized_variables`, keras 3.0 to 3.15).
+    # Otherwise it would keep this one alive, and make a value for it. Expires
+    # when the list has weak references.
     waiting = _global_state and _global_state.get_global_attribute(
         "uninitialized_variables"
     )
@@ -110,12 +92,10 @@ def let_wait_no_longer(variable: keras.Variable) -> None:
 
 
 def _is_deleted(value: Tensor) -> bool:
-    """Return True if JAX has deleted (donated) an array or a shard of it.
-
-    On several devices, the array looks complete if NumPy has a view of its
-    first buffer, which is then kept. Reading the array would abort the process
-    (jaxlib 0.10).
-    """
+    """Return True if JAX has deleted (donated) an array or a shard of it."""
+    # On several devices, the array looks complete if NumPy has a view of its
+    # first buffer, which is then kept. To read it would abort the process
+    # (jaxlib 0.10).
     is_deleted = getattr(value, "is_deleted", None)
     try:
         if not callable(is_deleted) or is_deleted():
@@ -131,7 +111,7 @@ class TellsItsValue:
 
     Keras makes that tensor in `_initialize`, in the constructor, or later if a
     stateless scope is open (keras 3.0 to 3.16). If Keras makes it elsewhere,
-    the constructor calls the method. Expires with a public hook.
+    the constructor calls the method.
     """
 
     value: Any
@@ -161,12 +141,9 @@ class TellsItsValue:
 
 
 def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
-    """Make a variable read its tensor from `holder[key]` on each access.
-
-    Keras stores the tensor itself (`_value`, keras 3.12 to 3.15), and not the
-    place where others may replace it. Expires when it reads the parameters of
-    its module.
-    """
+    """Make a variable read its tensor from `holder[key]` on each access."""
+    # Keras stores the tensor itself (`_value`, keras 3.12 to 3.15), and not
+    # the place where others may replace it.
     cls = type(variable)
     value = property(lambda self: holder[key])
     variable.__class__ = type(cls.__name__, (cls,), {"_value": value})
@@ -175,11 +152,8 @@ def read_from(variable: keras.Variable, holder: Any, key: str) -> None:
 
 
 def replace(variable: keras.Variable, value: Tensor) -> None:
-    """Make a variable hold another tensor, without a copy.
-
-    `assign` copies into the tensor that is there (`_value`, keras 3.12 to
-    3.15).
-    """
+    """Make a variable hold another tensor, which `assign` would copy."""
+    # It is in `_value` (keras 3.12 to 3.15).
     variable._value = value
 
 
@@ -190,38 +164,29 @@ def dtypes_replaced(
     """In the block, variables say to have other dtypes than their tensors.
 
     In a stateless scope they then read as variables of these dtypes, since
-    Keras casts the values that are passed to the scope. A variable cannot get
-    another dtype publicly (`_dtype`, keras 3.0 to 3.16). If Keras stores it
-    elsewhere, nothing changes.
-
-    Args:
-        dtypes: Variables, each with a dtype.
+    Keras casts the values that are passed to the scope (`_dtype`, keras 3.0 to
+    3.16). If Keras stores it elsewhere, nothing changes.
     """
-    known = [pair for pair in dtypes if hasattr(pair[0], "_dtype")]
-    before = [variable._dtype for variable, _ in known]
+    pairs = [pair for pair in dtypes if hasattr(pair[0], "_dtype")]
+    before = [variable._dtype for variable, _ in pairs]
     try:
-        for variable, dtype in known:
+        for variable, dtype in pairs:
             variable._dtype = dtype
         yield
     finally:
-        for (variable, _), dtype in zip(known, before, strict=True):
+        for (variable, _), dtype in zip(pairs, before, strict=True):
             variable._dtype = dtype
 
 
 class ComputedVariable:
-    """A variable whose value is computed from another variable.
+    """A variable whose value is computed from another variable, `held`.
 
     It has the name, path and shape of the other one, no memory, and a dtype of
-    its own. List it before `keras.Variable` among the bases, because the
-    constructor of that class would create a tensor. Attributes of that class
-    are read from the other variable (`_name`, `_path`, `_shape` and others),
-    except `_dtype` and `_autocast` (keras 3.0 to 3.15). If they have other
-    names, the properties of Keras raise. Expires with variables that have no
-    value of their own.
-
-    Args:
-        held: The other variable.
-        dtype: The dtype of the value outside of an autocast scope.
+    its own outside of an autocast scope. List it before `keras.Variable` among
+    the bases, because the constructor of that class would create a tensor.
+    Attributes of that class are read from the other variable (`_name`,
+    `_path`, `_shape` and others), except `_dtype` and `_autocast` (keras 3.0
+    to 3.15). If they have other names, the properties of Keras raise.
     """
 
     def __init__(self, held: keras.Variable, dtype: str):
@@ -256,17 +221,16 @@ class StoredInParts:
     methods that Keras's variables have (`_serialize_to_tensors`,
     `_restore_from_tensors`, keras 3.12 to 3.16, TensorFlow 2.21). They would
     read the computed value. Without them, the checkpoint lacks the variable.
-    Expires with variables that have no value of their own.
     """
 
     stored_parts: dict[str, keras.Variable]
     """The other variables, by the names of their entries in a checkpoint."""
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
-        found = {}
+        tensors = {}
         for name, part in self.stored_parts.items():
-            (found[name],) = part._serialize_to_tensors().values()
-        return found
+            (tensors[name],) = part._serialize_to_tensors().values()
+        return tensors
 
     def _restore_from_tensors(self, tensors: dict[str, Tensor]) -> None:
         for name, part in self.stored_parts.items():
@@ -274,27 +238,16 @@ class StoredInParts:
 
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
-    """Return the kernel variable of Dense, EinsumDense or a convolution.
-
-    Public `layer.kernel` merges LoRA's adapters into a new tensor
-    (`_kernel`, keras 3.0 to 3.16).
-
-    Raises:
-        ImportError: If this Keras has the kernel of a layer with adapters
-            elsewhere.
-    """
+    """Return the kernel variable of Dense, EinsumDense or a convolution."""
+    # Public `layer.kernel` merges LoRA's adapters into a new tensor
+    # (`_kernel`, keras 3.0 to 3.16).
     return _stored(layer, "kernel")
 
 
 def stored_embeddings(layer: keras.Layer) -> keras.Variable:
-    """Return the embeddings variable of Embedding or ReversibleEmbedding.
-
-    Public `layer.embeddings` merges LoRA's adapters into a new tensor
-    (`_embeddings`, keras 3.0 to 3.16).
-
-    Raises:
-        ImportError: As for `stored_kernel`.
-    """
+    """Return the embeddings variable of Embedding or ReversibleEmbedding."""
+    # Public `layer.embeddings` merges LoRA's adapters into a new tensor
+    # (`_embeddings`, keras 3.0 to 3.16).
     return _stored(layer, "embeddings")
 
 
@@ -308,10 +261,7 @@ def _stored(layer: keras.Layer, name: str) -> keras.Variable:
 
 
 class Companion:
-    """An object that Keras notifies when a variable is assigned.
-
-    There is no public hook (keras 3.0 to 3.15). Expires with one.
-    """
+    """An object that Keras notifies when a variable is assigned."""
 
     left_out = False
     """True if an optimizer was built for the variable, not for this object."""
@@ -331,10 +281,7 @@ class Companion:
         """Do nothing; called if an optimizer updated the variable only."""
 
     def memory(self) -> Callable[[], None]:
-        """Return a function that restores the present values.
-
-        Call that function once the values of both variables are restored.
-        """
+        """Return a function that restores this, once both variables are."""
         raise NotImplementedError
 
 
@@ -347,12 +294,7 @@ _thread = threading.local()
 
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
-    """Notify `companion` from now on when `variable` is assigned.
-
-    Args:
-        variable: A variable that the companion holds.
-        companion: The object to notify, as long as it exists.
-    """
+    """Notify `companion` from now on when its variable is assigned."""
     _COMPANIONS[id(variable)] = companion
 
 
@@ -363,11 +305,9 @@ def is_untold() -> bool:
 
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
-    """In the block, assigning a variable does not notify its companion.
-
-    This is for a step of an optimizer, which assigns companions too, and for
-    loading a file that has both.
-    """
+    """In the block, assigning a variable does not notify its companion."""
+    # This is for a step of an optimizer, which assigns companions too, and for
+    # loading a file that has both.
     _thread.blocks = getattr(_thread, "blocks", 0) + 1
     try:
         yield
@@ -377,10 +317,7 @@ def untold() -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_noted() -> Iterator[None]:
-    """In the block, companions do not note which optimizers are built.
-
-    This is for optimizers that are built to be looked at only.
-    """
+    """In the block, companions do not note which optimizers are built."""
     before = getattr(_thread, "notes", True)
     _thread.notes = False
     try:
@@ -395,8 +332,8 @@ def tell_companions() -> None:
     The public methods are `Variable.assign`, and of optimizers `build`,
     `apply` and `finalize_variable_values`, which on TensorFlow writes into the
     tensors behind the variables. The variables that an optimizer was built
-    with are in `_trainable_variables` (keras 3.0 to 3.15). If this attribute
-    is missing, pass the variables to `apply`.
+    with are in `_trainable_variables` (keras 3.0 to 3.15). Without it, they
+    have to be passed to `apply`.
     """
     put_around(keras.Variable, "assign", _assign)
     put_around(keras.optimizers.Optimizer, "build", _build)
@@ -405,9 +342,7 @@ def tell_companions() -> None:
     put_around(keras.optimizers.Optimizer, name, _finalize)
 
 
-def _assign(
-    stock: Callable[..., Any], variable: keras.Variable, value: Any
-) -> Any:
+def _assign(stock: Stock, variable: keras.Variable, value: Any) -> Any:
     assigned = stock(variable, value)
     companion = _COMPANIONS.get(id(variable))
     if companion is not None and not is_untold():
@@ -416,7 +351,7 @@ def _assign(
 
 
 def _build(
-    stock: Callable[..., Any],
+    stock: Stock,
     optimizer: keras.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> Any:
@@ -432,7 +367,7 @@ def _build(
 
 
 def _apply(
-    stock: Callable[..., Any],
+    stock: Stock,
     optimizer: keras.Optimizer,
     grads: Any,
     trainable_variables: Any = None,
@@ -451,7 +386,7 @@ def _apply(
 
 
 def _finalize(
-    stock: Callable[..., Any],
+    stock: Stock,
     optimizer: keras.Optimizer,
     var_list: Sequence[Any],
 ) -> Any:
@@ -463,20 +398,17 @@ def _finalize(
 
 
 def _companions_of(variables: Sequence[keras.Variable]) -> list[Any]:
-    found = (_COMPANIONS.get(id(variable)) for variable in variables)
-    return [companion for companion in found if companion is not None]
+    companions = (_COMPANIONS.get(id(variable)) for variable in variables)
+    return [each for each in companions if each is not None]
 
 
 class _AverageStandIn(keras.Variable):
-    """Takes the place of a variable's moving average in an optimizer.
-
-    It ignores assigned values. It holds zeros, which do not change the variable
-    when Keras assigns them to it. On TensorFlow, Keras writes into the tensors
-    behind the variables. There it holds the value of the variable, so that
-    overwriting one with the other, or swapping them, changes nothing.
-    """
+    """The moving average of a variable that has none; it ignores values."""
 
     def __init__(self, variable: keras.Variable):
+        # Keras assigns averages to variables, and zeros do not change this one.
+        # On TensorFlow it writes into the tensors behind the variables: there
+        # the average is the value, so that to swap them changes nothing.
         self._copies = keras.backend.backend() == "tensorflow"
 
         def initial(shape: Sequence[int], dtype: str | None = None) -> Tensor:
@@ -484,7 +416,8 @@ class _AverageStandIn(keras.Variable):
                 return keras.ops.copy(variable.value)
             return keras.ops.zeros(shape, dtype)
 
-        # As Keras makes slots: on JAX a LayoutMap may match the name.
+        # That of the variable, as Keras makes slots: else a LayoutMap would
+        # choose one by the name, on JAX.
         layout = getattr(variable, "_layout", None)
         super().__init__(
             initial,
@@ -512,9 +445,8 @@ class NotAveraged:
     For a variable that is overwritten with its gradient, optimizers with
     `use_ema` store None as the average and then fail on it: on TensorFlow at
     the end of `fit`, on TensorFlow and JAX with `ema_overwrite_frequency`, on
-    all three with the callback `SwapEMAWeights` (keras 3.12 to 3.15). See
-    `leave_out_of_averages`. Assigning zeros to such a variable must not change
-    it.
+    all three with the callback `SwapEMAWeights` (keras 3.12 to 3.15).
+    Assigning zeros to such a variable must not change it.
     """
 
     _stand_in: _AverageStandIn | None = None
@@ -550,17 +482,14 @@ def fill_averages(
 
 
 def leave_out_of_averages() -> None:
-    """Make Keras's optimizers leave `NotAveraged` variables unchanged.
+    """Make Keras's optimizers leave `NotAveraged` variables unchanged."""
 
-    No public hook tells a variable which optimizer it is given to. So the
-    public method `Optimizer.build`, which gets the variables, is wrapped to
-    fill the list of averages (`_model_variables_moving_average`, keras 3.12 to
-    3.15). If that list is missing, optimizers fail as Keras's do. Expires when
-    Keras skips None everywhere.
-    """
-
+    # `Optimizer.build`, which gets the variables, is wrapped to fill the list
+    # of averages (`_model_variables_moving_average`, keras 3.12 to 3.15).
+    # Without that list, optimizers fail as Keras's do. Expires when Keras
+    # skips None everywhere.
     def build(
-        stock: Callable[..., None],
+        stock: Stock,
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
     ) -> None:

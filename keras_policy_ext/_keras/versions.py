@@ -29,14 +29,7 @@ def pin() -> str:
 
 
 def to_install(error: ImportError) -> str:
-    """Return the package to install after a failed import of KerasHub.
-
-    Args:
-        error: The error of the import.
-
-    Returns:
-        The package that is missing: KerasHub, or one that it needs.
-    """
+    """Return the package to install after a failed import of KerasHub."""
     missing = isinstance(error, ModuleNotFoundError) and error.name
     package = (missing or "keras_hub").partition(".")[0]
     return f"keras-hub {HUB}" if package == "keras_hub" else package
@@ -44,14 +37,14 @@ def to_install(error: ImportError) -> str:
 
 def number() -> tuple[int, int] | None:
     """Return (major, minor) of the Keras in use, or None if unknown."""
-    found = re.match(r"(\d+)\.(\d+)", keras.__version__)
-    return None if found is None else (int(found[1]), int(found[2]))
+    match = re.match(r"(\d+)\.(\d+)", keras.__version__)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def warn_of_a_newer_keras() -> None:
     """Warn if the Keras in use is newer than the tested versions."""
-    found = number()
-    if found is None or found <= NEWEST:
+    version = number()
+    if version is None or version <= NEWEST:
         return
     _warn_once(
         f"Keras {keras.__version__} is newer than what this version of "
@@ -65,22 +58,15 @@ def warn_of_a_newer_keras() -> None:
 def missing(what: str, feature: str, instead: str = "") -> ImportError:
     """Return an ImportError: this Keras lacks a name that a feature needs.
 
-    Args:
-        what: The missing name, as it is in the source of Keras.
-        feature: The feature that needs it, a noun.
-        instead: A sentence on an alternative, if there is one.
+    `what` is the name in the source of Keras, `feature` a noun, and `instead`
+    a sentence on an alternative, if there is one.
     """
     text = f"{_lacks(what)}, which {feature} needs. {_way_out()} {instead}"
     return ImportError(text.rstrip())
 
 
 def warn_of_missing(what: str, consequence: str) -> None:
-    """Warn once that a private name is missing, and of the consequence.
-
-    Args:
-        what: As for `missing`.
-        consequence: A sentence.
-    """
+    """Warn once that a private name is missing, with the consequence."""
     _warn_once(f"{_lacks(what)}. {consequence} {_way_out()}")
 
 

@@ -25,8 +25,8 @@ STEPS = (
 class OwnReturnedLogs:
     """A model that chooses which logs `train_on_batch` returns as a list.
 
-    Keras lists all logs of `train_step` (`_flatten_metrics_in_order`, keras 3.0
-    to 3.15). If it no longer calls this, all logs are returned.
+    Keras lists all logs of `train_step` (`_flatten_metrics_in_order`, keras
+    3.0 to 3.15).
     """
 
     def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
@@ -39,39 +39,33 @@ class OwnReturnedLogs:
 
 
 def forget_compiled_functions(model: keras.Model) -> None:
-    """Make a model trace its training, test and prediction steps again.
-
-    `compile` does this too, but needs the loss and the metrics again (keras 3.0
-    to 3.15). KerasHub's generating models have one more step, which `compile`
-    also sets to None (keras_hub 0.32). The training step is created again here,
-    because a running `fit` that has called a callback does not create it.
-
-    On TensorFlow a model tracks a step as long as the attribute exists, and
-    the step keeps the weights that it reads.
-    """
+    """Make a model trace its training, test and prediction steps again."""
+    # `compile` does this too, but needs the loss and the metrics again (keras
+    # 3.0 to 3.15). KerasHub's generating models have one more step, which
+    # `compile` also sets to None (keras_hub 0.32).
     trains = getattr(model, "train_function", None) is not None
     generates = hasattr(model, "make_generate_function")
     for name in STEPS if generates else STEPS[:-1]:
         if hasattr(model, name):
+            # On TensorFlow a model tracks a step as long as the attribute
+            # exists, and the step keeps the weights that it reads.
             if getattr(model, name) is not None:
                 delattr(model, name)
             setattr(model, name, None)
+    # A running `fit` that has called a callback does not create it.
     if trains:
         model.make_train_function()
 
 
 def forget_gone_layers(model: keras.Model) -> None:
-    """Release layers that a compiled model no longer contains.
-
-    Keras stores for each layer whether it was trainable
-    (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
-    kernel alive. If the attribute is missing, there is nothing to release.
-    Expires when Keras stores no layers there.
-    """
-    kept = getattr(model, "_compiled_trainable_state", None)
-    if isinstance(kept, dict):
-        for layer in kept.keys() - set(layers_within(model)):
-            del kept[layer]
+    """Release layers that a compiled model no longer contains."""
+    # Keras stores for each layer whether it was trainable
+    # (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
+    # kernel alive.
+    trainable = getattr(model, "_compiled_trainable_state", None)
+    if isinstance(trainable, dict):
+        for layer in trainable.keys() - set(layers_within(model)):
+            del trainable[layer]
 
 
 def follow_graph(
@@ -80,21 +74,13 @@ def follow_graph(
     """Evaluate a Functional model's graph, with `call` for each operation.
 
     `model.operations` is public and lists each operation once, but without its
-    inputs. These are in `_nodes_by_depth` (keras 3.0 to 3.15). Expires with a
-    public way to read the graph.
-
-    Args:
-        model: A Functional model.
-        inputs: A value for each of `model.inputs`, of any type that is a leaf
-            of `keras.tree`.
-        call: Called as `call(operation, *args, **kwargs)`, with values in
-            place of symbolic tensors; returns the results of the operation.
+    inputs. These are in `_nodes_by_depth` (keras 3.0 to 3.15). There is an
+    input for each of `model.inputs`, of any type that is a leaf of
+    `keras.tree`. `call(operation, *args, **kwargs)` gets values in place of
+    symbolic tensors, and returns the results of the operation.
 
     Returns:
         A value for each of `model.outputs`.
-
-    Raises:
-        ImportError: If the models of this Keras store their graph elsewhere.
     """
     levels = getattr(model, "_nodes_by_depth", None)
     if levels is None:
@@ -114,21 +100,18 @@ def follow_graph(
 
 
 def layers_within(layer: keras.Layer) -> list[keras.Layer]:
-    """Return a layer and all layers inside it, without repeats, outer first.
-
-    `model.layers` has one level only. `_flatten_layers` (keras 3.0 to 3.15) is
-    called for one level at a time, because it reverses the order of the deeper
-    ones. If it is missing, the layers are found in the attributes. Expires with
-    a public way to walk a model.
-    """
-    found: dict[int, Any] = {}
+    """Return a layer and all layers inside it, without repeats, outer first."""
+    # `model.layers` has one level only. `_flatten_layers` (keras 3.0 to 3.15)
+    # is called for one level at a time, because it reverses the order of the
+    # deeper ones. If it is missing, the layers are found in the attributes.
+    layers: dict[int, Any] = {}
     waiting = [layer]
     while waiting:
         each = waiting.pop()
-        if id(each) not in found:
-            found[id(each)] = each
+        if id(each) not in layers:
+            layers[id(each)] = each
             waiting.extend(reversed(layers_directly_in(each)))
-    return list(found.values())
+    return list(layers.values())
 
 
 def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
@@ -137,8 +120,8 @@ def layers_directly_in(layer: keras.Layer) -> list[keras.Layer]:
         return list(layer._flatten_layers(include_self=False, recursive=False))
     if isinstance(layer, keras.Model):
         return list(layer.layers)
-    found = {id(each): each for each in _layers_in(attributes(layer))}
-    return [each for each in found.values() if each is not layer]
+    layers = {id(each): each for each in _layers_in(attributes(layer))}
+    return [each for each in layers.values() if each is not layer]
 
 
 def _layers_in(value: Any) -> Iterator[keras.Layer]:
@@ -153,79 +136,65 @@ def _layers_in(value: Any) -> Iterator[keras.Layer]:
 
 
 def attributes(layer: keras.Layer) -> dict[str, Any]:
-    """Return the attributes of a layer by name, including sublayers.
-
-    On torch a layer is a module, which stores the modules in it separately
-    (`named_children`, public there; keras 3.0 to 3.15).
-    """
+    """Return the attributes of a layer by name, including sublayers."""
+    # On torch a module stores the modules in it separately (`named_children`,
+    # public there; keras 3.0 to 3.15).
     children = getattr(layer, "named_children", dict)
     return {**vars(layer), **dict(children())}
 
 
 def uses_in_graph(model: keras.Layer) -> dict[int, int]:
-    """Return how often a Functional model's graph calls each layer, by id.
-
-    It is read from `_nodes_by_depth` (keras 3.0 to 3.15), because
-    `model.layers` and `model.operations` list each layer once. Empty for other
-    models, and if the attribute is missing; such layers count as called once.
-    Expires with a public way to read the graph.
-    """
+    """Return how often a Functional model's graph calls each layer, by id."""
+    # It is read from `_nodes_by_depth` (keras 3.0 to 3.15), because
+    # `model.layers` and `model.operations` list each layer once. Layers of
+    # other models count as called once.
     levels = getattr(model, "_nodes_by_depth", None) or {}
     nodes = itertools.chain.from_iterable(levels.values())
     return collections.Counter(id(node.operation) for node in nodes)
 
 
 def own_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the weights of a layer, without those of inner layers.
-
-    `layer.weights` has both (keras 3.0 to 3.15).
-    """
+    """Return a layer's weights; `weights` has those of inner layers too."""
     inner = layers_within(layer)[1:]
     others = {id(weight) for each in inner for weight in each.weights}
     return [weight for weight in layer.weights if id(weight) not in others]
 
 
 def tracked_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the variables that a layer tracks, without those of inner layers.
+    """Return the variables that a layer tracks, not those of inner layers.
 
-    They may be in attributes, lists or dicts. `variables` includes inner
-    layers (`_trainable_variables` and `_non_trainable_variables`, keras 3.0 to
-    3.15). If these are missing, the list is empty: variables then count only
-    from their assignment to an attribute on.
+    They may be in attributes, lists or dicts (`_trainable_variables` and
+    `_non_trainable_variables`, keras 3.0 to 3.15). Without these, variables
+    count only from their assignment to an attribute on.
     """
-    kept = ("_trainable_variables", "_non_trainable_variables")
-    return [v for name in kept for v in getattr(layer, name, ())]
+    names = ("_trainable_variables", "_non_trainable_variables")
+    return [v for name in names for v in getattr(layer, name, ())]
 
 
 def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return variables that a layer's functions read, but Keras does not track.
-
-    These are closure variables, globals and defaults of its functions, such as
-    that of a `Lambda`, and arguments of operations in the graph of a Functional
-    model (`_nodes_by_depth` as for `uses_in_graph`). Expires when Keras tracks
-    them.
-    """
-    found: list[Any] = []
+    """Return variables that a layer's functions read, untracked by Keras."""
+    # These are closure variables, globals and defaults of its functions, such
+    # as that of a `Lambda`, and arguments of operations in the graph of a
+    # Functional model (`_nodes_by_depth` as for `uses_in_graph`).
+    values: list[Any] = []
     for function in filter(inspect.isfunction, vars(layer).values()):
         with contextlib.suppress(ValueError):  # A name that has no value yet.
             outside = inspect.getclosurevars(function)
-            found += [*outside.nonlocals.values(), *outside.globals.values()]
-        found += function.__defaults__ or ()
-        found += (function.__kwdefaults__ or {}).values()
+            values += [*outside.nonlocals.values(), *outside.globals.values()]
+        values += function.__defaults__ or ()
+        values += (function.__kwdefaults__ or {}).values()
     levels = getattr(layer, "_nodes_by_depth", None) or {}
     for node in itertools.chain.from_iterable(levels.values()):
         given = getattr(node, "arguments", None)
-        found += keras.tree.flatten(
+        values += keras.tree.flatten(
             (getattr(given, "args", ()), getattr(given, "kwargs", {}))
         )
-    return [each for each in found if isinstance(each, keras.Variable)]
+    return [each for each in values if isinstance(each, keras.Variable)]
 
 
 def tracked_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """Return the metrics of a layer, without those of inner layers.
-
-    `metrics` of a custom model is often a property that may read attributes
-    which the constructor has not set yet (`_metrics`, keras 3.0 to 3.15). If it
-    is missing, the list is empty: metrics are then updated as in Keras.
-    """
+    """Return the metrics of a layer, without those of inner layers."""
+    # `metrics` of a custom model is often a property that may read attributes
+    # which the constructor has not set yet (`_metrics`, keras 3.0 to 3.15).
+    # Without it, metrics are updated as in Keras.
     return list(getattr(layer, "_metrics", ()))

@@ -47,21 +47,15 @@ _WITHOUT_FORM = {
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layer that can be converted, with the float8 class and the kernels.
-
-    Attributes:
-        layer: The layer.
-        form: The float8 class that conversion gives it.
-        kernels: The weights that are contracted.
-        owners: The layers that have the kernels which are not its own.
-        is_tied: Whether it is converted only where `convert` is asked to, as
-            a head that multiplies with the table of an embedding.
-    """
+    """A layer that can be converted, with the float8 class and the kernels."""
 
     layer: keras.Layer
-    form: type
-    kernels: tuple[keras.Variable, ...]
+    form: type  # The float8 class that conversion gives it.
+    kernels: tuple[keras.Variable, ...]  # The weights that are contracted.
+    # The layers that have the kernels which are not its own.
     owners: tuple[keras.Layer, ...] = ()
+    # Whether it is converted only where `convert` is asked to, as a head that
+    # multiplies with the table of an embedding.
     is_tied: bool = False
 
     @property
@@ -83,11 +77,8 @@ class Candidate:
 class Unconverted:
     """A layer with weights that stays as it is, with the reason.
 
-    Attributes:
-        layer: The layer.
-        reason: Why.
-        kernel: The weight of it that stays as it is, where others do not;
-            None for the whole layer.
+    `kernel` is the weight of it that stays, where others do not; None for the
+    whole layer.
     """
 
     layer: keras.Layer
@@ -99,10 +90,8 @@ class Unconverted:
 class Survey:
     """The layers of a model, sorted into convertible, composite and skipped.
 
-    Attributes:
-        candidates: Layers that can compute in float8.
-        composites: Layers whose float8 form only makes float8 children.
-        skipped: Layers with weights that are neither.
+    Candidates can compute in float8. The float8 form of a composite only makes
+    float8 children. Skipped layers have weights and are neither.
     """
 
     candidates: list[Candidate]
@@ -113,12 +102,10 @@ class Survey:
 def survey(model: keras.Layer, attention: bool = False) -> Survey:
     """Sort the layers of a model into candidates, composites and skipped.
 
-    Args:
-        model: The model.
-        attention: Whether layers without a float8 class, and without kernels,
-            are composites if their attention can be in float8.
+    With `attention`, layers without a float8 class, and without kernels, are
+    composites if their attention can be in float8.
     """
-    found = Survey([], [], [])
+    result = Survey([], [], [])
     layers = walking.layers_within(model)
     unknown = [x for x in layers if _has_no_form(x)]
     if attention:
@@ -131,13 +118,13 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
             form = _form(layer, attention)
             kernels = () if form is None else tuple(_kernels(layer, form))
         except _CannotConvert as reason:
-            found.skipped.append(Unconverted(layer, str(reason)))
+            result.skipped.append(Unconverted(layer, str(reason)))
             continue
         if form is not None and kernels:
-            found.candidates.append(_candidate(layer, form, kernels))
+            result.candidates.append(_candidate(layer, form, kernels))
         elif form is not None:
-            found.composites.append(layer)
-    return found
+            result.composites.append(layer)
+    return result
 
 
 def _candidate(
@@ -163,15 +150,12 @@ def quantized_by_keras(layer: keras.Layer) -> bool:
     )
 
 
-def replaced_code(layer: keras.Layer) -> str | None:
-    """Return why a layer's code may differ from the stock class, or None.
-
-    Also None if there is no float8 form of that class.
-    """
+def why_code_differs(layer: keras.Layer) -> str | None:
+    """Return why a layer's code may differ from its stock class, or None."""
     cls = type(layer)
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
-    except TypeError as error:
+    except TypeError as error:  # A subclass overrides its `call`, for instance.
         return str(error)
     for name in getattr(form, "float8_replaces", ()):
         if form is not cls and callable(vars(layer).get(name)):
@@ -198,15 +182,7 @@ class _CannotConvert(Exception):
 
 
 def _form(layer: keras.Layer, attention: bool) -> type | None:
-    """Return the float8 class for a layer, or None if it needs no conversion.
-
-    Args:
-        layer: The layer.
-        attention: As for `survey`.
-
-    Raises:
-        _CannotConvert: If it has weights and cannot be converted.
-    """
+    """Return a layer's float8 class; None if it needs no conversion."""
     cls = type(layer)
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
@@ -225,18 +201,16 @@ def _form(layer: keras.Layer, attention: bool) -> type | None:
         raise _CannotConvert(
             f"Keras has quantized it ({layer.quantization_mode})"
         )
-    replaced = replaced_code(layer)
+    replaced = why_code_differs(layer)
     if replaced is not None:
         raise _CannotConvert(replaced)
     return form
 
 
 def _quantized_by(layer: keras.Layer) -> str | None:
-    """Return the reason if another library quantizes a layer, else None.
-
-    Such a layer holds quantizers: layers or other objects with "quantizer" in
-    the names of their classes, which are not classes of Keras.
-    """
+    """Return the reason if another library quantizes a layer, else None."""
+    # It holds quantizers: layers or other objects with "quantizer" in the names
+    # of their classes, which are not classes of Keras.
     held = walking.attributes(layer).values()
     for each in (*held, *walking.layers_directly_in(layer)):
         cls = type(each)
@@ -302,19 +276,19 @@ def _not_recognised(layer: keras.Layer) -> str | None:
 def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
     """Return the weights of a layer that its float8 form uses in matmuls."""
     own = walking.own_weights(layer)
-    found: list[keras.Variable] = []
+    kernels: list[keras.Variable] = []
     if isinstance(layer, Float8Mixin):
-        found = layer.float8_contracted
+        kernels = layer.float8_contracted
     elif issubclass(form, Float8Mixin):
-        found = [v for v in own if form.is_float8_kernel(layer, v)]
-        found += [kernel for _, kernel in foreign_kernels(layer)]
+        kernels = [v for v in own if form.is_float8_kernel(layer, v)]
+        kernels += [kernel for _, kernel in foreign_kernels(layer)]
     names = getattr(form, "float8_kernels", ())
-    if own and not found and names is None:
+    if own and not kernels and names is None:
         raise _CannotConvert(_NO_KERNEL)
-    if own and not found and names:
+    if own and not kernels and names:
         listed = " or ".join(names)
         raise _CannotConvert(f"none of its own weights is called {listed}")
-    return found
+    return kernels
 
 
 # Layers of Keras whose `build` looks at shapes, and makes no weights.
@@ -385,16 +359,16 @@ def _check_parts(model: keras.Layer) -> None:
 
 def _unbuilt_parts(model: keras.Layer) -> list[tuple[str, Any]]:
     """Return the outermost parts without weights, as (name, layer)."""
-    found = []
+    unbuilt = []
     for name, part in _parts(model):
         if not any(map(_would_get_weights, walking.layers_within(part))):
             continue
         inner = _unbuilt_parts(part) if part.weights else []
-        found += [(f"{name}.{under}", layer) for under, layer in inner]
+        unbuilt += [(f"{name}.{under}", layer) for under, layer in inner]
         if not inner:
             described = f"{name} ({type(part).__name__} {path_of(part)!r})"
-            found.append((described, part))
-    return found
+            unbuilt.append((described, part))
+    return unbuilt
 
 
 def _would_get_weights(layer: keras.Layer) -> bool:

@@ -56,31 +56,22 @@ _FILES = ("save_own_variables", "load_own_variables")
 
 
 def has_own_files(layer: keras.Layer) -> str | None:
-    """Return why a layer that overrides saving is not frozen, or None.
-
-    Its files hold float kernels, so codes would be loaded as values.
-    """
+    """Return why a layer that overrides saving is not frozen, or None."""
+    # Its files hold float kernels: codes would be loaded as values.
     for name in _FILES:
         if name in vars(layer):
             return f"it has a `{name}` of its own"
+    forms = drop_ins()
     for base in type(layer).__mro__:
-        if base is Float8Mixin or base in _stock():
+        if base in (Float8Mixin, keras.Layer) or base in forms:
             return None
         for name in _FILES:
-            if name in vars(base) and base not in _own():
+            if name in vars(base) and base not in forms.values():
                 return (
                     f"its class {base.__name__} has a `{name}` of its own, "
                     "which reads and writes float weights"
                 )
     return None
-
-
-def _stock() -> set[type]:
-    return {*drop_ins(), keras.Layer}
-
-
-def _own() -> set[type]:
-    return set(drop_ins().values())
 
 
 @_user_code.once
@@ -148,26 +139,28 @@ def freeze(
         weights=weights, per=granularity, activations=activations
     )
     _check_trained(trained_scales, granularity)
-    selection = Selection.read(include, exclude, filter, None)
+    selection = Selection.read(include, exclude, filter)
     if isinstance(selection.filter, (Auto, Safe)):
         raise ValueError(_no_filter(filter))
     candidates.check(model)
-    found, skipped = freezable(model)
+    eligible, skipped = freezable(model)
     works = Works(model)
-    reasons = selection.reasons(found, deciding(model, selection, found, works))
+    reasons = selection.reasons(
+        eligible, deciding(model, selection, eligible, works)
+    )
     projecting: dict[int, str] = {}
     if activations is not None and include is None:
-        projecting = _projecting(model, found)
+        projecting = _projecting(model, eligible)
         reasons = {**projecting, **reasons}
-    chosen = [each for n, each in enumerate(found) if n not in reasons]
-    left = [Unconverted(found[n].layer, reasons[n]) for n in sorted(reasons)]
+    chosen = [each for n, each in enumerate(eligible) if n not in reasons]
+    left = [Unconverted(eligible[n].layer, reasons[n]) for n in sorted(reasons)]
     _check_not_frozen(chosen)
     plans = [_plan(each, recipe, trained_scales) for each in chosen]
     stored: list[Stored] = []
     with training.changing(model) as retraced:
         for number in projecting:
             if reasons[number] is projecting[number]:
-                to_stock_class(found[number].layer)
+                to_stock_class(eligible[number].layer)
         _release(model, chosen)
         for plan in plans:
             kernels = list(plan.kernels(stored))
@@ -234,7 +227,7 @@ def freezable(
     """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
     several = list(map(_of_own_kernels, survey.candidates))
-    found = {id(each.layer): each for each in several if each.kernels}
+    by_id = {id(each.layer): each for each in several if each.kernels}
     skipped = [
         Unconverted(each.layer, _KERNEL_ELSEWHERE)
         for each in several
@@ -247,14 +240,14 @@ def freezable(
             skipped.append(each)
             continue
         kernels = tuple(stored_weights.kernels_to_store(each.layer, form))
-        found[id(each.layer)] = Candidate(each.layer, form, kernels)
+        by_id[id(each.layer)] = Candidate(each.layer, form, kernels)
     order = walking.layers_within(model)
     holders = _holders(order)
     chosen = []
     for layer in order:
-        if id(layer) not in found:
+        if id(layer) not in by_id:
             continue
-        candidate = found[id(layer)]
+        candidate = by_id[id(layer)]
         reason = has_own_files(layer) or _shared(candidate, holders)
         if reason := reason or _moves_kernels(candidate):
             skipped.append(Unconverted(layer, reason))
@@ -269,10 +262,8 @@ _KERNEL_ELSEWHERE = (
 
 
 def _of_own_kernels(candidate: Candidate) -> Candidate:
-    """Return a candidate without the kernels that are of other layers.
-
-    These are stored where they are.
-    """
+    """Return a candidate without the kernels that are of other layers."""
+    # Those are stored in their own layers.
     if not candidate.owners:
         return candidate
     own = {id(each) for each in walking.own_weights(candidate.layer)}
@@ -283,21 +274,14 @@ def _of_own_kernels(candidate: Candidate) -> Candidate:
 def deciding(
     model: keras.Layer,
     selection: Selection,
-    found: list[Candidate],
+    eligible: list[Candidate],
     works: Works,
 ) -> dict[int, str]:
-    """Return why layers that decide stay in floats, by index.
-
-    Args:
-        model: The model.
-        selection: The layers that were asked for.
-        found: The layers that can be frozen.
-        works: The multiplications of the model.
-    """
+    """Return why layers that decide stay in floats, by index in `eligible`."""
     if selection.deciding:
         return {}
-    reasons = roles.deciding(model, found, works)
-    in_floats = [n for n in reasons if not float8_policy_of(found[n].layer)]
+    reasons = roles.deciding(model, eligible, works)
+    in_floats = [n for n in reasons if not float8_policy_of(eligible[n].layer)]
     return {n: reasons[n] for n in in_floats}
 
 
@@ -312,10 +296,8 @@ def _no_filter(given: object) -> str:
 
 
 def _release(model: keras.Layer, chosen: list[Candidate]) -> None:
-    """Make stock layers of those that multiply kernels which are now stored.
-
-    They hold the state of these kernels. Then they read them as numbers.
-    """
+    """Make stock layers of those that multiply kernels of layers to freeze."""
+    # They hold the state of these kernels. Then they read them as numbers.
     freezing = {id(each.layer) for each in chosen}
     for each in candidates.survey(model).candidates:
         stored = any(id(owner) in freezing for owner in each.owners)
@@ -324,16 +306,14 @@ def _release(model: keras.Layer, chosen: list[Candidate]) -> None:
             to_stock_class(each.layer)
 
 
-def _projecting(model: keras.Layer, found: list[Candidate]) -> dict[int, str]:
-    """Return why embeddings that also compute logits stay unfrozen, by index.
-
-    They stay in floats by default, because the readers of an exported model
-    compute logits in floats, from unquantized inputs.
-    """
+def _projecting(
+    model: keras.Layer, eligible: list[Candidate]
+) -> dict[int, str]:
+    """Return why embeddings that also compute logits stay, by index."""
     return {
         number: "it computes logits, whose inputs other readers do not round; "
         "`include` freezes it too"
-        for number, each in enumerate(found)
+        for number, each in enumerate(eligible)
         if issubclass(each.form, keras.layers.ReversibleEmbedding)
         and each.layer is not model
         and not is_frozen(each.layer)
@@ -361,11 +341,9 @@ def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
 def _shared(
     candidate: Candidate, holders: dict[int, list[keras.Layer]]
 ) -> str | None:
-    """Return why a kernel that other layers also hold is not frozen, or None.
-
-    The other layer would keep the float kernel and train it alone. In a model
-    that is rebuilt from a file, it would read codes as values.
-    """
+    """Return which other layer holds a kernel, so that it is not frozen."""
+    # It would keep the float kernel and train it alone; in a model that is
+    # rebuilt from a file, it would read codes as values.
     for kernel in candidate.kernels:
         for holder in holders.get(id(kernel), ()):
             if holder is not candidate.layer:
@@ -474,7 +452,7 @@ def _plan(
         if recipe.activations == "static" and form.float8_trains:
             amax = float(np.max(rows["inputs"][1], initial=0.0)) if rows else 0
             if not amax:
-                raise ValueError(_unseen(layer, "inputs", "static"))
+                raise ValueError(_unseen(layer))
             inputs[kernel.path] = amax / formats.get("float8_e4m3fn").max
         if trained_scales and rows:
             scale = float(rows["kernel"][0])
@@ -491,10 +469,10 @@ def _seen(layer: keras.Layer, kernel: keras.Variable) -> Any:
     return {} if variable is None else variable.rows()
 
 
-def _unseen(layer: keras.Layer, operand: str, asked: str) -> str:
+def _unseen(layer: keras.Layer) -> str:
     return (
         f"Layer {candidates.path_of(layer)!r} has seen no amax of its "
-        f"{operand}. Received: activations={asked!r}. Allowed: a model that "
+        "inputs. Received: activations='static'. Allowed: a model that "
         "was trained or calibrated under delayed scaling. Call "
         "`keras_policy_ext.convert(model)` and "
         "`keras_policy_ext.calibrate(model, data)` first; or leave the layer "
@@ -564,10 +542,10 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
     frozen = frozen_layers(model)
     if not frozen or keras.distribution.distribution() is not None:
         raise ValueError(_refusal(model, frozen))
-    found = [(layer, _to_widen(layer)) for layer in frozen]
-    layers = [layer for layer, variables in found if variables]
+    to_widen = [(layer, _to_widen(layer)) for layer in frozen]
+    layers = [layer for layer, variables in to_widen if variables]
     with training.changing(model):
-        for layer, variables in found:
+        for layer, variables in to_widen:
             for variable in variables:
                 if variable.widened is None:
                     stored_weights.keep_widened(layer, variable)

@@ -1,12 +1,23 @@
 """`convert` and `revert`: a built model to float8 in place, and back.
 
-All bad input is found before anything changes: arguments are checked and every
-layer is examined (`candidates.survey`). Then, in this order: each candidate
-gets its float8 class and a state with the amaxes of its kernels; layers that
-only create other layers get their float8 form, so that a model loaded from a
-file has float8 children again; optimizers get the states, and compiled steps
-are dropped (`training.changing`). If any step fails, what layers and
-optimizers held before is restored.
+The way of `convert`, with the modules that it goes through:
+
+1. `candidates.survey` sorts the layers of the model: those that can be in
+   float8, those that only create other layers (composites), and others with
+   the reason. Layers of a class without a float8 form are traced first, since
+   their products are recognised by operation (`layers.by_operation`).
+2. `requested.Requested` has the policies that the arguments ask for, and
+   `requested.Selection` the layers. `filters` leave out layers by size. What
+   the layers do in a call of the model leaves out those that decide, such as
+   routers.
+3. So far nothing has changed, and all bad input is found. Then
+   `training.changing` opens a block at whose end optimizers get the new states
+   and compiled steps are dropped. If anything fails in it, layers and
+   optimizers are what they were.
+4. In it, each chosen layer gets its float8 class, and a state with the amaxes
+   of its kernels (`layers.class_swap`). Composites get their float8 form, so
+   that a model loaded from a file has float8 children again.
+5. `report` says what was converted, and what was not and why.
 """
 
 from __future__ import annotations
@@ -34,7 +45,6 @@ from keras_policy_ext.conversion.report import (
     RevertedReport,
     report_of,
     warn_of_little,
-    warn_of_no_effect,
 )
 from keras_policy_ext.conversion.requested import (
     FROZEN,
@@ -49,7 +59,7 @@ from keras_policy_ext.conversion.requested import (
     warn_of_plain,
 )
 from keras_policy_ext.conversion.work import Works
-from keras_policy_ext.layers.activation_products import attends
+from keras_policy_ext.layers.attention_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import original_of
@@ -70,29 +80,21 @@ Followed = list[tuple[str, Float8DTypePolicy | None]]
 def enter_float8_with_children(layer: keras.Layer) -> bool:
     """Convert a composite if all layers in it follow one float8 policy.
 
-    It then creates float8 layers. It keeps the policy that it holds if that one
-    gives each of these layers the policy that it follows.
-
-    Returns:
-        Whether it has its float8 form now.
+    It then creates float8 layers. It keeps the policy that it holds if that
+    one gives each of these layers the policy that it follows. Return whether
+    it has its float8 form now.
     """
     followed = _followed(layer)
     distinct = {policy for _, policy in followed}
     if len(distinct) != 1 or None in distinct:
         return False
     held = policies.as_float8(layer.dtype_policy)
-    to_float8_class(layer, held if _says(held, followed) else distinct.pop())
+    to_float8_class(layer, held if _assigns(held, followed) else distinct.pop())
     return True
 
 
 def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
-    """Revert a composite if no layer in it is in float8 any more.
-
-    Args:
-        layer: The composite.
-        left: The layers that have left float8. If none of them is in the
-            composite, it is unchanged.
-    """
+    """Revert a composite if a layer in it has left float8, and none stays."""
     within = walking.layers_within(layer)[1:]
     none_stays = not any(float8_policy_of(each) is not None for each in within)
     if none_stays and any(each is one for each in within for one in left):
@@ -100,12 +102,10 @@ def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
 
 
 def declare_policies(model: keras.Layer) -> None:
-    """Set each backbone's policy to match the float8 layers inside it.
-
-    Such a policy has the recipe that most of the layers follow, and rules for
-    the others. A backbone keeps its policy if that says so already, if Keras
-    has quantized it, or if it has no layer in float8.
-    """
+    """Set each backbone's policy to match the float8 layers inside it."""
+    # Such a policy has the recipe that most of the layers follow, and rules
+    # for the others. A backbone keeps its policy if that says so already, if
+    # Keras has quantized it, or if it has no layer in float8.
     for layer in walking.layers_within(model):
         if keras_hub.writes_map_of_quantized_layers(layer):
             _declare(layer)
@@ -121,7 +121,7 @@ def _declare(backbone: keras.Model) -> None:
     layers = walking.layers_within(backbone)
     if any(map(candidates.quantized_by_keras, layers)):
         return
-    if _says(own, followed) or not any(policy for _, policy in followed):
+    if _assigns(own, followed) or not any(policy for _, policy in followed):
         return
     policy = policy_with_rules(source_policy_of(backbone), followed)
     global_policy.replace_layer_policy(backbone, policy)
@@ -129,17 +129,17 @@ def _declare(backbone: keras.Model) -> None:
 
 def _followed(composite: keras.Layer) -> Followed:
     """Return (path, float8 policy or None) of each convertible inner layer."""
-    found = [c.layer for c in candidates.survey(composite).candidates]
-    return [(path_of(layer), float8_policy_of(layer)) for layer in found]
+    layers = [c.layer for c in candidates.survey(composite).candidates]
+    return [(path_of(layer), float8_policy_of(layer)) for layer in layers]
 
 
-def _says(policy: keras.DTypePolicy, followed: Followed) -> bool:
+def _assigns(policy: keras.DTypePolicy, followed: Followed) -> bool:
     """Return True if `policy` assigns each path the policy listed with it."""
     for path, wanted in followed:
-        said = policies.as_float8(of_path(policy, path))
-        if isinstance(said, Float8DTypePolicy):
-            said = said.for_path(path)
-        if (said if isinstance(said, Float8DTypePolicy) else None) != wanted:
+        own = policies.as_float8(of_path(policy, path))
+        if isinstance(own, Float8DTypePolicy):
+            own = own.for_path(path)
+        if (own if isinstance(own, Float8DTypePolicy) else None) != wanted:
             return False
     return True
 
@@ -149,10 +149,8 @@ def policy_with_rules(
 ) -> Float8DTypePolicy:
     """Return a policy of the most common recipe, with rules for the others.
 
-    Args:
-        source: The plain policy that it extends.
-        followed: The paths of layers, with the policy of each or None; one of
-            them at least has a policy.
+    `source` is the plain policy that it extends. At least one of the layers
+    has a policy.
     """
     recipes = [policy.recipe for _, policy in followed if policy is not None]
     (recipe, _), *_ = collections.Counter(recipes).most_common(1)
@@ -171,19 +169,12 @@ Decision = tuple[Candidate, Target]
 
 @dataclasses.dataclass(frozen=True)
 class _Decided:
-    """The decisions of `convert`, before any layer is changed.
-
-    Attributes:
-        survey: The layers of the model.
-        decisions: The layers that it converts, with their policies.
-        left: The layers that it leaves out, with the reasons.
-        works: The multiplications of the model, if they were counted.
-    """
+    """The decisions of `convert`, before any layer is changed."""
 
     survey: candidates.Survey
     decisions: list[Decision]
     left: list[Unconverted]
-    works: Works | None
+    works: Works | None  # None if multiplications were not counted.
 
 
 @_user_code.once
@@ -263,20 +254,12 @@ def convert(
         >>> kpe.convert(model, "current").converted[0].policy  # another recipe
         'float8/current_from_float32'
     """
-    decided = _decided(
-        model,
-        policy,
-        attention,
-        recipe=recipe,
-        include=include,
-        exclude=exclude,
-        filter=filter,
-        min_size=min_size,
-    )
+    selection = Selection.read(include, exclude, filter, min_size)
+    decided = _decided(model, policy, selection, attention, recipe)
     if decided.decisions:
         training.check_optimizers(model)
     change = training.change_of(model, to_float8=True, optimizer=optimizer)
-    known = training.before(change)
+    notes = training.before(change)
     nothing_folded = smooth_swiglu is not None and not _extensions.get(
         "conversion.smooth_swiglu"
     )(model, smooth_swiglu)
@@ -284,7 +267,8 @@ def convert(
         report = _convert(model, decided, attention, retraced)
         # In here, so that an error made of a warning undoes all.
         warn_of_little(report, model)
-        warn_of_no_effect(report)
+        for sentence in report.without_effect:
+            _user_code.warn(sentence)
         if nothing_folded:
             _user_code.warn(
                 f"`smooth_swiglu` had no effect on {model.name!r}: no gated "
@@ -293,7 +277,7 @@ def convert(
             )
         if not decided.decisions:
             warn_of_plain(decided.left)
-        training.after(change, known)
+        training.after(change, notes)
     return report
 
 
@@ -301,24 +285,17 @@ def convert(
 def converted(
     model: keras.Layer,
     policy: PolicyLike | HasPolicy | None = None,
-    **options: Any,
+    attention: Literal["float8"] | None = None,
+    recipe: Recipe | str | None = None,
+    **selected: Any,
 ) -> Iterator[Report]:
     """In the block, a model is converted; on exit, all layers are restored.
 
-    All that its layers hold is then restored. Optimizers and compiled steps are
-    not updated, so do not train the model in the block.
-
-    Args:
-        model: As for `convert`.
-        policy: As for `convert`.
-        **options: The other arguments of `convert`.
-
-    Raises:
-        TypeError: As for `convert`.
-        ValueError: As for `convert`.
+    Arguments and errors are those of `convert`. Optimizers and compiled steps
+    are not updated, so do not train the model in the block.
     """
-    attention = options.pop("attention", None)
-    decided = _decided(model, policy, attention, **options)
+    selection = Selection.read(**selected)
+    decided = _decided(model, policy, selection, attention, recipe)
     with undone(walking.layers_within(model)), training.replicas(model):
         yield _convert(model, decided, attention)
 
@@ -326,30 +303,31 @@ def converted(
 def _decided(
     model: keras.Layer,
     policy: PolicyLike | HasPolicy | None,
+    selection: Selection,
     attention: Literal["float8"] | None,
-    recipe: Recipe | str | None = None,
-    include: PathPatterns | None = None,
-    exclude: PathPatterns | None = None,
-    filter: LayerFilter | None = None,
-    min_size: int | None = None,
+    recipe: Recipe | str | None,
 ) -> _Decided:
     """Check the arguments of `convert`, and choose a policy for each layer."""
-    selection = Selection.read(include, exclude, filter, min_size)
-    _check_attention(attention)
+    if attention not in (None, "float8"):
+        raise ValueError(
+            "`attention` is neither 'float8' nor None. Received: "
+            f"{attention!r}. Allowed: 'float8', to compute scores and "
+            "weighted sums in float8, or None, to leave them as they are."
+        )
     candidates.check(model)
     survey = candidates.survey(model, attention is not None)
     requested = Requested.read(model, policy, recipe)
-    found = survey.candidates
-    check_tuned(policy, found)
+    convertible = survey.candidates
+    check_tuned(policy, convertible)
     works = None
     by_role: dict[int, str] = {}
-    if found and not selection.deciding:
+    if convertible and not selection.deciding:
         works = Works(model)
-        by_role = roles.deciding(model, found, works)
+        by_role = roles.deciding(model, convertible, works)
         if isinstance(selection.filter, Safe):
-            by_role = {**roles.ends(found, works), **by_role}
-    reasons = selection.reasons(found, by_role)
-    decisions, left = _decide(found, requested, reasons)
+            by_role = {**roles.ends(convertible, works), **by_role}
+    reasons = selection.reasons(convertible, by_role)
+    decisions, left = _decide(convertible, requested, reasons)
     return _Decided(survey, decisions, left, works)
 
 
@@ -432,16 +410,16 @@ def revert(model: keras.Layer) -> Report:
     candidates.check(model)
     layers = walking.layers_within(model)
     stays = [each for layer in layers for each in _why_it_stays(layer)]
-    kept = {id(each.layer) for each in stays}
+    staying = {id(each.layer) for each in stays}
     in_float8 = layers_in_float8(model)
-    reverted = [layer for layer in in_float8 if id(layer) not in kept]
+    reverted = [layer for layer in in_float8 if id(layer) not in staying]
     if stays and not reverted:
         raise ValueError(_all_frozen(model))
     change = training.change_of(model, to_float8=False)
-    known = training.before(change)
+    notes = training.before(change)
     with training.changing(model) as retraced:
-        _revert(model, kept)
-        training.after(change, known)
+        _revert(model, staying)
+        training.after(change, notes)
         left = [each for each in stays if float8_policy_of(each.layer)]
         return report_of(
             RevertedReport, model, reverted, left, retraced=retraced
@@ -450,11 +428,7 @@ def revert(model: keras.Layer) -> Report:
 
 @contextlib.contextmanager
 def reverted(model: keras.Layer) -> Iterator[None]:
-    """In the block, a model is reverted; on exit, all layers are restored.
-
-    All is then restored, as for `converted`, so do not train the model in the
-    block.
-    """
+    """In the block, a model is reverted; do not train it there."""
     layers = walking.layers_within(model)
     with undone(layers), training.replicas(model):
         stays = [each for layer in layers for each in _why_it_stays(layer)]
@@ -462,30 +436,26 @@ def reverted(model: keras.Layer) -> Iterator[None]:
         yield
 
 
-def _revert(model: keras.Layer, kept: Container[int]) -> None:
-    """Make all layers stock layers, except those whose `id` is in `kept`."""
+def _revert(model: keras.Layer, staying: Container[int]) -> None:
+    """Make all layers stock layers, but not those with an id in `staying`."""
     for layer in walking.layers_within(model):
-        if id(layer) not in kept and (
+        if id(layer) not in staying and (
             original_of(type(layer)) is not None
-            or _holds_float8(layer)
+            or isinstance(
+                of_path(layer.dtype_policy, layer.path), Float8DTypePolicy
+            )
             or float8_policy_of(layer) is not None
         ):
             to_stock_class(layer)
     declare_policies(model)
 
 
-def _holds_float8(layer: keras.Layer) -> bool:
-    """Return True if a layer's own policy is a `Float8DTypePolicy`."""
-    held = of_path(layer.dtype_policy, layer.path)
-    return isinstance(held, Float8DTypePolicy)
-
-
 def _decide(
-    found: list[Candidate], requested: Requested, reasons: dict[int, str]
+    convertible: list[Candidate], requested: Requested, reasons: dict[int, str]
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Split candidates into (candidate, policy) pairs and layers left out."""
     decisions, left = [], []
-    for number, candidate in enumerate(found):
+    for number, candidate in enumerate(convertible):
         reason = reasons.get(number)
         target = Target(reason=reason)
         if reason is None:
@@ -494,19 +464,19 @@ def _decide(
             left.append(Unconverted(candidate.layer, str(target.reason)))
         else:
             decisions.append((candidate, target))
-    return _with_one_state(found, decisions, left)
+    return _with_one_state(convertible, decisions, left)
 
 
 def _with_one_state(
-    found: list[Candidate], decisions: list[Decision], left: list[Unconverted]
+    convertible: list[Candidate],
+    decisions: list[Decision],
+    left: list[Unconverted],
 ) -> tuple[list[Decision], list[Unconverted]]:
-    """Leave out layers whose kernels other layers multiply in float8.
-
-    A kernel has one state, which is that of the layer that multiplies.
-    """
+    """Leave out layers whose kernels other layers multiply in float8."""
+    # A kernel has one state, which is that of the layer that multiplies.
     stays = {id(each.layer) for each in left}
     multiplying: dict[int, Candidate] = {}
-    for each in found:
+    for each in convertible:
         if id(each.layer) in stays and float8_policy_of(each.layer):
             multiplying.update(_foreign(each))
     for each, _ in decisions:
@@ -552,15 +522,6 @@ def _all_frozen(model: keras.Layer) -> str:
     )
 
 
-def _check_attention(attention: object) -> None:
-    if attention not in (None, "float8"):
-        raise ValueError(
-            "`attention` is neither 'float8' nor None. Received: "
-            f"{attention!r}. Allowed: 'float8', to compute scores and "
-            "weighted sums in float8, or None, to leave them as they are."
-        )
-
-
 def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
     """Return the warning that `attention="float8"` had no effect."""
     why = (
@@ -590,11 +551,11 @@ def _left(
     refused: Sequence[Unconverted],
 ) -> Iterator[Unconverted]:
     """Yield layers with layers in float8 in them, and attention in floats."""
-    known = {id(x) for x in converted} | {id(each.layer) for each in refused}
+    listed = {id(x) for x in converted} | {id(each.layer) for each in refused}
     for layer in walking.layers_within(model):
         reason = _why_left(layer)
         within = walking.layers_directly_in(layer)
-        if id(layer) in known or reason is None:
+        if id(layer) in listed or reason is None:
             continue
         if any(float8_policy_of(each) is not None for each in within):
             yield Unconverted(layer, reason)
@@ -602,28 +563,24 @@ def _left(
 
 def _partly_left(converted: Sequence[keras.Layer]) -> list[str]:
     """Return a sentence for each class with products left in floats."""
-    found = {
+    reasons = {
         type(x).__name__: reason for x in converted if (reason := _why_left(x))
     }
     return [
         f"`attention='float8'` had no effect on a part of {name}: {reason}."
-        for name, reason in found.items()
+        for name, reason in reasons.items()
     ]
 
 
 def _why_left(layer: keras.Layer) -> str | None:
     """Return why products of two activations in a layer stay in floats."""
     record = record_of(layer)
-    found = None if record is None else record.attention
-    return None if found is None else found.left
+    attention = None if record is None else record.attention
+    return None if attention is None else attention.reason_in_floats
 
 
 def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
-    """Convert a composite and, if requested, the matmuls of its attention.
-
-    Returns:
-        Why the attention is not in float8 although that was requested, or None.
-    """
+    """Convert a composite; return why its attention stays in floats."""
     was_stock = original_of(type(layer)) is None
     if not enter_float8_with_children(layer):
         return _PROJECTIONS if attention and can_attend(layer) else None

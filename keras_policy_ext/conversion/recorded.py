@@ -11,7 +11,7 @@ from keras_policy_ext._keras import products, stock_float8, walking
 from keras_policy_ext.backends.flows import NONE, Sources
 from keras_policy_ext.conversion import traced, work
 from keras_policy_ext.layers import by_operation
-from keras_policy_ext.layers.activation_products import (
+from keras_policy_ext.layers.attention_products import (
     Attention,
     Fused,
     Multiplied,

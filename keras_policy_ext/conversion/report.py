@@ -14,9 +14,9 @@ import numpy as np
 
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import (
-    kept_numbers,
+    layers_report,
     roles,
-    summary,
+    saved_input_bytes,
     work,
 )
 from keras_policy_ext.conversion.candidates import (
@@ -24,7 +24,7 @@ from keras_policy_ext.conversion.candidates import (
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.summary import LayersReport
+from keras_policy_ext.conversion.layers_report import LayersReport
 from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
@@ -131,11 +131,8 @@ class Skipped(Work):
             None if it is not in float8.
         per_tensor: As for `Converted`.
         is_kernel: Whether it is a kernel of a layer with others in float8.
-        parameters: As for `work.Work`, like the four that follow.
-        multiplications: See above.
-        plain_multiplications: See above.
-        sizes_known: See above.
-        plain_parameters: See above.
+        parameters, multiplications, plain_multiplications, sizes_known,
+            plain_parameters: As for `work.Work`.
     """
 
     path: str
@@ -189,13 +186,13 @@ class Report(LayersReport):
     retraced: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
 
-    _kept: ClassVar[str] = "Not converted"
-    _changes: ClassVar[str] = "converts"
+    _unchanged_title: ClassVar[str] = "Not converted"
+    _verb: ClassVar[str] = "converts"
     _columns = (Column("policy / reason not converted", wraps=True),)
     _full_columns = (
         Column("layer", apart=True),
         Column("class"),
-        *summary.SHARES,
+        *layers_report.SHARES,
         Column("policy / reason not converted", wraps=True),
     )
     _every = EVERY
@@ -229,7 +226,7 @@ class Report(LayersReport):
 
     def _notes(self, full: bool) -> list[str]:
         notes = [*super()._notes(full), *self.without_effect]
-        notes += kept_numbers.note(self.converted)
+        notes += saved_input_bytes.note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
         if coarser:
             notes.append(
@@ -252,9 +249,9 @@ class Report(LayersReport):
         if deciding:
             layers = counted(len(deciding), "layer")
             notes.append(
-                f"{self._kept}, since rounding could change what is chosen: "
-                f"{layers}, such as {deciding[0].path!r}. `filter='all'` "
-                f"{self._changes} such layers too."
+                f"{self._unchanged_title}, since rounding could change what "
+                f"is chosen: {layers}, such as {deciding[0].path!r}. "
+                f"`filter='all'` {self._verb} such layers too."
             )
         if self.retraced:
             shown = ", ".join(self.retraced)
@@ -311,31 +308,19 @@ _KERNELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A kernel that `freeze` has stored in float8, and what that changed.
+    """A kernel that `freeze` has stored in float8, and what that changed."""
 
-    Attributes:
-        path: The path of the kernel.
-        bytes_before: Its bytes before, in floats.
-        bytes_after: The bytes of its codes and scales.
-        sqnr_db: Signal to quantization noise ratio of the kernel, decibels.
-    """
-
-    path: str
-    bytes_before: int
-    bytes_after: int
+    path: str  # The path of the kernel.
+    bytes_before: int  # Its bytes before, in floats.
+    bytes_after: int  # The bytes of its codes and scales.
+    # Signal to quantization noise ratio of the kernel, decibels.
     sqnr_db: float
 
     @classmethod
     def of(
         cls, kernel: keras.Variable, value: Any, stored: StoredKernel
     ) -> Stored:
-        """Return the entry of a kernel: bytes before and after, and its SQNR.
-
-        Args:
-            kernel: The variable.
-            value: Its values in float32.
-            stored: The quantized values.
-        """
+        """Return the entry of a kernel; `value` is its value in float32."""
         width = np.dtype("float32").itemsize
         if "16" in keras.backend.standardize_dtype(kernel.dtype):
             width //= 2
@@ -355,8 +340,8 @@ class FrozenReport(Report):
         stored: One entry for each kernel that was stored.
     """
 
-    _kept: ClassVar[str] = "Not frozen"
-    _changes: ClassVar[str] = "freezes"
+    _unchanged_title: ClassVar[str] = "Not frozen"
+    _verb: ClassVar[str] = "freezes"
 
     stored: tuple[Stored, ...] = ()
 
@@ -418,26 +403,14 @@ def report_of(
     model: keras.Layer,
     converted: Sequence[keras.Layer],
     left: Sequence[Unconverted],
+    # List layers that multiply with kernels of others as skipped.
     names_others: bool = False,
     without_effect: Sequence[str] = (),
     retraced: Sequence[str] = (),
-    works: work.Works | None = None,
+    works: work.Works | None = None,  # If they are counted already.
     **more: Any,
 ) -> ReportClass:
-    """Return the report of a change, with the `Work` of each layer.
-
-    Args:
-        cls: The class of the report.
-        model: The model or layer that was changed.
-        converted: Layers in it that follow another policy now.
-        left: Layers in it that do not.
-        names_others: Whether to list layers that multiply with kernels of
-            other layers as skipped.
-        without_effect: Sentences on arguments that had no effect.
-        retraced: Names of compiled functions that are traced anew.
-        works: The multiplications of the model, if they are counted already.
-        **more: Fields that the class has in addition.
-    """
+    """Return the report of a change; `more` has fields of its class."""
     works = works or work.Works(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
     left = [
@@ -457,8 +430,8 @@ def report_of(
     for layer in converted:
         counted, of_kernels = works.of(layer), kernels.get(id(layer), [])
         if of_kernels:
-            counted, found = works.of_parts(layer, of_kernels)
-            parts.update(zip(map(id, of_kernels), found, strict=True))
+            counted, counts = works.of_parts(layer, of_kernels)
+            parts.update(zip(map(id, of_kernels), counts, strict=True))
         done.append(_converted(layer, counted))
     rest = [_skipped(each, works, parts.get(id(each.kernel))) for each in left]
     weights = [v for v in model.weights if not is_state(v)]
@@ -488,7 +461,7 @@ def _skipped(
 
 
 def _converted(layer: keras.Layer, counted: Work) -> Converted:
-    kept, kept_before = kept_numbers.itemsizes(layer) or (None, None)
+    kept, kept_before = saved_input_bytes.of_layer(layer) or (None, None)
     return Converted(
         path=path_of(layer),
         class_name=type(layer).__name__,
@@ -511,10 +484,11 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
         return
     if whole:
         share = f"Only {percent(part, whole)}" if part else "None"
+        notes = "".join(f" {note}" for note in totals.notes())
         message = (
             f"{share} of the multiplications of {model.name!r} are in float8 "
             "after `convert`. "
-            f"{_reasons(report)}{_unknown(totals)} To have more in float8, "
+            f"{_reasons(report)}{notes} To have more in float8, "
             "change `include`, `exclude`, `filter`, `min_size` or the rules of "
             "the policy where one of these is the reason. Where it is the "
             "class of a layer, use a class that has a float8 form, or derive "
@@ -530,12 +504,6 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
             "Float8Mixin."
         )
     _user_code.warn(message)
-
-
-def warn_of_no_effect(report: Report) -> None:
-    """Warn of each argument of `convert` that had no effect."""
-    for sentence in report.without_effect:
-        _user_code.warn(sentence)
 
 
 def outcome_of(group: Sequence[Converted | Skipped]) -> str:
@@ -558,20 +526,16 @@ def _reasons(report: Report) -> str:
     """Return sentences on the largest groups of layers outside float8."""
     totals = report.totals
     groups = [group for group in report.groups if not group[0].in_float8]
-    groups.sort(key=lambda group: -summary.work(group))
-    found = []
+    groups.sort(key=lambda group: -layers_report.multiplications_of(group))
+    sentences = []
     for group in groups[:REASONS]:
-        share, _ = summary.shares(group, totals)
+        share, _ = layers_report.shares(group, totals)
         layers = counted(len(group), "layer")
         reason = outcome_of(group).removeprefix("– ")
-        found.append(
+        sentences.append(
             f"{share} are in {layers} of class {group[0].class_name}: {reason}."
         )
-    return " ".join(found)
-
-
-def _unknown(totals: summary.Totals) -> str:
-    return "".join(f" {note}" for note in totals.notes())
+    return " ".join(sentences)
 
 
 def _float8_policy(layer: keras.Layer) -> str | None:
@@ -592,8 +556,8 @@ def _shares_scales(layer: keras.Layer) -> bool:
     if float8_policy_of(layer) is None or layer.float8_contracted:
         return False
     recipe = layer.float8_controller.recipe_of_activations
-    asked = recipe.quantization("inputs", "forward")
-    return asked is not None and bool(asked.has_one_scale)
+    quantization = recipe.quantization("inputs", "forward")
+    return quantization is not None and bool(quantization.has_one_scale)
 
 
 def _counted(names: Sequence[str]) -> str:

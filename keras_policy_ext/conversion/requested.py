@@ -42,7 +42,7 @@ class DTypePolicyLike(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name, such as `"mixed_bfloat16"`."""
+        """The name, such as `"mixed_bfloat16"`."""
 
     @property
     def compute_dtype(self) -> str:
@@ -82,34 +82,31 @@ Patterns = tuple[re.Pattern[str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The arguments of `convert` that select layers, such as `include`.
+    """The arguments of `convert` that select layers, such as `include`."""
 
-    Attributes:
-        include: Patterns, one of which must be found in the path; None: any.
-        exclude: Patterns none of which may be found there.
-        filter: A predicate of a layer, an `Auto` or a `Safe`; None: any layer.
-        min_size: The fewest entries of a kernel.
-        deciding: Whether layers that decide, such as routers, and tied heads
-            are converted. They are if a predicate or `"all"` says which layers
-            are.
-    """
-
+    # Patterns, one of which must be found in the path; None: any.
     include: Patterns | None
-    exclude: Patterns
+    exclude: Patterns  # Patterns none of which may be found there.
+    # A predicate of a layer, an `Auto` or a `Safe`; None: any layer.
     filter: Callable[[Any], bool] | Auto | Safe | None
-    min_size: int
+    min_size: int  # The fewest entries of a kernel.
+    # Whether layers that decide, such as routers, and tied heads are
+    # converted. They are if a predicate or `"all"` says which layers are.
     deciding: bool = False
 
     @classmethod
     def read(
-        cls, include: object, exclude: object, filter: object, min_size: object
+        cls,
+        include: object = None,
+        exclude: object = None,
+        filter: object = None,
+        min_size: object = None,
     ) -> Selection:
         """Check the arguments of `convert` that select layers, and hold them.
 
         Raises:
             TypeError: If one has the wrong type.
-            ValueError: If a pattern is no regular expression, or `min_size` is
-                negative.
+            ValueError: If one has a wrong value.
         """
         return cls(
             None if include is None else _patterns("include", include),
@@ -124,14 +121,9 @@ class Selection:
         candidates: list[Candidate],
         by_role: Mapping[int, str] | None = None,
     ) -> dict[int, str]:
-        """Return the reason for each candidate that the selection leaves out.
+        """Return why candidates are left out, by the index of each.
 
-        Args:
-            candidates: All layers that could be converted, in order.
-            by_role: Reasons that rank before those of a filter by size.
-
-        Returns:
-            A reason by the index of each candidate that is left out.
+        `by_role` has reasons that rank before those of a filter by size.
 
         Raises:
             ValueError: If `include` matches none of them.
@@ -139,26 +131,28 @@ class Selection:
         """
         paths = [path_of(candidate.layer) for candidate in candidates]
         self._check_matches(paths)
-        found = {}
+        reasons = {}
         for number, candidate in enumerate(candidates):
             reason = self._reason(candidate, paths[number])
-            reason = reason or self._unasked(candidate)
+            reason = reason or self._tied_head(candidate)
             if reason is not None:
-                found[number] = reason
+                reasons[number] = reason
         if isinstance(self.filter, (Auto, Safe)):
-            asked = [
+            numbers = [
                 number
                 for number, candidate in enumerate(candidates)
-                if self._unasked(candidate) is None
+                if self._tied_head(candidate) is None
             ]
-            left = self.filter.reasons([candidates[n] for n in asked])
-            by_role = {**{asked[n]: left[n] for n in left}, **(by_role or {})}
-        return {**(by_role or {}), **found}
+            left = self.filter.reasons([candidates[n] for n in numbers])
+            by_size = {numbers[n]: reason for n, reason in left.items()}
+            by_role = {**by_size, **(by_role or {})}
+        return {**(by_role or {}), **reasons}
 
-    def _unasked(self, candidate: Candidate) -> str | None:
-        """Return why a tied head is left out, unless it is asked for."""
-        asked = self.include is not None or self.deciding
-        if not candidate.is_tied or asked or float8_policy_of(candidate.layer):
+    def _tied_head(self, candidate: Candidate) -> str | None:
+        """Return why a tied head is left out, unless it is requested."""
+        if not candidate.is_tied or float8_policy_of(candidate.layer):
+            return None
+        if self.include is not None or self.deciding:
             return None
         return (
             "it is a tied head, which multiplies with the table of another "
@@ -167,9 +161,9 @@ class Selection:
         )
 
     def _reason(self, candidate: Candidate, path: str) -> str | None:
-        if self.include is not None and not _found(self.include, path):
+        if self.include is not None and not _first_match(self.include, path):
             return "`include` does not match its path"
-        pattern = _found(self.exclude, path)
+        pattern = _first_match(self.exclude, path)
         if pattern:
             return f"`exclude` matches its path: {pattern.pattern!r}"
         if candidate.size < self.min_size:
@@ -183,7 +177,7 @@ class Selection:
 
     def _check_matches(self, paths: list[str]) -> None:
         include = self.include
-        matched = any(_found(include or (), path) for path in paths)
+        matched = any(_first_match(include or (), path) for path in paths)
         if include is not None and paths and not matched:
             raise ValueError(_no_match("include", include, paths))
         for pattern in dict.fromkeys(self.exclude):
@@ -191,7 +185,7 @@ class Selection:
                 _user_code.warn(_no_match("exclude", (pattern,), paths))
 
 
-def _found(patterns: Patterns, path: str) -> re.Pattern[str] | None:
+def _first_match(patterns: Patterns, path: str) -> re.Pattern[str] | None:
     return next((p for p in patterns if p.search(path)), None)
 
 
@@ -258,7 +252,9 @@ def _filter(given: object) -> Any:
     )
 
 
-def _answer(predicate: Callable[[Any], object], layer: keras.Layer) -> bool:
+def _answer(
+    predicate: Callable[[keras.Layer], object], layer: keras.Layer
+) -> bool:
     answer: Any = predicate(layer)
     if isinstance(answer, (bool, np.bool_)):
         return bool(answer)
@@ -292,29 +288,22 @@ _PLAIN = "its own policy is "
 
 @dataclasses.dataclass(frozen=True)
 class Requested:
-    """The policies that `convert` can give to layers.
+    """The policies that `convert` can give to layers."""
 
-    Attributes:
-        policies: Float8 policies, or maps with some in them. More than one
-            where earlier conversions gave several.
-        own_first: Whether a layer with a float8 policy of its own follows
-            that one.
-    """
-
+    # Float8 policies, or maps with some in them. More than one where earlier
+    # conversions gave several.
     policies: tuple[keras.DTypePolicy, ...]
+    # Whether a layer with a float8 policy of its own follows that one.
     own_first: bool
 
     @classmethod
-    def read(cls, model: keras.Layer, policy: Any, recipe: Any) -> Requested:
-        """Return the policies that the arguments of `convert` request.
-
-        Raises:
-            TypeError: If one has the wrong type.
-            ValueError: If they mean no float8 policy to train with.
-        """
-        asked = _asked(policy, recipe)
-        if asked is not None:
-            return cls((asked,), own_first=False)
+    def read(
+        cls, model: keras.Layer, policy: object, recipe: object
+    ) -> Requested:
+        """Return the policies that the arguments of `convert` request."""
+        given = _given(policy, recipe)
+        if given is not None:
+            return cls((given,), own_first=False)
         layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
         earlier = _given_before(layers)
         if earlier or any(map(_made_in_float8, layers)):
@@ -344,11 +333,7 @@ class Requested:
 
 
 def warn_of_plain(left: list[Unconverted]) -> None:
-    """Warn if `convert` changed nothing because policies are not float8.
-
-    Args:
-        left: The layers that were not converted.
-    """
+    """Warn if `convert` changed nothing because policies are not float8."""
     plain = [x for x in left if x.reason.startswith(_PLAIN)]
     if not plain:
         return
@@ -365,11 +350,8 @@ def warn_of_plain(left: list[Unconverted]) -> None:
 class Target:
     """The policy for one layer, or the reason why the layer gets none.
 
-    Attributes:
-        policy: The policy that it gets; None if it is not converted.
-        given: The full name of the policy that `convert` gave; None where the
-            layer has its own.
-        reason: Why it is not converted.
+    `given` is the full name of the policy that `convert` gave; None where the
+    layer has its own.
     """
 
     policy: Float8DTypePolicy | None = None
@@ -380,17 +362,17 @@ class Target:
 def _target(
     layer: keras.Layer,
     given: keras.DTypePolicy,
-    own: Any,
+    own: keras.DTypePolicy | None,
 ) -> Target:
     source = source_policy_of(layer)
-    found = policies.as_float8(of_path(given, layer.path))
-    here = found
-    if isinstance(found, Float8DTypePolicy):
-        here = found.for_path(layer.path)
-    if not isinstance(here, Float8DTypePolicy):
+    policy = policies.as_float8(of_path(given, layer.path))
+    policy_here = policy
+    if isinstance(policy, Float8DTypePolicy):
+        policy_here = policy.for_path(layer.path)
+    if not isinstance(policy_here, Float8DTypePolicy):
         return Target(reason=f"a rule of the policy keeps it in {source.name}")
     try:
-        target = Float8DTypePolicy(source.name, recipe=here.recipe)
+        target = Float8DTypePolicy(source.name, recipe=policy_here.recipe)
     except ValueError:
         return Target(
             reason=f"it computes in {source.name}, not in floating point"
@@ -399,16 +381,14 @@ def _target(
         return Target(reason=f"it follows {target.full_name} already")
     if own is not None:
         return Target(own)
-    return Target(target, found.full_name)
+    return Target(target, policy.full_name)
 
 
 def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
-    """Return the distinct policies that earlier `convert` calls gave to layers.
-
-    Policies with one recipe and the same rules count as one: the dtypes are
-    those of the layer.
-    """
-    found: dict[object, keras.DTypePolicy] = {}
+    """Return the distinct policies that earlier conversions gave to layers."""
+    # Policies with one recipe and the same rules count as one: the dtypes are
+    # those of the layer.
+    policies_given: dict[object, keras.DTypePolicy] = {}
     for layer in layers:
         follows = float8_policy_of(layer)
         if not isinstance(layer, Float8Mixin) or follows is None:
@@ -419,32 +399,25 @@ def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
         given = of_file(name)
         here = given.for_path(layer.path)
         if getattr(here, "recipe", None) == follows.recipe:
-            found.setdefault((given.recipe, given.rules), given)
-    return list(found.values())
+            policies_given.setdefault((given.recipe, given.rules), given)
+    return list(policies_given.values())
 
 
 def _made_in_float8(layer: keras.Layer) -> bool:
-    """Return True if the user made a layer under a trainable float8 policy.
-
-    The policy of a backbone with frozen layers is float8 too, but does not
-    train.
-    """
+    """Return True if the user made a layer under a trainable float8 policy."""
+    # That of a backbone with frozen layers is float8 too, but does not train.
     held = held_policy(layer)
     return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
-def _of_tuned(policy: Any) -> Float8DTypePolicy | None:
+def _of_tuned(policy: object) -> Float8DTypePolicy | None:
     """Return the policy of what `tune` returns; None for anything else."""
     own = getattr(policy, "policy", None)
     return own if isinstance(own, Float8DTypePolicy) else None
 
 
-def check_tuned(policy: Any, candidates: Iterable[Candidate]) -> None:
-    """Raise if what `tune` returned has rules for layers of another model.
-
-    Raises:
-        ValueError: If no candidate has the path of a rule.
-    """
+def check_tuned(policy: object, candidates: Iterable[Candidate]) -> None:
+    """Raise ValueError if `tune` returned rules for layers of another model."""
     paths = [path_of(candidate.layer) for candidate in candidates]
     escaped = set(map(re.escape, paths))
     missing = [r for r in _of_tuned(policy) or () if r not in escaped]
@@ -459,7 +432,7 @@ def check_tuned(policy: Any, candidates: Iterable[Candidate]) -> None:
         )
 
 
-def _asked(policy: Any, recipe: Any) -> keras.DTypePolicy | None:
+def _given(policy: object, recipe: Any) -> keras.DTypePolicy | None:
     """Return the policy that the arguments request; None without arguments."""
     policy = _of_tuned(policy) or policy
     if recipe is None:
@@ -481,7 +454,7 @@ def _of_recipe(recipe: Any) -> Float8DTypePolicy:
     return Float8DTypePolicy("float32", recipe=recipes.get(recipe))
 
 
-def _policy(policy: Any) -> keras.DTypePolicy:
+def _policy(policy: object) -> keras.DTypePolicy:
     if isinstance(policy, recipes.Recipe) or is_spec(policy):
         return _of_recipe(policy)
     try:
@@ -495,10 +468,10 @@ def _policy(policy: Any) -> keras.DTypePolicy:
 def _float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     """Return a policy in this package's form; raise if it has no float8."""
     policy = policies.as_float8(policy)
-    found = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]
-    if not found:
+    inner = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]
+    if not inner:
         raise ValueError(_no_float8(policy.name))
-    for each in found:
+    for each in inner:
         if not each.recipe.trains:
             raise ValueError(
                 "This policy is that of layers whose kernels are stored in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -29,12 +29,9 @@ _CONTAINERS = (dict, list, tuple)
 
 
 class Compiled(NamedTuple):
-    """A compiled function, found in a model or in a layer of the model.
+    """A compiled function in a layer: its name is the path with the attribute.
 
-    Attributes:
-        name: The path of a layer, with the attribute.
-        function: The function.
-        layer: For a method the layer that defines it, else None.
+    For a method, `layer` is the one whose class defines it; else None.
     """
 
     name: str
@@ -42,38 +39,28 @@ class Compiled(NamedTuple):
     layer: keras.Layer | None
 
 
-def forget(functions: Iterable[Compiled]) -> None:
-    """Make compiled functions be traced again at their next call."""
-    framework = backends.current
-    for each in functions:
-        framework.forget_traces(each.function, each.layer)
-
-
-def found_in(model: keras.Layer) -> list[Compiled]:
+def compiled_in(model: keras.Layer) -> list[Compiled]:
     """Return the compiled functions that a model and its layers hold."""
     is_compiled = backends.current.is_compiled
-    found: dict[tuple[int, int], Compiled] = {}
+    by_ids: dict[tuple[int, int], Compiled] = {}
     for layer in walking.layers_within(model):
         path = path_of(layer)
         for name, value in _held(layer):
-            function = _within(value)
+            function = _unwrapped(value)
             if is_compiled(function):
                 compiled = Compiled(f"{path}.{name}", function, None)
-                found.setdefault((id(function), 0), compiled)
+                by_ids.setdefault((id(function), 0), compiled)
         for name, value in _of_classes(layer):
-            function = _within(value)
+            function = _unwrapped(value)
             if is_compiled(function):
                 compiled = Compiled(f"{path}.{name}", function, layer)
-                found[id(function), id(layer)] = compiled
-    return list(found.values())
+                by_ids[id(function), id(layer)] = compiled
+    return list(by_ids.values())
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the callable attributes of a layer; those in lists come last.
-
-    Lists and dicts come last, because TensorFlow keeps all attributes in a
-    dict.
-    """
+    """Yield the callable attributes of a layer; those in lists come last."""
+    # TensorFlow keeps all attributes in a dict too: containers come last.
     containers = []
     for name, value in walking.attributes(layer).items():
         if name in walking.STEPS:
@@ -106,7 +93,7 @@ def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
             yield from vars(cls).items()
 
 
-def _within(value: Any) -> Any:
+def _unwrapped(value: Any) -> Any:
     """Return the function inside a `functools.partial`, or `value` itself."""
     while isinstance(value, functools.partial):
         value = value.func
@@ -115,13 +102,10 @@ def _within(value: Any) -> Any:
 
 @contextlib.contextmanager
 def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
-    """In the block, the caller changes a model; an error undoes the changes.
+    """In the block, a model may be changed; an error undoes the changes.
 
-    New variables are created in the scope of those of the model, and optimizers
-    and compiled steps are updated.
-
-    Yields:
-        The names of its compiled functions, which are traced anew.
+    New variables are created in the scope of those of the model, and
+    optimizers and compiled steps are updated. It yields what `continued` does.
     """
     with (
         unchanged_on_error(parts(model)),
@@ -138,10 +122,8 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     Afterwards each optimizer in the model knows the present variables, and
     keeps its slots and its iteration; steps are traced anew; PyTorch sees the
     parameters. Nothing is updated if the block fails: see
-    `layers.transaction`.
-
-    Yields:
-        The names of its compiled functions, which are traced anew.
+    `layers.transaction`. It yields the names of the model's compiled
+    functions, which are traced anew.
     """
     models = [
         layer
@@ -151,14 +133,15 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     # Kept until then, so that no other variable gets the id of one.
     before = model.variables
     slots = _slots(model)
-    compiled = found_in(model)
+    compiled = compiled_in(model)
     yield tuple(each.name for each in compiled)
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
     ids = {id(v) for v in before}
     for each in models:
         _update_optimizers(each, ids - present, present - ids)
-    forget(compiled)
+    for each in compiled:
+        backends.current.forget_traces(each.function, each.layer)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*before, *slots] if id(v) not in present]
     backends.current.let_go([v for v in gone if not is_state(v)])
@@ -215,38 +198,40 @@ def _update_optimizers(
     keras_hub.count_adapted_layers_again(model)
     for optimizer in optimizers(model):
         within = optimizer_variables.optimizers_within(optimizer)
-        all_known = [
+        variables = [
             optimizer_variables.known_to_optimizer(each) for each in within
         ]
         is_own = optimizer is getattr(model, "optimizer", None)
         has_all = is_own and any(
-            _has_all(model, known, come) for known in all_known
+            _has_all(model, optimized, come) for optimized in variables
         )
-        for each, known in zip(within, all_known, strict=True):
-            if known is None:
+        for each, optimized in zip(within, variables, strict=True):
+            if optimized is None:
                 continue
-            new = _states(model, known, has_all)
-            if has_all and not _stands_in(model, known, gone):
+            new = _states(model, optimized, has_all)
+            if has_all and not _stands_in(model, optimized, gone):
                 new |= {
                     id(v) for v in model.trainable_variables if id(v) in come
                 }
-            wanted = _to_optimize(known, model, new, gone)
-            if [id(v) for v in wanted] != [id(v) for v in known]:
+            wanted = _to_optimize(optimized, model, new, gone)
+            if [id(v) for v in wanted] != [id(v) for v in optimized]:
                 optimizer_variables.retarget_optimizer(each, wanted)
 
 
 def change_of(
     model: keras.Layer, *, to_float8: bool, optimizer: Any = None
 ) -> seams.ModelChange:
-    """Return a change of a model, as followers see it.
+    """Return a change of a model, as followers see it."""
 
-    Args:
-        model: The model.
-        to_float8: Whether it is converted, and not reverted.
-        optimizer: The argument `optimizer` of `convert`.
-    """
-    found = functools.partial(_outermost, model)
-    return seams.ModelChange(model, to_float8, found, optimizer)
+    def find_optimizers() -> list[keras.optimizers.Optimizer]:
+        models = [
+            layer
+            for layer in walking.layers_within(model)
+            if isinstance(layer, keras.Model)
+        ]
+        return [each for layer in models for each in optimizers(layer)]
+
+    return seams.ModelChange(model, to_float8, find_optimizers, optimizer)
 
 
 def before(change: seams.ModelChange) -> list[tuple[seams.Follower, Any]]:
@@ -256,38 +241,25 @@ def before(change: seams.ModelChange) -> list[tuple[seams.Follower, Any]]:
         ImportError: If no follower acts on the argument `optimizer`.
         Exception: What a follower raises that cannot follow.
     """
-    found = seams.followers()
+    followers = seams.followers()
     option = change.optimizer_option
-    if option is not None and not any(x.takes_optimizer_option for x in found):
+    takes_it = any(each.takes_optimizer_option for each in followers)
+    if option is not None and not takes_it:
         raise ImportError(
             "The state of optimizers is stored in one byte a number by "
             "keras_policy_ext.optimizers, which is not installed. Received: "
             f"optimizer={option!r}. Allowed without it: None. Leave "
             "`optimizer` out, or install the whole package."
         )
-    return [(each, each.before(change)) for each in found]
+    return [(each, each.before(change)) for each in followers]
 
 
 def after(
-    change: seams.ModelChange, known: list[tuple[seams.Follower, Any]]
+    change: seams.ModelChange, notes: list[tuple[seams.Follower, Any]]
 ) -> None:
-    """Have all followers follow a change.
-
-    Args:
-        change: The change.
-        known: What `before` returned.
-    """
-    for follower, noted in known:
-        follower.after(change, noted)
-
-
-def _outermost(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
-    return [
-        optimizer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, keras.Model)
-        for optimizer in optimizers(layer)
-    ]
+    """Have all followers follow a change, with what `before` returned."""
+    for follower, note in notes:
+        follower.after(change, note)
 
 
 def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
@@ -302,11 +274,8 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of `compile`, then optimizers in attributes.
-
-    These are attributes, or entries of lists and dicts.
-    """
-    found: dict[int, Any] = {}
+    """Return the optimizer of `compile`, then those in other attributes."""
+    by_id: dict[int, Any] = {}
     seen: set[int] = set()  # A list may be in itself.
     # The next one is at the end.
     waiting = [*vars(model).values()][::-1]
@@ -322,31 +291,29 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
         if isinstance(each, (list, tuple)):
             waiting.extend(each[::-1])
         elif isinstance(each, keras.optimizers.Optimizer):
-            found[id(each)] = each
-    return list(found.values())
+            by_id[id(each)] = each
+    return list(by_id.values())
 
 
 def _stands_in(
-    model: keras.Model, known: list[keras.Variable], gone: set[int]
+    model: keras.Model, optimized: list[keras.Variable], gone: set[int]
 ) -> bool:
     """Return True if a built optimizer knows none of a model's variables."""
-    ids = {id(v) for v in known}
+    ids = {id(v) for v in optimized}
     return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
 
 
 def _has_all(
     model: keras.Model,
-    known: list[keras.Variable] | None,
+    optimized: list[keras.Variable] | None,
     come: set[int],
 ) -> bool:
-    """Return True if an optimizer was built with all trainable weights.
-
-    Weights that were added since it was built do not count. A wrapped optimizer
-    may have substitutes for the weights, and none of the weights themselves.
-    """
-    if known is None:
+    """Return True if an optimizer was built with all trainable weights."""
+    # Weights that were added since then do not count. A wrapped optimizer may
+    # have substitutes for the weights, and none of the weights themselves.
+    if optimized is None:
         return False
-    ids = {id(v) for v in known}
+    ids = {id(v) for v in optimized}
     if ids.isdisjoint(id(v) for v in model.variables):
         return True
     weights = (v for v in model.trainable_variables if not is_overwritten(v))
@@ -354,15 +321,12 @@ def _has_all(
 
 
 def _states(
-    model: keras.Model, known: list[keras.Variable], has_all: bool
+    model: keras.Model, optimized: list[keras.Variable], has_all: bool
 ) -> set[int]:
-    """Return the ids of the float8 state that an optimizer has to update.
-
-    These are the states of the layers that it optimizes, trainable or not. The
-    optimizer of `compile` gets all trainable states if it has all trainable
-    weights.
-    """
-    ids = {id(v) for v in known}
+    """Return the ids of the float8 state that an optimizer has to update."""
+    # States of the layers that it optimizes, trainable or not. The optimizer of
+    # `compile` gets all trainable states if it has all trainable weights.
+    ids = {id(v) for v in optimized}
     return {
         id(state)
         for layer in walking.layers_within(model)
@@ -374,18 +338,16 @@ def _states(
 
 
 def _to_optimize(
-    known: list[keras.Variable],
+    optimized: list[keras.Variable],
     model: keras.Model,
     new: set[int],
     gone: set[int],
 ) -> list[keras.Variable]:
-    """Return an optimizer's variables without `gone` and with `new` ones.
-
-    A state follows the variable that precedes it in `model.variables`. So the
-    order is again that of `trainable_variables`, which the trainers rely on,
-    and of lists that a custom loop joins from several parts.
-    """
-    wanted = [v for v in known if id(v) not in gone]
+    """Return an optimizer's variables without `gone` and with `new` ones."""
+    # A state follows the variable that precedes it in `model.variables`. So the
+    # order is again that of `trainable_variables`, which the trainers rely on,
+    # and of lists that a custom loop joins from several parts.
+    wanted = [v for v in optimized if id(v) not in gone]
     place = {id(v): i for i, v in enumerate(wanted)}
     after: dict[int, list[Any]] = {}
     last = -1
@@ -413,11 +375,7 @@ def may_differ(model: keras.Model) -> bool:
 
 
 def restore(model: keras.Model, weights: str) -> bool:
-    """Wrap or unwrap a model's optimizer, to match the one in the model's file.
-
-    Returns:
-        Whether that changed, so that the weights must be loaded again.
-    """
+    """Wrap or unwrap an optimizer as in a file; return True if it changed."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False

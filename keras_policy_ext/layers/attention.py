@@ -1,7 +1,7 @@
 """Attention layers: float8 projections, and optionally float8 attention.
 
 The two products of attention are recognised by operation, as in layers of a
-class without a float8 form; see `activation_products`.
+class without a float8 form; see `attention_products`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import keras
 from keras_policy_ext._keras import attention as stock_attention
 from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.layers import by_operation
-from keras_policy_ext.layers.activation_products import Attention
+from keras_policy_ext.layers.attention_products import Attention
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
 from keras_policy_ext.layers.entries import ATTENTION
@@ -83,10 +83,8 @@ class _Float8Attention(Float8Mixin):
 
     @property
     def float8_policy(self) -> Float8DTypePolicy | None:
-        """The float8 policy of the two attention matmuls, or None.
-
-        The projections are layers with policies of their own.
-        """
+        """The float8 policy of the two attention matmuls, or None."""
+        # The projections are layers with policies of their own.
         return super().float8_policy if self._float8_attention else None
 
     def choose_attention(self, attention: str | None) -> None:
@@ -113,13 +111,10 @@ class _Float8Attention(Float8Mixin):
         self._resolve_float8_policy()
 
     def get_config(self) -> dict[str, Any]:
-        """Return the stock layer's config, with `attention` if it is set.
-
-        A subclass of a stock layer that `convert` has changed is saved under
-        its own name, and its constructor may not take `attention`. So
-        `texts_for_file` stores it too.
-        """
+        """Return the stock layer's config, with `attention` if it is set."""
         config = super().get_config()
+        # The constructor of a user's subclass may not take `attention`;
+        # `texts_for_file` stores it too.
         original = original_of(type(self))
         takes_it = original is None or original in drop_ins()
         if self._float8_attention is None or not takes_it:

@@ -21,7 +21,7 @@ import operator
 import string
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -29,6 +29,7 @@ from keras import ops
 
 from keras_policy_ext import backends
 from keras_policy_ext._keras import products, walking
+from keras_policy_ext._keras.products import Args, Kwargs, Operation
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import (
     COMPUTE_DTYPES,
@@ -37,13 +38,14 @@ from keras_policy_ext.contractions import (
     bank_axis,
     equations,
 )
-from keras_policy_ext.layers import activation_products
-from keras_policy_ext.layers.activation_products import Attention
+from keras_policy_ext.layers import attention_products
+from keras_policy_ext.layers.attention_products import Attention
 from keras_policy_ext.layers.drop_in import new_form
 from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import (
     MovedKernel,
+    Shape,
     TensorNotes,
     contraction_of,
 )
@@ -57,20 +59,15 @@ CONVOLUTION = "convolution"
 
 @dataclasses.dataclass(frozen=True)
 class RecordedProduct:
-    """A product of an activation with a weight.
+    """A product of an activation with a weight."""
 
-    Attributes:
-        path: The path of the weight.
-        equation: An explicit einsum equation; the second operand is the
-            weight, as it was moved. `CONVOLUTION` for a convolution.
-        is_moved: Whether the operand is a moved copy of the weight.
-        owner: A weak reference to the layer that has the weight; None for the
-            layer that multiplies.
-    """
-
-    path: str
+    path: str  # The path of the weight.
+    # An explicit einsum equation; the second operand is the weight, as it was
+    # moved. `CONVOLUTION` for a convolution.
     equation: str
-    is_moved: bool
+    is_moved: bool  # Whether the operand is a moved copy of the weight.
+    # A weak reference to the layer that has the weight; None for the layer
+    # that multiplies.
     owner: weakref.ref[keras.Layer] | None = None
 
     @property
@@ -87,26 +84,22 @@ class RecordedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """The products and choices found in the traced call of a layer.
+    """The products and choices found in the traced call of a layer."""
 
-    Attributes:
-        products: Its products with weights that can be computed in float8.
-        chooses: Whether it calls a top-k, an argmax, an argmin or a sort.
-        branch: The name of an operation that runs a function of the caller;
-            "" if the layer calls none.
-        is_tied: Whether the weights are a table that other layers look up, or
-            are of a layer elsewhere, so that `convert` has to be asked.
-        refused: Other layers with whose weights it multiplies too, and which
-            compute in float8 themselves.
-        attention: Its products of two activations; None if they were not
-            looked for.
-    """
-
+    # Its products with weights that can be computed in float8.
     products: tuple[RecordedProduct, ...] = ()
+    # The name of an operation that runs a function of the caller; "" if the
+    # layer calls none.
     branch: str = ""
+    # Whether it calls a top-k, an argmax, an argmin or a sort.
     chooses: bool = False
+    # Whether the weights are a table that other layers look up, or are of a
+    # layer elsewhere, so that `convert` has to be asked.
     is_tied: bool = False
+    # Other layers with whose weights it multiplies too, and which compute in
+    # float8 themselves.
     refused: tuple[weakref.ref[keras.Layer], ...] = ()
+    # Its products of two activations; None if they were not looked for.
     attention: Attention | None = None
 
 
@@ -120,9 +113,9 @@ _FORMS: dict[type, type] = {}
 _MAKING_A_FORM = threading.Lock()
 
 
-def remember(layer: keras.Layer, found: Recorded) -> None:
+def remember(layer: keras.Layer, record: Recorded) -> None:
     """Store what was recorded of a layer."""
-    _RECORDED[layer] = found
+    _RECORDED[layer] = record
 
 
 def record_of(layer: keras.Layer) -> Recorded | None:
@@ -163,22 +156,16 @@ def is_own(layer: keras.Layer) -> bool:
 def foreign_kernels(
     layer: keras.Layer,
 ) -> list[tuple[keras.Layer, keras.Variable]]:
-    """Return the weights of other layers that a layer multiplies in float8.
-
-    Each is with the layer that has it; none is repeated.
-    """
-    found = [x.foreign for x in products_of(layer) if x.owner is not None]
-    return list({id(x[1]): x for x in found if x is not None}.values())
+    """Return (owner, weight) of each foreign weight in a float8 product."""
+    foreign = [x.foreign for x in products_of(layer) if x.owner is not None]
+    return list({id(x[1]): x for x in foreign if x is not None}.values())
 
 
 def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
     """Return the float8 form of a layer with recorded products, or None.
 
-    The form is a subclass of the layer's class. Files name that class.
-
-    Args:
-        layer: The layer.
-        attention: Whether products of two activations count.
+    The form is a subclass of the layer's class. Files name that class. With
+    `attention`, products of two activations count too.
     """
     cls = type(layer)
     if not (products_of(layer) or (attention and can_attend(layer))):
@@ -196,15 +183,15 @@ def follow(cls: type) -> None:
     products.follow(cls)
 
 
-def _new_form(cls: Any) -> type:
+def _new_form(cls: type[keras.Layer]) -> type:
     @functools.wraps(cls.call)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         # Open already, but where PyTorch computes a call again for gradients.
         scope = keras.name_scope(self.name, caller=self)
-        with scope, activation_products.call_of(self):
+        with scope, attention_products.call_of(self):
             return cls.call(self, *args, **kwargs)
 
-    def from_config(form: Any, config: Any) -> Any:
+    def from_config(form: type, config: dict[str, Any]) -> Any:
         # What was recorded is of one layer: a copy begins as `cls`.
         return cls.from_config(config)
 
@@ -227,13 +214,13 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
                 was recognised.
         """
         record = record_of(self)
-        found = None if record is None else record.attention
-        if attention is not None and (found is None or not can_attend(self)):
+        products = None if record is None else record.attention
+        if attention is not None and not can_attend(self):
             raise ValueError(
                 "in its call no product of two activations was recognised "
                 "whose result reaches a softmax, or with the result of one"
             )
-        self.float8_controller.attention = found if attention else None
+        self.float8_controller.attention = products if attention else None
 
     def texts_for_file(self) -> dict[str, str]:
         """Return the strings to save with this layer, such as a policy."""
@@ -276,10 +263,10 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
         cls, layer: keras.Layer, kernel: keras.Variable
     ) -> int | None:
         """Return the axis of a kernel that all its products take for a bank."""
-        found = [x for x in products_of(layer) if x.path == kernel.path]
         axes = {
             None if each.is_moved else _bank_axis(each.equation)
-            for each in found
+            for each in products_of(layer)
+            if each.path == kernel.path
         }
         return axes.pop() if len(axes) == 1 else None
 
@@ -289,16 +276,11 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """The variable that a tensor was made of.
+    """The variable that a tensor was made of, and how it was moved."""
 
-    It holds the variable weakly: the tensor may be that of the variable.
-
-    Attributes:
-        held: A weak reference to the variable.
-        moved: How its elements were moved; None if they are in their places.
-    """
-
+    # Weak: the tensor may be that of the variable.
     held: weakref.ref[keras.Variable]
+    # None if its elements are in their places.
     moved: MovedKernel | None = None
 
     @property
@@ -310,21 +292,27 @@ class _Origin:
 _ORIGINS: TensorNotes[_Origin] = TensorNotes()
 
 
-def _origin(layer: keras.Layer, x: Any) -> _Origin | None:
-    """Return what an operand in the call of `layer` was made of, or None."""
+def _origin(x: object) -> _Origin | None:
+    """Return what an operand was made of; None if of no variable."""
     if isinstance(x, keras.Variable):
         return _Origin(weakref.ref(x))
-    known = _ORIGINS.of(x)
-    return None if known is None or known.variable is None else known
+    origin = _ORIGINS.of(x)
+    return None if origin is None or origin.variable is None else origin
 
 
-def _move(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+# The handlers of operations. Each gets the layer in whose call it is, and the
+# name of the operation, whether it needs them or not.
+
+
+def _move(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run an operation that moves or casts; follow the operand through it."""
     result = stock(*args, **kwargs)
     if not args or result is args[0]:
         return result
-    activation_products.pass_on(args[:1], result)
-    origin = _origin(layer, args[0])
+    attention_products.pass_on(args[:1], result)
+    origin = _origin(args[0])
     if origin is None or isinstance(result, keras.Variable):
         return result
     if name not in products.CASTS:
@@ -350,40 +338,37 @@ def _part(move: Callable[[Tensor], Any], number: int) -> Any:
     return lambda x: move(x)[number]
 
 
-def _product(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _product(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
-    found = _recognised(layer, name, args, kwargs)
-    if found is None:
+    product = _recognised(name, args, kwargs)
+    if product is None:
         return _of_activations(layer, stock, name, args, kwargs)
     compute = functools.partial(stock, *args, **kwargs)
-    return _multiply(layer, compute, *found)
+    return _multiply(layer, compute, *product)
 
 
-def _convolve(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _convolve(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run a convolution: in float8 if its kernel is a kernel of the layer."""
     compute = functools.partial(stock, *args, **kwargs)
-    found = _recognised_convolution(layer, args, kwargs)
-    return compute() if found is None else _multiply(layer, compute, *found)
+    product = _recognised_convolution(args, kwargs)
+    if product is None:
+        return compute()
+    return _multiply(layer, compute, *product)
 
 
 def _multiply(
-    layer: Any,
+    layer: keras.Layer,
     stock: Callable[[], Tensor],
-    inputs: Any,
-    operand: Any,
+    inputs: Tensor,
+    operand: Tensor,
     origin: _Origin,
     contraction: Einsum | Conv,
 ) -> Tensor:
-    """Multiply inputs and a kernel in a layer's call; note it if recording.
-
-    Args:
-        layer: The layer.
-        stock: Computes the product as Keras does.
-        inputs: The inputs.
-        operand: What was made of the kernel.
-        origin: What it was made of.
-        contraction: What the product computes.
-    """
+    """Multiply inputs and a kernel in a layer's call; note it if recording."""
     note = products.recorder()
     if note is not None:
         equation = CONVOLUTION
@@ -407,50 +392,48 @@ def _multiply(
         return stock()
     if isinstance(contraction, Einsum):
         shape = tuple(operand.shape)
-        how = layer, kernel, contraction, inputs, shape
-        contraction, inputs = _matrices_apart(*how)
-    with activation_products.none_in(layer):
+        product = layer, kernel, contraction, inputs, shape
+        contraction, inputs = _split_by_matrix(*product)
+    with attention_products.none_in(layer):
         return layer.float8_controller.contract(
             contraction, inputs, kernel, None, dtype, moved=origin.moved
         )
 
 
-def _matrices_apart(
-    layer: Any,
+def _split_by_matrix(
+    layer: keras.Layer,
     kernel: keras.Variable,
     contraction: Einsum,
-    inputs: Any,
+    inputs: Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
-    """Return a product with a bank as one for each matrix, where that counts.
-
-    That is if matrices have scales apart, or a tile would lie in two of them.
-    """
+    """Return a product with a bank as one for each matrix, where needed."""
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
-    apart = layer.float8_controller.scales_each_matrix(kernel)
-    if not (apart or _crosses_matrices(contraction, shape, recipe)):
+    state = layer.float8_state.of(kernel)
+    has_own_scales = layer.float8_controller.scales_each_matrix(state)
+    if not (has_own_scales or _crosses_matrices(contraction, shape, recipe)):
         return contraction, inputs
-    return _by_matrix(contraction, inputs, shape[0])
+    first, second, out = equations.split(contraction.equation)
+    inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
+    inputs = ops.repeat(inputs, shape[0], axis=0)
+    return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
 
 
 def _of_activations(
-    layer: Any, stock: Any, name: str, args: Any, kwargs: Any
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Run a product: in float8 if it is one of attention, of two activations.
-
-    `convert` was then called with `attention="float8"`.
-    """
+    """Run a product of two activations: in float8 if it is one of attention."""
     operation = _operation(name, args, kwargs)
-    is_known = products.recorder() or activation_products.attends(layer)
+    is_known = products.recorder() or attention_products.attends(layer)
     if operation is None or not is_known:
         return stock(*args, **kwargs)
     equation, operands = operation
     first, second = (len(getattr(x, "shape", ())) for x in operands)
     explicit = _explicit(name, equation, first, second, swapped=False)
     floats = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
-    if explicit is None or any(_origin(layer, x) for x in operands):
+    if explicit is None or any(_origin(x) for x in operands):
         return stock(*args, **kwargs)
     if not (first and second and all(floats)):
         return stock(*args, **kwargs)
@@ -459,17 +442,14 @@ def _of_activations(
     except ValueError:  # Sizes of 1 that the operation broadcasts.
         return stock(*args, **kwargs)
     compute = functools.partial(stock, *args, **kwargs)
-    return activation_products.multiply(layer, compute, explicit, operands)
+    return attention_products.multiply(layer, compute, explicit, operands)
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_bank(contraction: Einsum) -> bool:
-    """Return True if the kernel is a bank, and the inputs are of no matrix.
-
-    A bank is a kernel of three axes or more whose first axis, the number of
-    the matrix, is an axis of the outputs and not of the inputs. The columns of
-    all its matrices are one axis of the product.
-    """
+    """Return True if the kernel is a bank, and the inputs are of no matrix."""
+    # A bank has three axes or more. The first one, the number of the matrix,
+    # is an axis of the outputs. The columns of all matrices are one axis.
     first, second, out = equations.split(contraction.equation)
     return len(second) > 2 and second[0] not in first and second[0] in out
 
@@ -483,21 +463,17 @@ def _crosses_matrices(
     columns = math.prod(
         n for c, n in zip(second[1:], shape[1:], strict=True) if c not in first
     )
-    return any(columns % tile for tile in _tiles_along_columns(recipe))
-
-
-def _tiles_along_columns(recipe: Recipe) -> tuple[int, ...]:
-    """Return the sizes of tiles along the columns of a product."""
-    found = [
-        asked.tile.free if matmul == "forward" else asked.tile.contracted
-        for operand, matmul in (
-            ("kernel", "forward"),
-            ("kernel", "inputs_grad"),
-            ("outputs_grad", "inputs_grad"),
-        )
-        if (asked := recipe.quantization(operand, matmul)) is not None
-    ]
-    return tuple(size for size in found if size is not None)
+    tiles = []
+    for operand, matmul in (
+        ("kernel", "forward"),
+        ("kernel", "inputs_grad"),
+        ("outputs_grad", "inputs_grad"),
+    ):
+        quantization = recipe.quantization(operand, matmul)
+        if quantization is not None:
+            tile = quantization.tile
+            tiles.append(tile.free if matmul == "forward" else tile.contracted)
+    return any(columns % size for size in tiles if size is not None)
 
 
 def _bank_axis(equation: str) -> int | None:
@@ -509,38 +485,24 @@ def _bank_axis(equation: str) -> int | None:
     return bank_axis(equation)
 
 
-def _by_matrix(
-    contraction: Einsum, inputs: Tensor, matrices: int
-) -> tuple[Einsum, Tensor]:
-    """Return a product with a bank as one product for each of its matrices."""
-    first, second, out = equations.split(contraction.equation)
-    inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
-    inputs = ops.repeat(inputs, matrices, axis=0)
-    return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
-
-
 def _recognised(
-    layer: Any, name: str, args: Any, kwargs: Any
+    name: str, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Einsum] | None:
-    """Return inputs, operand, its origin and equation of a product, or None.
-
-    None if not exactly one of two operands is made of a weight, or if no
-    einsum equation says what the operation computes.
-    """
+    """Return inputs, operand, its origin and equation of a product, or None."""
     operation = _operation(name, args, kwargs)
     if operation is None:
         return None
     equation, operands = operation
-    origins = [_origin(layer, x) for x in operands]
+    origins = [_origin(x) for x in operands]
     if sum(each is not None for each in origins) != 1:
-        return None
+        return None  # A product of two activations, or of two weights.
     first, second = operands
     if any(len(getattr(x, "shape", ())) == 0 for x in operands):
         return None
     ranks = len(first.shape), len(second.shape)
     explicit = _explicit(name, equation, *ranks, origins[1] is None)
     if explicit is None:
-        return None
+        return None  # No einsum equation says what the operation computes.
     if origins[0] is not None:
         first, second = second, first
     if not keras.backend.is_float_dtype(_dtype_of(first)):
@@ -559,13 +521,10 @@ def _recognised(
 
 @functools.lru_cache(maxsize=1024)
 def _without_broadcast(
-    equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
+    equation: str, first: Shape, second: Shape
 ) -> tuple[tuple[int, ...], str]:
-    """Return axes of the inputs to leave out, and the equation without them.
-
-    They have size 1 and are broadcast to an axis of the kernel, such as the
-    experts that all multiply the same inputs.
-    """
+    """Return axes that the inputs only broadcast, and the equation without."""
+    # Such as an axis of experts that all multiply the same inputs.
     a, b, out = equations.split(equation)
     sizes = {c: n for c, n in zip(b, second, strict=True) if c in out}
     axes = tuple(
@@ -573,22 +532,22 @@ def _without_broadcast(
         for axis, (c, n) in enumerate(zip(a, first, strict=True))
         if n == 1 and sizes.get(c, 1) not in (1, None)
     )
-    kept = "".join(c for axis, c in enumerate(a) if axis not in axes)
-    return axes, f"{kept},{b}->{out}"
+    rest = "".join(c for axis, c in enumerate(a) if axis not in axes)
+    return axes, f"{rest},{b}->{out}"
 
 
 _OF_CONV = "inputs", "kernel", "strides", "padding", "data_format"
 
 
 def _recognised_convolution(
-    layer: Any, args: Any, kwargs: Any
+    args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Conv] | None:
     """Return what `_recognised` does, of a call of `ops.conv`."""
     given = dict(zip((*_OF_CONV, "dilation_rate"), args, strict=False))
     given.update(kwargs)
     inputs, kernel = given.pop("inputs", None), given.pop("kernel", None)
-    origin = _origin(layer, kernel)
-    if origin is None or _origin(layer, inputs) is not None:
+    origin = _origin(kernel)
+    if origin is None or _origin(inputs) is not None:
         return None
     rank = len(getattr(kernel, "shape", ())) - 2
     if not 1 <= rank <= 3 or not keras.backend.is_float_dtype(
@@ -605,23 +564,14 @@ def _recognised_convolution(
     return inputs, kernel, origin, contraction
 
 
-def _per_axis(size: Any, rank: int) -> tuple[int, ...]:
+def _per_axis(size: int | Sequence[int], rank: int) -> tuple[int, ...]:
     return (size,) * rank if isinstance(size, int) else tuple(size)
 
 
 def _with_kernel_last(
     name: str, equation: str | None, first: int, second: int, swapped: bool
 ) -> str | None:
-    """Return the explicit equation of a product, or None if there is none.
-
-    Args:
-        name: The name of the operation.
-        equation: Its equation; None for that of `matmul` or `dot`.
-        first: The rank of the first operand.
-        second: The rank of the second operand.
-        swapped: Whether the kernel is the first operand. In the result it is
-            the second one.
-    """
+    """Return the explicit equation of a product, the kernel second, or None."""
     try:
         if equation is None:
             equation = _equation(name, first, second)
@@ -647,14 +597,13 @@ def _explicit(
     return _known_with_kernel_last(name, equation, first, second, swapped)
 
 
-def _dtype_of(x: Any) -> str:
+def _dtype_of(x: object) -> str:
     """Return the name of the dtype of an operand, as the layer reads it."""
-    name: str = keras.backend.standardize_dtype(getattr(x, "dtype", "int32"))
-    return name
+    return keras.backend.standardize_dtype(getattr(x, "dtype", "int32"))
 
 
 def _operation(
-    name: str, args: Any, kwargs: Any
+    name: str, args: Args, kwargs: Kwargs
 ) -> tuple[str | None, tuple[Any, Any]] | None:
     """Return the equation of a product, None if to be found, and operands."""
     if name == "einsum":
@@ -673,12 +622,8 @@ def _operation(
 
 
 def _equation(name: str, first: int, second: int) -> str:
-    """Return the equation of `matmul` or `dot` for operands of these ranks.
-
-    Raises:
-        ValueError: If an operand has one axis, or `dot` has a second operand
-            of more than two, for which backends differ.
-    """
+    """Return the equation of `matmul` or `dot`; raise ValueError for others."""
+    # For a `dot` with a second operand of more than two axes backends differ.
     if min(first, second) < 2 or (name == "dot" and second > 2):
         raise ValueError("no such product")
     if name == "matmul":
@@ -703,12 +648,9 @@ def _of_axes(axes: Any, first: int, second: int) -> str | None:
 
 
 class Noted(NamedTuple):
-    """A product with a weight, as it is noted while a model is traced.
+    """A product with a weight, noted while a model is traced.
 
-    Attributes:
-        variable: The weight.
-        equation: As of `RecordedProduct`.
-        is_moved: As of `RecordedProduct`.
+    `equation` and `is_moved` are as of `RecordedProduct`.
     """
 
     variable: keras.Variable
@@ -717,11 +659,7 @@ class Noted(NamedTuple):
 
 
 class LikeCall(NamedTuple):
-    """A call that computes what a traced call of an equal layer does.
-
-    Attributes:
-        other: The layer that was traced; perhaps the called layer itself.
-    """
+    """A call like that of `other`, an equal layer, when it was traced."""
 
     other: keras.Layer
 
@@ -733,10 +671,9 @@ Note = Callable[[Any, Noted | LikeCall | str], None]
 def recording(note: Note) -> Iterator[None]:
     """In the block, pass each traced product and call of a layer to `note`.
 
-    Args:
-        note: Called with a layer, and what its call does: a product, or the
-            name of an operation that runs functions of the caller; or that it
-            is called.
+    `note` gets a layer, and what its call does: `Noted` for a product,
+    `LikeCall` for a call, or the name of an operation that runs functions of
+    the caller.
     """
     with products.wrapped(), products.recording(note):
         yield
@@ -751,11 +688,10 @@ _COUNT: contextvars.ContextVar[Count | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def counting(count: Count) -> Iterator[None]:
-    """In the block, tell of each product with a weight that a layer computes.
+    """In the block, call `count` for each product of a layer with a weight.
 
-    Args:
-        count: Called with the equation, the shapes of both operands, and the
-            weight that the second one was made of.
+    `count` gets the equation, the shapes of both operands, and the weight that
+    the second one was made of.
     """
     token = _COUNT.set(count)
     try:
@@ -772,21 +708,23 @@ def note_call(layer: keras.Layer, other: keras.Layer) -> None:
         note(layer, LikeCall(other))
 
 
-def _branch(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _branch(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run an operation with functions of the caller, or a choice; note it."""
     note = products.recorder()
     if note is None:
         return stock(*args, **kwargs)
-    inside = name not in products.ALL_RUN
+    matters = name not in products.ALL_RUN
 
-    def look(layer: Any, found: Any) -> Any:
-        nonlocal inside
-        inside = inside or isinstance(found, Noted)
-        return note(layer, found)
+    def look(layer: keras.Layer, noted: object) -> Any:
+        nonlocal matters
+        matters = matters or isinstance(noted, Noted)
+        return note(layer, noted)
 
     with products.recording(look):
         result = stock(*args, **kwargs)
-    if inside:  # Without a product in it, a function is no other trace.
+    if matters:  # A function without a product in it does not.
         note(layer, name)
     return result
 
@@ -799,9 +737,9 @@ products.watch(
         products.PRODUCTS: _product,
         (products.CONVOLUTION,): _convolve,
         (*products.MOVES, *products.CASTS, products.ENTRIES): _move,
-        products.PASSES: activation_products.run_and_pass_on,
-        (products.SOFTMAX,): activation_products.softmax,
-        (products.ATTENTION,): activation_products.attend,
+        products.PASSES: attention_products.run_and_pass_on,
+        (products.SOFTMAX,): attention_products.softmax,
+        (products.ATTENTION,): attention_products.attend,
         (*products.BRANCHES, *products.CHOICES): _branch,
     }
 )

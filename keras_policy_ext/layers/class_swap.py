@@ -40,20 +40,19 @@ def to_float8_class(
 ) -> None:
     """Change a built layer to its float8 class and a float8 policy, in place.
 
+    If Keras has quantized it to float8, Keras's scales and histories are
+    removed, since those of a layer that is used twice are sums. Its amaxes
+    start anew. A layer that followed another policy keeps its amaxes.
+
     Args:
-        layer: A built layer whose class has a float8 form (`form_of`) or is
-            one. If Keras has quantized it to float8, Keras's scales and
-            histories are removed, since those of a layer that is used twice
-            are sums. Its amaxes start anew.
-        policy: The float8 policy to follow; None for the layer's own policy. A
-            layer that followed another policy keeps its amaxes.
+        layer: A built layer whose class has a float8 form, or is one.
+        policy: The float8 policy to follow; None for the layer's own policy.
         frozen: The stored kernels for a policy with the recipe
             `FrozenKernels`; None for zeros, to be loaded later.
 
     Raises:
         ValueError: If the layer is not built, or there is no such form.
-        TypeError: If its class may compute something else than the stock
-            layer.
+        TypeError: If its class may compute something else.
     """
     policy = policies.get(layer.dtype_policy if policy is None else policy)
     form = type(layer)
@@ -81,11 +80,8 @@ def to_stock_class(layer: keras.Layer) -> None:
     """Change a float8 layer to its stock class, without float8, in place.
 
     A class without a stock original, such as a user's own class with the
-    mixin, is kept. Weights are unchanged to the bit. Stored kernels become
-    dequantized float kernels.
-
-    Args:
-        layer: Any built layer; one without float8 is unchanged.
+    mixin, is kept. A layer without float8 is unchanged. Weights are the same
+    to the bit. Stored kernels become dequantized float kernels.
     """
     original = original_of(type(layer))
     plain = source_policy_of(layer)
@@ -106,19 +102,18 @@ def to_stock_class(layer: keras.Layer) -> None:
 
 
 def _take_foreign(layer: ByOperation, policy: Any) -> None:
-    """Make a layer contract weights of other layers, which then do not.
-
-    A kernel has one state, which is that of the layer that multiplies. A
-    policy of stored kernels is about weights of the layer alone.
-    """
+    """Make a layer contract weights of other layers, which then do not."""
     recipe = getattr(policy, "recipe", None)
+    # A policy of stored kernels is about weights of the layer alone.
     trains = recipe is not None and recipe.trains
-    found = foreign_kernels(layer) if trains else []
-    for owner, kernel in found:
+    foreign = foreign_kernels(layer) if trains else []
+    for owner, kernel in foreign:
         controller = getattr(owner, "float8_controller", None)
         if controller is not None and controller.has_kernel(kernel):
-            to_stock_class(owner)
-    layer.float8_controller.foreign = tuple(kernel for _, kernel in found)
+            to_stock_class(
+                owner
+            )  # The state is that of the one that multiplies.
+    layer.float8_controller.foreign = tuple(kernel for _, kernel in foreign)
 
 
 def _form(layer: keras.Layer) -> type:

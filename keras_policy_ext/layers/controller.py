@@ -35,53 +35,43 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.numerics.observations import numbered_row
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
-from keras_policy_ext.recipes import scales_whole_tensors
+from keras_policy_ext.recipes import Recipe, scales_whole_tensors
 from keras_policy_ext.recipes.weighted_sum import (
     WeightedSum,
     weighted_sum_of,
 )
 
 #: Float32 holds all integers below.
-_MOST = 2**24
+_EXACT_INTEGERS = 2**24
 
 #: The attribute of the root of a call that has the states used so far.
-_USED = "_float8_states_used"
+_STATES_USED = "_float8_states_used"
 
 
 class Float8Controller:
     """The float8 policy and kernels of a layer, which Keras does not see.
 
-    The layer has one, `float8_controller`; the mixin hands on to it what
-    Keras calls. The state is a sub-layer, `float8_state`, since files have a
-    group for it.
-
-    Attributes:
-        layer: The layer.
-        kernel_paths: Paths of the weights that are contracted in float8.
-        foreign: Weights of other layers that this layer contracts.
-        weight_names: Names of all weights in the order in which they were
-            made, while kernels are stored.
-        attention: The products of two activations that a layer without a
-            float8 class computes in float8; None for none.
-        policy: The float8 policy that the layer followed when its path was
-            last looked at, or None; `current_policy` looks.
-        recipe_of_activations: The recipe for operands that are no weights;
-            None if the layer does not follow float8.
-        recipe_of_weighted_sum: The recipe for weights times values; None as
-            above.
-        limit_of_values: The largest value of these values, if they are scaled
-            by keys; None if they have a scale of all keys, or are not
-            quantized.
+    The layer has one, `float8_controller`; the mixin hands on to it what Keras
+    calls. The state is a sub-layer, `float8_state`, since files have a group
+    for it.
     """
 
     def __init__(self, layer: keras.Layer) -> None:
         self.layer = layer
+        # Of the weights that are contracted in float8.
         self.kernel_paths: tuple[str, ...] = ()
+        # Weights of other layers that this layer contracts.
         self.foreign: tuple[keras.Variable, ...] = ()
+        # Of all weights, as they were made, while kernels are stored.
         self.weight_names: tuple[str, ...] = ()
+        # Products of two activations that are in float8; see `by_operation`.
         self.attention: Any = None
+        # As of the last look at the path; `current_policy` looks.
         self.policy: Float8DTypePolicy | None = None
+        # For operands that are no weights; None outside of float8.
         self.recipe_of_activations: Any = None
+        # For weights times values; and the largest of these values, if they
+        # are quantized and scaled by keys.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
         self._scales_each_matrix = self._has_histories = False
@@ -100,20 +90,15 @@ class Float8Controller:
 
     @property
     def current_policy(self) -> Float8DTypePolicy | None:
-        """The layer's float8 policy, looked up anew if its path changed.
-
-        None if the layer does not follow float8.
-        """
+        """The layer's float8 policy or None; looked up if its path changed."""
         if self._path != self.layer.path:
             self.layer._resolve_float8_policy()
         return self.policy
 
     def resolve_policy(self) -> None:
-        """Look up and store the float8 policy for the layer's path.
-
-        A step does not look it up: torch.compile takes the class of a mapping
-        for another one and would leave float8 out (torch 2.13).
-        """
+        """Look up and store the float8 policy for the layer's path."""
+        # Not in each step: torch.compile takes the class of a mapping for
+        # another one and would leave float8 out (torch 2.13).
         policy = policy_of(self.layer)
         follows = isinstance(policy, Float8DTypePolicy) and (
             self.layer.float8_trains or not policy.recipe.trains
@@ -125,19 +110,13 @@ class Float8Controller:
         self.recipe_of_activations = recipes[0]
         self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
         self._has_state = follows and has_state(policy.recipe)
-        known: Any = policy
-        of_tensors = follows and scales_whole_tensors(known.recipe)
-        self._scales_each_matrix = of_tensors
-        self._has_histories = follows and bool(known.recipe.history_length)
+        recipe: Any = policy.recipe if follows else None
+        self._scales_each_matrix = follows and scales_whole_tensors(recipe)
+        self._has_histories = follows and bool(recipe.history_length)
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
-        """Prepare the layer's float8 state for another policy, or raise.
-
-        Raises:
-            ValueError: If the state does not fit the policy, or kernels are
-                stored or quantized in another form.
-        """
+        """Prepare the state for another policy, or raise ValueError."""
         layer = self.layer
         policy = policies.as_float8(of_path(policy, layer.path))
         if isinstance(policy, Float8DTypePolicy):
@@ -170,10 +149,9 @@ class Float8Controller:
         state.follow(recipe)
 
     def replace_policy(self, policy: keras.DTypePolicy) -> None:
-        """Set another policy on an unlocked layer; create new states for it.
+        """Set another policy on an unlocked layer; states keep their amaxes.
 
-        The states are created anew and keep their amaxes. See
-        `layers.class_swap`. Users set `dtype_policy` instead.
+        See `layers.class_swap`. Users set `dtype_policy` instead.
         """
         layer = self.layer
         contracted = self._kernels_to_contract()
@@ -199,27 +177,30 @@ class Float8Controller:
         """The weights that the layer contracts in float8."""
         return self._ordered(lambda v: v.path in self.kernel_paths)
 
-    def _ordered(self, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    def _ordered(
+        self, is_wanted: Callable[[keras.Variable], bool]
+    ) -> list[Any]:
         """Return some of the weights in the layer, then some of elsewhere."""
         weights = self.layer.weights
         if self.foreign:
-            known = {id(v) for v in weights}
-            others = [v for v in self.foreign if id(v) not in known]
+            ids = {id(v) for v in weights}
+            others = [v for v in self.foreign if id(v) not in ids]
             weights = [*weights, *others]
         return [v for v in weights if is_wanted(v)]
 
-    def has_kernel(self, variable: Any) -> bool:
+    def has_kernel(self, variable: object) -> bool:
         """Return True if a variable is a kernel that the layer contracts."""
         return getattr(variable, "path", None) in self.kernel_paths
 
     def add_kernel(self, variable: keras.Variable) -> None:
-        """Register a new weight as a float8 kernel, and create its state."""
+        """Register a new kernel, and create its state if that is needed."""
         self.kernel_paths += (variable.path,)
+        # Of the layer: attention has one only for products of its own.
         policy = self.layer.float8_policy
         if policy is not None:
             self._add_state(variable, policy.recipe)
 
-    def _add_state(self, kernel: keras.Variable, recipe: Any) -> None:
+    def _add_state(self, kernel: keras.Variable, recipe: Recipe) -> None:
         axis = self.layer.float8_bank_axis(self.layer, kernel)
         self.layer.float8_state.add(kernel, recipe, axis)
 
@@ -240,27 +221,16 @@ class Float8Controller:
         inputs: Tensor,
         kernel: keras.Variable,
         training: bool | None,
-        dtype: Any = None,
+        dtype: str | None = None,
         bias: Tensor | None = None,
         moved: MovedKernel | None = None,
-        run: Any = None,
+        run: Callable[..., Any] | None = None,
     ) -> Any:
         """Contract inputs with a kernel of the layer in float8; add a bias.
 
-        Args:
-            contraction: What is multiplied.
-            inputs: Floating, of any shape that fits.
-            kernel: A weight of the layer.
-            training: As for `Float8Mixin.float8_einsum`.
-            dtype: Of the result; None for the compute dtype.
-            bias: As for `Float8Mixin.float8_einsum`.
-            moved: How the kernel is moved before it is contracted; None for
-                the kernel as it is.
-            run: Called with the plan and what it multiplies, in place of
-                `contractions.run` and of handlers; None for these.
-
-        Raises:
-            ValueError: If the kernel is no weight of the layer.
+        Arguments and errors are those of `Float8Mixin.float8_einsum`. `moved`
+        says how the kernel is moved before. `run` is called with the plan and
+        what it multiplies, in place of `contractions.run` and of handlers.
         """
         layer = self.layer
         policy: Any = self.policy
@@ -299,7 +269,7 @@ class Float8Controller:
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
         variable = layer.float8_state.of(kernel)
-        if self._scales_matrices_of(variable):
+        if self.scales_each_matrix(variable):
             contraction = self._of_bank(
                 contraction, kernel, variable, compiling
             )
@@ -324,35 +294,28 @@ class Float8Controller:
         run = run or contractions.run
         return run(plan, inputs, value, *state, bias=bias)
 
-    def scales_each_matrix(self, kernel: keras.Variable) -> bool:
-        """Return True if each matrix has a scale where a kernel is a bank.
-
-        Under a recipe with histories they do if the state of the kernel has a
-        history for each matrix.
-        """
-        return self._scales_matrices_of(self.layer.float8_state.of(kernel))
-
-    def _scales_matrices_of(self, state: StateVariable | None) -> bool:
-        """Return `scales_each_matrix` of the kernel of a state, or of none."""
+    def scales_each_matrix(self, state: StateVariable | None) -> bool:
+        """Return True if each matrix of a bank has a scale; by its state."""
+        # With histories only if the state has one for each matrix.
         if not (self._scales_each_matrix and self._has_histories):
             return self._scales_each_matrix
         return state is not None and state.matrices > 1
 
     def _of_bank(
         self,
-        contraction: Any,
+        contraction: contractions.Contraction,
         kernel: keras.Variable,
         state: StateVariable | None,
         compiling: bool,
     ) -> Any:
         matrices = 1 if state is None else state.matrices
         # torch.compile leaves caches out.
-        named = contractions.with_bank
+        with_bank = contractions.with_bank
         if not compiling:
-            named = contractions.known_with_bank
-        found: Any = named(contraction, matrices)
-        is_bank = isinstance(found, contractions.EinsumOfBank)
-        axis = contractions.bank_axis(found.equation) if is_bank else None
+            with_bank = contractions.known_with_bank
+        product: Any = with_bank(contraction, matrices)
+        is_bank = isinstance(product, contractions.EinsumOfBank)
+        axis = contractions.bank_axis(product.equation) if is_bank else None
         if state is not None and matrices > 1 and axis != state.bank_axis:
             raise ValueError(
                 f"The kernel {kernel.path!r} is no bank of matrices in this "
@@ -363,7 +326,7 @@ class Float8Controller:
                 "0. Change the equation, or what the layer's "
                 "`float8_bank_axis` returns."
             )
-        return found
+        return product
 
     def _contract_stored(
         self,
@@ -372,7 +335,7 @@ class Float8Controller:
         kernel: StoredVariable,
         dtype: str,
         bias: Tensor | None,
-        run: Any,
+        run: Callable[..., Any] | None,
     ) -> Any:
         plan = contractions.frozen_plan(
             contraction, kernel.recipe, kernel.axes, dtype
@@ -385,7 +348,7 @@ class Float8Controller:
 
     def contract_activations(
         self,
-        contraction: contractions.Contraction,
+        contraction: contractions.Einsum,
         first: Tensor,
         second: Tensor,
         dtype: str,
@@ -403,10 +366,8 @@ class Float8Controller:
         values: Tensor,
         dtype: str,
     ) -> Tensor:
-        """Contract weights and values in float8; no scale is of two keys.
-
-        Where the recipe has one scale per tensor, it is of all keys.
-        """
+        """Contract weights and values in float8; no scale is of two keys."""
+        # Where the recipe has one scale per tensor, it is of all keys.
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
         given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
         if limit is None:
@@ -419,13 +380,13 @@ class Float8Controller:
     def _contract_scaled(
         self,
         name: str,
-        recipe: Any,
-        contraction: Any,
+        recipe: Recipe,
+        contraction: contractions.Einsum,
         first: Tensor,
         second: Tensor,
         dtype: str,
         limit: float | None = None,
-        run: Any = None,
+        run: Callable[..., Any] | None = None,
     ) -> Any:
         compiling = backends.current.is_compiling()
         if (
@@ -484,29 +445,28 @@ class Float8Controller:
         if not observes:
             return (matrix,), 0
         if variable.counts_steps:
-            matrix = _numbered(variable, matrix)
+            # The number of the kernel in the call, in a copy of the state.
+            row = numbered_row(matrix.shape[1], number_of(variable))
+            matrix = ops.add(matrix, ops.convert_to_tensor([row], "float32"))
         return (matrix,), variable.next_slot()
 
     def _unknown_kernel(self, kernel: keras.Variable) -> str:
-        known = ", ".join(self.layer.float8_state.owners) or "none"
+        owners = ", ".join(self.layer.float8_state.owners) or "none"
         got = getattr(
             kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
         )
         return (
             f"Layer {self.layer.name!r} has no float8 state for this kernel, "
             f"which the policy {self.layer.dtype_policy!r} needs. Received: "
-            f"{got}. Weights with state: {known}. Pass a weight which this "
+            f"{got}. Weights with state: {owners}. Pass a weight which this "
             "layer made with `add_weight(..., float8=True)`, not a tensor "
             "computed from it; for a transposed kernel change the equation."
         )
 
 
 @functools.cache
-def recipes_of_activations(recipe: Any) -> tuple[Any, Any, float | None]:
-    """Return the recipes of two activations and of a weighted sum, its limit.
-
-    The limit is `Float8Controller.limit_of_values`.
-    """
+def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
+    """Return the recipes for activations and weighted sums, and the limit."""
     activations = recipe.for_activations
     summed, limit = weighted_sum_of(activations), None
     if isinstance(summed, WeightedSum):
@@ -528,12 +488,6 @@ def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else ops.add(x, bias)
 
 
-def _numbered(state: StateVariable, matrix: Tensor) -> Tensor:
-    """Return a copy of a counting state with its kernel's number in it."""
-    row = numbered_row(matrix.shape[1], number_of(state))
-    return ops.add(matrix, ops.convert_to_tensor([row], "float32"))
-
-
 def number_of(state: StateVariable) -> int:
     """Return how many other kernels were used before in this call.
 
@@ -541,10 +495,10 @@ def number_of(state: StateVariable) -> int:
     """
     root = calls.root_of_call()
     if root is None:
-        return zlib.crc32(state.kernel.path.encode()) % _MOST
+        return zlib.crc32(state.kernel.path.encode()) % _EXACT_INTEGERS
     # A tuple: torch.compile lets no dict change here.
-    known: tuple[int, ...] = getattr(root, _USED, ())
-    if id(state) not in known:
-        known = (*known, id(state))
-        setattr(root, _USED, known)
-    return known.index(id(state))
+    used: tuple[int, ...] = getattr(root, _STATES_USED, ())
+    if id(state) not in used:
+        used = (*used, id(state))
+        setattr(root, _STATES_USED, used)
+    return used.index(id(state))

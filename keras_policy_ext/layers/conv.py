@@ -34,18 +34,16 @@ class _Convolves(Float8Mixin):
             return super().call(inputs)
         x = self._convolved(self.convert_input(inputs), training)
         if self.use_bias:
-            x = ops.add(x, self._aligned_bias())
+            bias = self.convert_input(ops.convert_to_tensor(self.bias))
+            if self.data_format != "channels_last":
+                shape = (1, self.filters) + (1,) * self.rank
+                bias = ops.reshape(bias, shape)
+            x = ops.add(x, bias)
         return activated(self.activation, x)
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         """Return the float8 convolution alone, without bias and activation."""
         raise NotImplementedError
-
-    def _aligned_bias(self) -> Tensor:
-        bias = self.convert_input(ops.convert_to_tensor(self.bias))
-        if self.data_format == "channels_last":
-            return bias
-        return ops.reshape(bias, (1, self.filters) + (1,) * self.rank)
 
 
 class _Float8Conv(_Convolves):

@@ -23,14 +23,9 @@ LayerClass = TypeVar("LayerClass", bound=type)
 def drop_in(cls: LayerClass) -> LayerClass:
     """Register a class as the float8 form of the stock layer of the same name.
 
-    It gets the signature of the stock layer, and is registered for saving.
-
-    Args:
-        cls: A class whose last base is the stock layer of the same name. Its
-            first base is `Float8Mixin` if it has kernels itself.
-
-    Returns:
-        The class.
+    The last base of the class is that stock layer, and the first one is
+    `Float8Mixin` if it has kernels itself. It gets the signature of the stock
+    layer, and is registered for saving.
     """
     # Not from keras.layers: GroupedQueryAttention has another name there.
     stock = next(b for b in cls.__mro__[1:] if b.__name__ == cls.__name__)
@@ -50,22 +45,17 @@ def drop_ins() -> dict[type, Any]:
 
 def drop_in_of(cls: type) -> Any:
     """Return the float8 class of a stock class, or of a subclass; or None."""
+    # `_FORMS` also has forms of users' classes.
     return next((_FORMS[base] for base in cls.__mro__ if base in _STOCK), None)
 
 
 def form_of(cls: type) -> type | None:
-    """Return the float8 form of a layer class; None if it has none.
+    """Return the float8 form of a layer class, or itself if it is one, or None.
 
     For a subclass of a stock layer, a class is created: the subclass with the
     drop-in as a further base, so that its `super().call(...)` runs in float8.
     If the subclass has a `call`, it must declare `float8_calls_super = True`.
     Files still name the subclass itself.
-
-    Args:
-        cls: A class of layers.
-
-    Returns:
-        The float8 form; the class itself if it is one; None if there is none.
 
     Raises:
         TypeError: If a subclass overrides a method that the drop-in computes.
@@ -94,15 +84,10 @@ def form_of(cls: type) -> type | None:
 def new_form(cls: type, base: type, **namespace: Any) -> type:
     """Return a subclass of a user's class with a float8 class as further base.
 
-    Files name the class of the user.
-
-    Args:
-        cls: The class of the user.
-        base: The float8 class.
-        **namespace: Further attributes of the subclass.
+    Files name the class of the user. `namespace` has further attributes.
     """
-    said = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    form = type(cls.__name__, (cls, base), {**said, **namespace})
+    copied = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    form = type(cls.__name__, (cls, base), {**copied, **namespace})
     form.__qualname__ = cls.__qualname__
     saving_hooks.serialize_as(form, cls)
     _ORIGINALS[form] = cls
@@ -115,12 +100,9 @@ def original_of(cls: type) -> type | None:
 
 
 def _replaced(cls: type, stock: type) -> str | None:
-    """Return the name of a method by which a subclass excludes float8, or None.
-
-    An override may call `super()` if the float8 form has the method too and
-    the class declares `float8_calls_super`. Other overrides would be skipped
-    in a float8 call.
-    """
+    """Return, in words, an override that a float8 call would skip, or None."""
+    # An override may call `super()` if the form has the method too and the
+    # class declares `float8_calls_super`.
     form: Any = _FORMS[stock]
     own = form.__mro__[: form.__mro__.index(stock)]
     for base in cls.__mro__[: cls.__mro__.index(stock)]:

@@ -167,15 +167,7 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
 
 
 def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
-    """Return embeddings stored in float8, dequantized, plus LoRA's share.
-
-    Args:
-        layer: An embedding layer that is frozen.
-        inputs: Integers of any shape.
-
-    Returns:
-        (..., output_dim), in the compute dtype.
-    """
+    """Return stored embeddings as (..., output_dim), with LoRA's share."""
     if keras.backend.standardize_dtype(inputs.dtype) not in ("int32", "int64"):
         inputs = ops.cast(inputs, "int32")
     variable = variable_values.stored_embeddings(layer)

@@ -45,17 +45,12 @@ INPUTS_SCALE = "{name}.inputs_scale"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The dtype, rank and valid numbers of an entry's array.
+    """The dtype, rank and valid numbers of an entry's array."""
 
-    Attributes:
-        dtype: Its dtype, or an abstract one of NumPy.
-        rank: The number of its axes, or several; None for any.
-        is_valid: Returns True for each valid number, floats in float32; None
-            if all are.
-    """
-
-    dtype: Any
+    dtype: Any  # Its dtype, or an abstract one of NumPy.
+    # The number of its axes, or several; None for any.
     rank: int | tuple[int, ...] | None
+    # Returns True for each valid number, floats in float32; None if all are.
     is_valid: Callable[[np.ndarray], np.ndarray] | None = None
 
     def fits(self, array: Any) -> bool:
@@ -69,57 +64,38 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The entries of a kind of groups, and the texts of errors about them.
+    """The entries of a kind of groups, and the texts of errors about them."""
 
-    Attributes:
-        title: The first words of an error; the path of the layer follows.
-        kept: The object that an error leaves unchanged, in words.
-        forms: The form of each entry, by key.
-        allowed: The entries that are allowed, in words.
-        advice: The next step if a group is damaged.
-        update: The next step if a version is newer.
-        version: The newest version that this package reads. It is increased
-            only if older versions of this package would misread a file.
-    """
-
-    title: str
-    kept: str
-    forms: Mapping[str, Form]
-    allowed: str
-    advice: str
-    update: str = ""
+    title: str  # The first words of an error; the path of the layer follows.
+    kept: str  # The object that an error leaves unchanged, in words.
+    forms: Mapping[str, Form]  # The form of each entry, by key.
+    allowed: str  # The entries that are allowed, in words.
+    advice: str  # The next step if a group is damaged.
+    update: str = ""  # The next step if a version is newer.
+    # The newest version that this package reads. It is increased only if older
+    # versions of this package would misread a file.
     version: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group of entries in a file, which are checked when they are read.
+    """A group of entries in a file, which are checked when they are read."""
 
-    Attributes:
-        schema: The schema of its entries.
-        path: The path of the layer or state, for messages.
-        store: The entries by key.
-    """
+    schema: Schema  # The schema of its entries.
+    path: str  # The path of the layer or state, for messages.
+    store: Mapping[str, Any]  # The entries by key.
 
-    schema: Schema
-    path: str
-    store: Mapping[str, Any]
-
-    def damaged(self, found: str) -> ValueError:
+    def damaged(self, fault: str) -> ValueError:
         """Return the ValueError for a group that is damaged."""
         schema = self.schema
         return ValueError(
             f"{schema.title} {self.path!r} in this file is damaged; "
-            f"{schema.kept} was not changed. Received: {found}. Allowed: "
+            f"{schema.kept} was not changed. Received: {fault}. Allowed: "
             f"{schema.allowed}. {schema.advice}"
         )
 
     def check_version(self, version: int) -> None:
-        """Raise if a newer version of this package wrote the group.
-
-        Raises:
-            ValueError: If it did.
-        """
+        """Raise ValueError if a newer version of this package wrote it."""
         schema = self.schema
         if version > schema.version:
             raise ValueError(
@@ -129,22 +105,14 @@ class Group:
             )
 
     def item(self, key: str) -> Any:
-        """Return an entry as it is stored, whatever its form.
-
-        Raises:
-            ValueError: If it is missing, or its data are not in the file.
-        """
+        """Return an entry as it is stored; ValueError if it is missing."""
         if key not in self.store:
             raise self.damaged(f"it lacks {key!r}")
         _input_files.check_dataset(self.path, self.store[key])
         return self.store[key]
 
     def read(self, template: str, **names: Any) -> np.ndarray:
-        """Return the array of an entry; floats in float32.
-
-        Args:
-            template: Its key in the schema.
-            **names: The values of the names in the template.
+        """Return the array of an entry by its template; floats in float32.
 
         Raises:
             ValueError: If it is missing or malformed, or has invalid values.
@@ -152,8 +120,9 @@ class Group:
         key, form = template.format(**names), self.schema.forms[template]
         array = np.asarray(self.item(key))
         if not form.fits(array):
-            found = f"{key!r} is {array.dtype} of shape {array.shape}"
-            raise self.damaged(found)
+            raise self.damaged(
+                f"{key!r} is {array.dtype} of shape {array.shape}"
+            )
         if array.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 array = array.astype("float32")
@@ -246,6 +215,9 @@ FROZEN = Schema(
     advice="Copy the file again, or take an earlier one.",
     update="Update keras_policy_ext.",
 )
+
+
+# Checks of the fields of a header; each gets the header too.
 
 
 def _are_names(value: object, header: Mapping[str, Any]) -> bool:

@@ -18,16 +18,7 @@ from keras_policy_ext.contractions import equations
 
 
 def einsum_adapter(layer: keras.Layer, equation: str, inputs: Tensor) -> Tensor:
-    """Compute what LoRA adds to `einsum(equation, inputs, kernel)`.
-
-    Args:
-        layer: A layer with LoRA enabled.
-        equation: The equation of inputs and kernel; `...` is allowed.
-        inputs: The first operand, in the compute dtype.
-
-    Returns:
-        A tensor with the shape of the outputs, in the compute dtype.
-    """
+    """Compute what LoRA adds to an einsum, in the compute dtype."""
     a, b = _factors(layer)
     equation = equations.explicit(equation, len(inputs.shape), len(a.shape))
     first, second, out = equations.split(equation)
@@ -56,14 +47,8 @@ def conv_adapter(
 
     It is a convolution with the first factor, then one of size 1 with the
     second. With groups, the product of the factors is convolved instead.
-
-    Args:
-        layer: A convolution with LoRA enabled.
-        inputs: In the compute dtype.
-        arguments: The keyword arguments of `ops.conv`.
-
-    Returns:
-        A tensor with the shape of the outputs, in the compute dtype.
+    `arguments` are those of `ops.conv`. Inputs and result are in the compute
+    dtype.
     """
     a, b = _factors(layer)
     if layer.groups > 1:

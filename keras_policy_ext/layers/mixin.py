@@ -421,7 +421,9 @@ class Float8Mixin(
         """
         variable = None
         if self.is_frozen:
-            variable = stored_weights.made(self, float8, *args, **kwargs)
+            variable = stored_weights.codes_of_new_weight(
+                self, float8, *args, **kwargs
+            )
         if variable is None:
             variable = super().add_weight(*args, **kwargs)
         if self.is_frozen:
@@ -446,8 +448,8 @@ class Float8Mixin(
     @property
     def weights(self) -> list[Any]:
         """The layer's weights; stored kernels read as dequantized values."""
-        found: list[Any] = super().weights
-        return in_place_of_codes(self, found) if self.is_frozen else found
+        weights: list[Any] = super().weights
+        return in_place_of_codes(self, weights) if self.is_frozen else weights
 
     def when_built(self) -> None:
         """Replace stored codes in attributes by kernels that decode them."""
@@ -511,10 +513,8 @@ class Float8Mixin(
         return {**spec, "float8": spec[None]} if spec else None
 
     def stock_serialization_spec(self) -> dict[str | None, list[str]]:
-        """Return which weights the stock layer saves in each mode, or {}.
-
-        Keras's base class has None from 3.16 on, and had nothing before.
-        """
+        """Return which weights the stock layer saves in each mode, or {}."""
+        # Keras's base class has None from 3.16 on, and had nothing before.
         parent: Any = super()
         return getattr(parent, "variable_serialization_spec", None) or {}
 
@@ -541,7 +541,8 @@ class Float8Mixin(
         # Keras 3.12 has no `config`.
         kwargs = {} if config is None else {"config": config}
         if not isinstance(layer, Float8Mixin):
-            # Keras goes on calling this of a layer that was reverted since.
+            # `revert` has changed the class of the layer, while Keras went on
+            # with the method that it had bound before.
             type(layer).quantize(layer, mode, type_check=type_check, **kwargs)
             return
         self.quantize_after(super().quantize, mode, type_check, **kwargs)
@@ -568,13 +569,11 @@ class Float8Mixin(
     def rematerialized_call(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
-        """Return a call that is rematerialized, as a function of floats only.
-
-        Other arguments are bound. Keras would rematerialize a function of all
-        arguments. JAX then traces `training`. TensorFlow refuses keyword
-        arguments in a graph, and has no gradient for a tensor that is not an
-        argument.
-        """
+        """Return a rematerialized call, as a function of floats only."""
+        # Other arguments are bound. Keras would rematerialize a function of
+        # all arguments. JAX then traces `training`. TensorFlow refuses keyword
+        # arguments in a graph, and has no gradient for a tensor that is not an
+        # argument.
         bound, tensors = stock_calls.of_floating_tensors(
             layer_call, args, kwargs
         )
@@ -597,12 +596,7 @@ _RECOMPUTED = (
 
 
 def activated(activation: Any, x: Tensor) -> Tensor:
-    """Return `activation(x)`; save as little as possible for the gradient.
-
-    Args:
-        activation: The activation of a layer; None for none.
-        x: A tensor of any shape.
-    """
+    """Return `activation(x)`, or `x`; save little for the gradient."""
     if activation is None:
         return x
     if activation is keras.activations.relu:

@@ -13,16 +13,15 @@ from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import Einsum, equations
 
+Shape = tuple[Any, ...]
+"""A shape; an unknown size is None, or symbolic."""
+
 
 class MovedKernel(NamedTuple):
-    """A kernel whose elements are moved before a contraction reads it.
+    """A kernel whose elements are moved before a contraction reads it."""
 
-    Attributes:
-        shape: The shape that the contraction reads.
-        move: Moves the tensor of the kernel; differentiable.
-    """
-
-    shape: tuple[Any, ...]
+    shape: Shape  # The shape that the contraction reads.
+    # Moves the tensor of the kernel; differentiable.
     move: Callable[[Tensor], Tensor]
 
 
@@ -36,22 +35,22 @@ class TensorNotes(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], Value]] = {}
+        self._values: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
-    def of(self, x: Any) -> Value | None:
+    def of(self, x: object) -> Value | None:
         """Return the value stored for a tensor, or None."""
-        known = self._known.get(id(x))
-        return None if known is None or known[0]() is not x else known[1]
+        entry = self._values.get(id(x))
+        return None if entry is None or entry[0]() is not x else entry[1]
 
-    def set(self, x: Any, value: Value) -> None:
+    def set(self, x: object, value: Value) -> None:
         """Store a value for a tensor."""
-        known, key = self._known, id(x)
+        values, key = self._values, id(x)
 
         def forget(reference: Any) -> None:
-            if key in known and known[key][0] is reference:
-                del known[key]
+            if key in values and values[key][0] is reference:
+                del values[key]
 
-        known[key] = weakref.ref(x, forget), value
+        values[key] = weakref.ref(x, forget), value
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
@@ -64,31 +63,31 @@ def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:
     )
 
 
-def is_floating_tensor(x: Tensor) -> bool:
-    """Return True if `x` is a tensor with a floating dtype."""
-    return keras.ops.is_tensor(x) and is_floating(x.dtype)
-
-
-def is_floating(dtype: Any) -> bool:
+def is_floating(dtype: object) -> bool:
     """Return True if a dtype is floating."""
     return "float" in keras.backend.standardize_dtype(dtype)
 
 
-def contraction_of(
-    equation: str, first: tuple[Any, ...], second: tuple[Any, ...]
-) -> Einsum:
+def contraction_of(equation: str, first: Shape, second: Shape) -> Einsum:
     """Return the `Einsum` of an equation for operands of these shapes.
 
-    Args:
-        equation: An equation of two operands; `...` is allowed.
-        first: The shape of the first operand, None for an unknown size.
-        second: The shape of the second operand.
+    `...` is allowed; a size that is not known is None.
 
     Raises:
         ValueError: If the equation is malformed or does not fit the operands.
     """
     explicit = equations.explicit(equation, len(first), len(second))
-    check_sizes(explicit, first, second)
+    # Checked here, since an einsum would broadcast a size of 1.
+    terms = equations.split(explicit)
+    sizes = dict(zip(terms.first, first, strict=True))
+    for axis, size in zip(terms.second, second, strict=True):
+        other = sizes.get(axis, size)
+        if None not in (size, other) and size != other:
+            raise ValueError(
+                f"The operands of {explicit!r} differ in axis {axis!r}. "
+                f"Received: shapes {tuple(first)} and {tuple(second)}. "
+                "Allowed: equal sizes. Transpose or repeat the inputs first."
+            )
     return Einsum(explicit)
 
 
@@ -103,22 +102,5 @@ def contraction_of_tensors(
     # torch.compile leaves caches out, and sizes that it traces have no hash.
     compiling = backends.current.is_compiling()
     is_plain = compiling or not isinstance(equation, str)
-    found = contraction_of if is_plain else known_contraction_of
-    return found(equation, tuple(first.shape), tuple(second.shape))
-
-
-def check_sizes(equation: str, first: Tensor, second: Tensor) -> None:
-    """Raise if two operands of an einsum differ in the size of a letter.
-
-    An einsum would broadcast a size of 1.
-    """
-    terms = equations.split(equation)
-    sizes = dict(zip(terms.first, first, strict=True))
-    for axis, size in zip(terms.second, second, strict=True):
-        other = sizes.get(axis, size)
-        if None not in (size, other) and size != other:
-            raise ValueError(
-                f"The operands of {equation!r} differ in axis {axis!r}. "
-                f"Received: shapes {tuple(first)} and {tuple(second)}. "
-                "Allowed: equal sizes. Transpose or repeat the inputs first."
-            )
+    make = contraction_of if is_plain else known_contraction_of
+    return make(equation, tuple(first.shape), tuple(second.shape))

@@ -32,11 +32,9 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
 
 class KernelState(NamedTuple):
-    """The state of a kernel, as a file has it.
+    """The state of a kernel in a file: its settled matrix, and observations.
 
-    Attributes:
-        matrix: The settled matrix of the state.
-        earlier: What micro-batches before the next step observed, or None.
+    `earlier` is what micro-batches before the next step observed, or None.
     """
 
     matrix: np.ndarray
@@ -55,9 +53,8 @@ class SavedState(Group):
     def policy(self, source: keras.DTypePolicy) -> Float8DTypePolicy | None:
         """Return the policy that the layer was saved under, or None.
 
-        Args:
-            source: The source policy of the layer. Of Keras's own float8 a
-                file has the length of histories only.
+        A file of Keras's own float8 has the length of histories only, to which
+        the source policy of the layer is added.
 
         Raises:
             ValueError: If the entry is damaged, or names no float8 policy.
@@ -79,11 +76,7 @@ class SavedState(Group):
 
     @property
     def attention(self) -> str:
-        """The argument `attention` of an attention layer; "" if missing.
-
-        Raises:
-            ValueError: If the entry is damaged or not known.
-        """
+        """The argument `attention` of an attention layer; "" if missing."""
         mode = self.text(entries.ATTENTION)
         if mode not in ("", "float8"):
             text = self._unknown("an attention mode", mode, "float8")
@@ -91,11 +84,7 @@ class SavedState(Group):
         return mode
 
     def text(self, key: str) -> str:
-        """Return a string that the file has about the layer; "" if missing.
-
-        Raises:
-            ValueError: If it is damaged, or of a newer version.
-        """
+        """Return a string that the file has about the layer; "" if missing."""
         if key not in self.store:
             return ""
         self._check_version()
@@ -103,27 +92,20 @@ class SavedState(Group):
         try:
             return text.tobytes().decode()
         except UnicodeDecodeError as error:
-            found = f"{key!r} is {text.dtype} and no UTF-8"
-            raise self.damaged(found) from error
+            fault = f"{key!r} is {text.dtype} and no UTF-8"
+            raise self.damaged(fault) from error
 
     def kernels(
         self, recipes: Sequence[Recipe], matrices: Sequence[int] | None = None
     ) -> list[KernelState]:
         """Return one state per kernel of a layer; missing ones start anew.
 
-        Args:
-            recipes: For each kernel the recipe that its layer follows or is
-                going to follow.
-            matrices: For each kernel the number of its matrices that have a
-                history each; None for what the file has. A single history in
-                the file becomes that of each matrix.
-
-        Returns:
-            The states; none if the recipe has no state.
+        A kernel whose recipe has no state has none. `matrices` has the number
+        of matrices with a history, or None for what the file has. A single
+        history in the file becomes that of each matrix.
 
         Raises:
-            ValueError: If entries are missing or damaged, or of a newer
-                version.
+            ValueError: If entries are incomplete, damaged, or too new.
         """
         recipes = [r for r in recipes if source_of(r).state_shape is not None]
         if recipes and self.store:
@@ -161,7 +143,7 @@ class SavedState(Group):
             rings = self._of_matrices(count, 1, entries.HISTORY, names)
             for row, ring in zip(matrix[rows], rings, strict=True):
                 layout.history(row[None])[0] = _resized(ring, layout.length)
-                row[0] = _looks(row)
+                row[0] = _mark_of(row)
             if entries.PART.format(**names) in self.store:
                 part = self._of_matrices(count, 0, entries.PART, names)
                 matrix[rows, 0] = UNSEEN + part
@@ -177,19 +159,12 @@ class SavedState(Group):
     def _of_matrices(
         self, count: int, rank: int, template: str, names: Mapping[str, Any]
     ) -> np.ndarray:
-        """Return an entry with a first axis of this many matrices.
-
-        Args:
-            count: The number of matrices.
-            rank: The number of axes of the entry for one history.
-            template: The key of the entry.
-            names: The values of the names in the template.
-        """
+        """Return an entry, of `rank` for one history, for `count` matrices."""
         array = self.read(template, **names)
         if array.ndim > rank and len(array) != count:
             key = template.format(**names)
-            found = f"{key!r} is of {len(array)} matrices, the kernel of "
-            raise self.damaged(f"{found}{count}")
+            fault = f"{key!r} is of {len(array)} matrices, the kernel of "
+            raise self.damaged(f"{fault}{count}")
         one = array.shape[array.ndim - rank :]
         return np.broadcast_to(array, (count, *one))
 
@@ -217,14 +192,11 @@ def state_for_file(
     kernels: Sequence[tuple[StateVariable, Tensor | None]],
     merged: bool,
 ) -> dict[str, np.ndarray]:
-    """Return the entries of the state of a layer.
+    """Return the entries of the state of a layer, with strings about it.
 
-    Args:
-        texts: The strings about the layer, by key.
-        kernels: The state variables, each with what micro-batches before the
-            next step observed, if any.
-        merged: Whether the file gets kernels with LoRA adapters merged in:
-            other kernels than those whose amaxes were observed.
+    A state variable is with what micro-batches before the next step observed.
+    If LoRA adapters are `merged` into the kernels of the file, those are not
+    the kernels whose amaxes were observed.
     """
     arrays: dict[str, np.ndarray] = {}
     if kernels or texts:
@@ -248,44 +220,40 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
     if not variable.observes_amaxes:
         return {entries.STEPS.format(i=i): histories[0, 0].astype("int32")}
     arrays = {}
-    looks = np.array([_looks(row) for row in matrix], "float32")
+    marks = np.array([_mark_of(row) for row in matrix], "float32")
     for operand in OPERANDS:
         names, rows = {"i": i, "operand": operand}, variable.rows_of(operand)
-        found = {
+        values = {
             entries.SCALE: scales[rows],
             entries.HISTORY: histories[rows],
         }
-        if (matrix[rows, 0] != looks[rows]).any():
-            found[entries.PART] = matrix[rows, 0] - UNSEEN
-        for key, value in found.items():
+        if (matrix[rows, 0] != marks[rows]).any():
+            values[entries.PART] = matrix[rows, 0] - UNSEEN
+        for key, value in values.items():
             one = value[0] if variable.matrices == 1 else value
             arrays[key.format(**names)] = one
     return arrays
 
 
-def _looks(row: np.ndarray) -> float:
+def _mark_of(row: np.ndarray) -> float:
     """Return -1 for an observed row of a state, -2 for an unobserved one."""
     return VALID_MARK if row[1:].any() else UNSEEN
 
 
 def _resized(ring: np.ndarray, length: int) -> np.ndarray:
-    """Crop an amax history, or pad it with zeros; keep the newest.
-
-    In the ring index 0 is the newest, and the last index the second newest.
-    """
+    """Crop an amax history, or pad it with zeros; keep the newest."""
+    # In the ring the newest is first, and the second newest last.
     aged = newest_first(ring)[:length]
     aged = np.pad(aged, (0, length - len(aged)))
     return np.concatenate([aged[:1], aged[:0:-1]])
 
 
 def is_float8_layer(group: Any) -> bool:
-    """Return True if an HDF5 group is the state of a layer that contracts.
-
-    It has weights, or contracts those of other layers: then `convert` gave it
-    its policy, or its state has a kernel. A composite such as attention has a
-    state too, which records its float8 form. If it is frozen, it also has a
-    header that names no weight.
-    """
+    """Return True if an HDF5 group is the state of a layer that contracts."""
+    # It has weights, or contracts those of other layers: then `convert` gave
+    # it its policy, or its state has a kernel. A composite such as attention
+    # has a state too, which records its float8 form. If it is frozen, it also
+    # has a header that names no weight.
     of_state = group.name.endswith(f"/{entries.GROUP}/vars")
     if not of_state or entries.VERSION not in group:
         return False
@@ -305,27 +273,17 @@ def is_frozen(store: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FrozenWeights(Group):
-    """The group of a frozen layer's weights in a file.
+    """The group of a frozen layer's weights in a file."""
 
-    Attributes:
-        recipe: How kernels are stored.
-        names: The names of the weights, in order.
-        summed: The summed axes of each kernel, by name.
-        lora: Rank and alpha of LoRA; None without.
-    """
-
-    recipe: FrozenKernels
-    names: list[str]
+    recipe: FrozenKernels  # How kernels are stored.
+    names: list[str]  # The names of the weights, in order.
+    # The summed axes of each kernel, by name.
     summed: Mapping[str, tuple[int, ...]]
-    lora: Mapping[str, Any] | None
+    lora: Mapping[str, Any] | None  # Rank and alpha of LoRA; None without.
 
     @classmethod
     def of(cls, store: Mapping[str, Any], path: str) -> FrozenWeights:
-        """Read the header of a group.
-
-        Raises:
-            ValueError: If it is damaged, or of a newer version.
-        """
+        """Read the header of a group; raise ValueError if it cannot be read."""
         group = Group(FROZEN, path, store)
         header = _json(group)
         group.check_version(header["version"])
@@ -350,17 +308,13 @@ class FrozenWeights(Group):
         return np.asarray(item)
 
     def kernel(self, name: str) -> StoredKernel:
-        """Return the codes and scales of a kernel.
-
-        Raises:
-            ValueError: If they are missing or damaged.
-        """
+        """Return the codes and scales of a kernel; ValueError for damage."""
         recipe, summed = self.recipe, self.summed[name]
         codes = self.read(entries.CODES, name=name)
         free = tuple(axis for axis in range(codes.ndim) if axis not in summed)
         if len(summed) + len(free) != codes.ndim:
-            found = f"{name!r} has {codes.ndim} axes, and sums over {summed}"
-            raise self.damaged(found)
+            fault = f"{name!r} has {codes.ndim} axes, and sums over {summed}"
+            raise self.damaged(fault)
         axes = Axes(summed, free)
         scale = self.read(entries.CODES_SCALE, name=name)
         if scale.shape != scale_shape(codes.shape, axes, recipe.per):
@@ -384,10 +338,10 @@ def _json(group: Group) -> dict[str, Any]:
         header = _input_files.json_in(text, group.path)
         if type(header["version"]) is int and header["version"] >= 1:
             return dict(header)
-        found = f"'version' is {header['version']!r}"
+        fault = f"'version' is {header['version']!r}"
     except (ValueError, KeyError, TypeError) as error:
-        found = str(error)
-    raise group.damaged(f"{entries.HEADER!r} cannot be read: {found}")
+        fault = str(error)
+    raise group.damaged(f"{entries.HEADER!r} cannot be read: {fault}")
 
 
 def header_for_file(
@@ -422,13 +376,10 @@ class KerasWeights:
     3.15). The scale dequantizes. The history is a ring with the newest amax at
     index 0, as in `numerics.observations`. An operand that Keras never
     observed has the scale 1 and zeros.
-
-    Attributes:
-        own: The kernel and the bias, by number.
-        state: The entries of the state, by the keys of `SavedState`.
     """
 
-    own: Mapping[str, Any]
+    own: Mapping[str, Any]  # The kernel and the bias, by number.
+    # The entries of the state, by the keys of `SavedState`.
     state: Mapping[str, Any]
 
     @classmethod
@@ -447,30 +398,24 @@ class KerasWeights:
 
     @classmethod
     def in_group(cls, group: Any) -> KerasWeights | None:
-        """Split an HDF5 group; return None if it is not that of such a layer.
-
-        Other layers have as many weights, but of other shapes or dtypes.
-        """
-        found = cls.of(group)
-        if found is None or entries.GROUP in group.parent:
+        """Split an HDF5 group; None if it is not that of such a layer."""
+        # Other layers have as many weights, but of other shapes or dtypes.
+        weights = cls.of(group)
+        if weights is None or entries.GROUP in group.parent:
             return None
-        states = list(found.state.values())
-        items = [*found.own.values(), *states]
+        states = list(weights.state.values())
+        items = [*weights.own.values(), *states]
         fits = (
             all(hasattr(item, "shape") for item in items)
             and items[0].ndim >= 2
             and len({item.shape for item in states}) == 2
             and all(item.dtype == "float32" for item in states)
-            and all(KERAS.forms[key].fits(x) for key, x in found.state.items())
+            and all(KERAS.forms[k].fits(x) for k, x in weights.state.items())
         )
-        return found if fits else None
+        return weights if fits else None
 
     def check(self, path: str) -> None:
-        """Raise if the state is damaged.
-
-        Raises:
-            ValueError: If it is.
-        """
+        """Raise ValueError if the state is damaged."""
         group = Group(KERAS, path, self.state)
         for key in KERAS.forms:
             group.read(key)

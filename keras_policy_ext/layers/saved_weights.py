@@ -31,19 +31,15 @@ from keras_policy_ext.policies.of_layers import policy_of
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.recipes.fields import counterpart
 
-_OWN = (StateVariable, StoredConstant, StoredVariable)
+_CHECKED = (StateVariable, StoredConstant, StoredVariable)
 
 
 def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
-    """Check all given weights of a layer or model; then set all of them.
+    """Check one array for each of `layer.weights`; then set all of them.
 
     A frozen kernel takes codes, or the dequantized values that `get_weights`
     returned. The values must match the codes under the scale that is set with
     them.
-
-    Args:
-        layer: The layer or model.
-        weights: One array per weight in `layer.weights`.
 
     Raises:
         ValueError: If the arrays do not fit, one is not a float8 state, or one
@@ -71,11 +67,13 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
 
 def watch() -> None:
     """Make Keras's `set_weights` call `set_all` for models with float8."""
-    built_layers.around_set_weights(_set)
+    built_layers.around_set_weights(_set_checked)
 
 
-def _set(stock: Any, layer: keras.Layer, weights: Sequence[Any]) -> None:
-    if any(isinstance(each, _OWN) for each in layer.weights):
+def _set_checked(
+    stock: Any, layer: keras.Layer, weights: Sequence[Any]
+) -> None:
+    if any(isinstance(each, _CHECKED) for each in layer.weights):
         set_all(layer, weights)
     else:
         stock(layer, weights)
@@ -137,39 +135,35 @@ def _codes(
             variable.weights,
             np.asarray(ops.convert_to_numpy(scale), "float32"),
         )
-        meant = stored.dequantized()
-        if np.array_equal(meant.astype(array.dtype), array):
+        values = stored.dequantized()
+        if np.array_equal(values.astype(array.dtype), array):
             return stored.codes
     variable.check(array)
     return array
 
 
-def warn(policy: Float8DTypePolicy) -> None:
-    """Warn if a policy has formats that this device's matmuls do not read.
-
-    That is a family of formats: OCP's, or the one named fnuz.
-
-    A loaded model keeps the formats that it was trained in, on any device, so
-    that values and scales do not change.
-    """
+def warn_of_formats(policy: Float8DTypePolicy) -> None:
+    """Warn if this device's matmuls do not read the formats of a policy."""
+    # A loaded model keeps the formats that it was trained in, on any device,
+    # so that values and scales do not change.
     native = backends.engine.device().float8
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
     if native is None or not families - {native, None}:
         return
-    _user_code.warn(_text(policy, native))
+    _user_code.warn(_warning(policy, native))
 
 
 def _formats_of(recipe: Recipe) -> list[str]:
     """List the formats that a recipe quantizes operands to, each once."""
-    asked = (
+    quantizations = (
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
         for operand in operands
     )
-    return list(dict.fromkeys(q.format for q in asked if q is not None))
+    return list(dict.fromkeys(q.format for q in quantizations if q is not None))
 
 
-def _text(policy: Float8DTypePolicy, native: str) -> str:
+def _warning(policy: Float8DTypePolicy, native: str) -> str:
     own, others = _formats_of(policy.recipe), formats.FAMILIES[native]
     text = (
         f"This model was trained in {' and '.join(own)}; "
@@ -206,11 +200,8 @@ def load(
 ) -> None:
     """Load all weights of a float8 layer from a file or, on an error, none.
 
-    Args:
-        layer: The layer.
-        store: The entries of its group in a file: of a float layer, a frozen
-            one, or one of Keras's own float8.
-        stock: `load_own_variables` of the stock layer.
+    The group in the file is of a float layer, a frozen one, or one of Keras's
+    own float8. `stock` is `load_own_variables` of the stock layer.
 
     Raises:
         ValueError: If the weights do not fit, or the state that Keras wrote
@@ -218,7 +209,7 @@ def load(
     """
     policy = policy_of(layer)
     if isinstance(policy, Float8DTypePolicy):
-        warn(policy)
+        warn_of_formats(policy)
     layer.float8_state.layer_loads(store)
     if layer.built and (layer.is_frozen or is_frozen(store)):
         _load_stored(layer, store)
@@ -243,21 +234,30 @@ def load(
 def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
     """Load codes and scales; raise unless both layer and file are frozen."""
     if not layer.is_frozen:
-        stored_files.refuse(layer)
+        raise ValueError(
+            f"The weights of layer {layer.path!r} in this file are stored in "
+            "float8, and the layer is not frozen. Received: codes and scales. "
+            "Allowed: float weights. `keras_policy_ext.load_model(path)` loads "
+            "the frozen model, `keras_policy_ext.load_weights(model, path, "
+            "as_saved=True)` freezes this model as the saved one was, and "
+            "`keras_policy_ext.load_weights(model, path, dequantize=True)` "
+            "loads the dequantized values."
+        )
     if not is_frozen(store):
-        stored_files.refuse_float(layer)
+        raise ValueError(
+            f"Layer {layer.path!r} is frozen, and its weights in this file are "
+            "not. Received: float weights. Allowed: codes and scales, as a "
+            "frozen model saves them. Load the file into a model that is not "
+            "frozen, then call `keras_policy_ext.freeze(model)`."
+        )
     stored_files.load(layer, store)
 
 
 def _stock_store(
     layer: keras.Layer, store: Mapping[str, np.ndarray]
 ) -> KerasWeights | None:
-    """Split a layer's entries from a file of Keras's own float8.
-
-    Return None for any other file.
-
-    Only a layer whose stock form knows float8 can have been in it.
-    """
+    """Split a layer's entries of Keras's own float8; None for other files."""
+    # Only a layer whose stock form knows float8 can have been in such a file.
     if "float8" not in layer.stock_serialization_spec() or not layer.built:
         return None
     if layer.quantization_mode not in (None, "float8"):

@@ -39,13 +39,10 @@ def has_state(recipe: Recipe) -> bool:
 
 
 class LastCall:
-    """The plan of the last contraction that a layer computed.
+    """The plan of the last contraction that a layer computed; None before it.
 
     It is a separate object, since torch.compile breaks the graph if a call
     sets attributes of a layer.
-
-    Attributes:
-        plan: Its plan; None before the first one.
     """
 
     plan: contractions.Plan | contractions.FrozenPlan | None = None
@@ -72,6 +69,9 @@ class Float8State(keras.layers.Layer):
         self.given: str | None = None
         # The policy that the file last read had: `load_model` looks at it.
         self.policy_in_file: np.ndarray | None = None
+        # While a file is read: what gets the entries in place of this state;
+        # whether the layer's own weights are loaded, None if it is not asked;
+        # whether a file of Keras's float8 had the state; and the error.
         self._take: _Take | None = None
         self._layer_loaded: bool | None = None
         self._stock_loaded = False
@@ -82,14 +82,9 @@ class Float8State(keras.layers.Layer):
         built_layers.track_again([self])
 
     def belong_to(self, layer: keras.Layer) -> None:
-        """Set the layer of this state, whose policy names files store with it.
-
-        The texts are saved here, since a layer may override how it saves its
-        weights.
-
-        Args:
-            layer: A layer with `texts_for_file` and `merges_adapters`.
-        """
+        """Set the layer, whose texts files store with this state."""
+        # They are saved here, since a layer may override how it saves its
+        # weights.
         self._layer = weakref.ref(layer)
 
     def add(
@@ -100,10 +95,7 @@ class Float8State(keras.layers.Layer):
     ) -> None:
         """Create the state variable of a kernel, if the recipe has state.
 
-        Args:
-            kernel: The kernel.
-            recipe: The recipe that its layer follows.
-            bank_axis: See `Float8Mixin.float8_bank_axis`.
+        `bank_axis` is that of `Float8Mixin.float8_bank_axis`.
 
         Raises:
             ValueError: If there is already a kernel with this path.
@@ -141,10 +133,7 @@ class Float8State(keras.layers.Layer):
                 variable.observe("kernel", self.amax(kernel))
 
     def amax(self, kernel: keras.Variable) -> Any:
-        """Return the amax of a kernel's current value, on the host.
-
-        It is float32, a scalar; (matrices,) if each has a history.
-        """
+        """Return a kernel's amax on the host: float32, () or (matrices,)."""
         value = variable_values.value_without_autocast(kernel)
         variable = self.of(kernel)
         of = scaling.amax if variable is None else variable.amax_of
@@ -191,7 +180,7 @@ class Float8State(keras.layers.Layer):
             store[key] = value
 
     @property
-    def _told_path(self) -> str:
+    def _path_in_messages(self) -> str:
         """The path of this state in messages; Keras gives it none."""
         if self.matrices:
             return self.matrices[0].path.rpartition("/")[0]
@@ -209,7 +198,7 @@ class Float8State(keras.layers.Layer):
             ValueError: If the entries are incomplete, of wrong shapes or
                 values, or written by a newer version of this package.
         """
-        saved = SavedState.of(store, self._told_path)
+        saved = SavedState.of(store, self._path_in_messages)
         if self._take is not None:
             self._take(saved.store)
             return
@@ -263,14 +252,9 @@ class Float8State(keras.layers.Layer):
         self._layer_loaded = True
 
     def load_stock(self, arrays: dict[str, np.ndarray]) -> None:
-        """Load the scales and histories that a file of Keras's float8 has.
-
-        Such a file has no group for this sublayer. The empty group that
-        Keras's loader passes afterwards leaves the state unchanged.
-
-        Args:
-            arrays: The entries; empty to leave the state unchanged.
-        """
+        """Load the scales and histories of a file of Keras's float8, if any."""
+        # Such a file has no group for this sublayer. The empty group that
+        # Keras's loader passes afterwards leaves the state unchanged.
         if arrays:
             self.load_own_variables(arrays)
         self._stock_loaded = True

@@ -49,16 +49,10 @@ STEPS_SUFFIX = "_steps"
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
-    """Return arguments that replicate a variable on all JAX devices.
+    """Return arguments that replicate a variable of this rank on JAX devices.
 
     Keras 3.12 searches a path for a pattern, so that the pattern of a kernel
     also matches the state of that kernel. Other patterns name whole layers.
-
-    Args:
-        rank: The number of axes of the variable.
-
-    Returns:
-        Keyword arguments for `keras.Variable`.
     """
     distribution = keras.distribution.distribution()
     if keras.backend.backend() != "jax" or distribution is None:
@@ -78,27 +72,25 @@ class StateVariable(
     An observation is entered into the state by assigning it; see
     `numerics.observations`. Zeros, JAX's gradient of an unused variable, leave
     the state unchanged.
-
-    Attributes:
-        recipe: The recipe that the state belongs to.
-        kernel: The contracted weight.
-        bank_axis: The axis of the kernel whose matrices have a history each;
-            None for one history.
-        matrices: The number of these matrices; 1 for one history.
-        uses: The number of uses of the kernel since the last assignment.
-        counts_steps: Whether this state is a count of steps.
-        observed: The observations since then, on a framework that stores them
-            with the variable.
     """
 
+    # Observations since the last assignment, on a framework that stores them
+    # with the variable.
     observed: Any = None
-    _looked_at: Any = None
-    _said = False
-    _ahead = 0
-    _assigned = False
-    _looks = True
-    _version: int | None = None
-    _row: int | None = None
+
+    # Whether other code has changed this state: `warn_if_moved`.
+    _checked_value: Any = None  # The value that was checked last.
+    _has_warned = False  # Rows are moved, and the user was told.
+
+    # Whether the kernel has changed since the state was made for it. Who
+    # assigns it by Keras is counted: `assigned_beside`. Other code changes the
+    # tensor, which has a version on some frameworks: `look_at`.
+    _kernel_ahead = 0  # Assignments of the kernel minus those of the state.
+    _kernel_version: int | None = None  # At the last look; None before it.
+    _assigned_since_look = False  # The state, by a step of the optimizer.
+    _looks_at_kernel = True  # False after `look_last`.
+    # Of the last assignment: a step that returns no observation repeats it.
+    _kernel_rows_hash: int | None = None
 
     def __init__(
         self,
@@ -109,11 +101,12 @@ class StateVariable(
     ):
         self.recipe = recipe
         self.kernel = kernel
+        # The axis of the kernel whose matrices have a history each, if any.
         if not has_history_per_matrix(recipe):
             bank_axis = None
         self.bank_axis = bank_axis
         self.matrices = 1 if bank_axis is None else kernel.shape[bank_axis]
-        self.uses = 0
+        self.uses = 0  # Of the kernel since the last assignment.
         self.counts_steps = not source_of(recipe).observes_amaxes
         super().__init__(
             initializer=self._never_observed,
@@ -127,6 +120,7 @@ class StateVariable(
         self._watch()
 
     def _never_observed(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        # An initializer, which Keras gives the shape that the layout has.
         return ops.convert_to_tensor(self.rows_layout.never_observed(), dtype)
 
     def value_made(self, value: Tensor) -> None:
@@ -159,8 +153,9 @@ class StateVariable(
         settled = isinstance(value, np.ndarray) and _is_settled(value)
         self._count_assignment(settled)
         if settled:
-            value = _sealed(value)
-            self._row = _kernel_row(value)
+            value = np.array(value)  # Marks of valid rows are then exactly -1.
+            value[_is_sealed(value[:, 0]), 0] = VALID_MARK
+            self._kernel_rows_hash = _hash_of_kernel_rows(value)
             if self.observed is not None:
                 self.observed.replaced()
         self.uses = 0
@@ -179,46 +174,47 @@ class StateVariable(
 
         @property
         def value(self) -> Any:
-            """The state; it includes the amax of the kernel's current value.
-
-            A compiled step takes values that are read here, and cannot read
-            the variables.
-            """
-            if self._ahead > 0 and not variable_values.is_stateless():
+            """The state; it includes the amax of the kernel's current value."""
+            # A compiled step takes values that are read here, and cannot read
+            # the variables.
+            if self._kernel_ahead > 0 and not variable_values.is_stateless():
                 self.catch_up()
             return super().value
 
     def _watch(self) -> None:
         variable_values.watch(self.kernel, self)
-        self._watched = id(self.kernel)
+        self._watched_kernel = id(self.kernel)
 
     def _count_assignment(self, settled: bool) -> None:
-        self._assigned = True
+        self._assigned_since_look = True
         if settled:
-            self._ahead, self._assigned = 0, False
-            self._version = self._seen()  # it is of the kernel as it is
+            # The state is of the kernel as it is now.
+            self._kernel_ahead, self._assigned_since_look = 0, False
+            self._kernel_version = self._version_of_kernel()
         elif not variable_values.is_untold():
-            self._ahead = max(self._ahead - 1, -1)
+            self._kernel_ahead = max(self._kernel_ahead - 1, -1)
 
     def _count_unchanged(self) -> None:
-        """Mark the state as behind its kernel if an assignment changed nothing.
-
-        That happens if a compiled step does not return observations.
-        """
+        """Mark the state as behind if an observation changed nothing."""
+        # That happens if a compiled step does not return observations.
         value = backends.current.known_value(self)
         if value is None or not (self.trainable and self.observes_amaxes):
             return
-        row = _kernel_row(np.asarray(value))
-        if row == self._row and not variable_values.is_untold():
-            self._ahead += 1
-        self._row = row
+        rows_hash = _hash_of_kernel_rows(np.asarray(value))
+        is_same = rows_hash == self._kernel_rows_hash
+        if is_same and not variable_values.is_untold():
+            self._kernel_ahead += 1
+        self._kernel_rows_hash = rows_hash
 
     @override
     def assigned_beside(self) -> None:
         # A loop may assign kernels and states in any order: the kernel is
         # ahead where it was assigned more often.
-        self._ahead += 1
-        if self._ahead > 0 and backends.current.keeps_variables_in_graphs:
+        self._kernel_ahead += 1
+        if (
+            self._kernel_ahead > 0
+            and backends.current.keeps_variables_in_graphs
+        ):
             self.catch_up()
 
     @override
@@ -227,55 +223,54 @@ class StateVariable(
             self.catch_up()
 
     def look_at(self, kernel: Tensor) -> None:
-        """Update the state if other code has changed the kernel since.
-
-        Args:
-            kernel: The tensor of the kernel, before the matmul.
-        """
-        if self._watched != id(self.kernel):  # this is a copy of another
+        """Update the state if other code has changed the kernel's tensor."""
+        if self._watched_kernel != id(self.kernel):  # this is a copy of another
             self._watch()
         framework = backends.current
-        if framework.steps_take_values or not self._looks:
+        if framework.steps_take_values or not self._looks_at_kernel:
             return  # see `value` and `look_last`
         version = framework.version(kernel)
-        is_new = version != self._version
-        if is_new or self._ahead > 0:
+        is_new = version != self._kernel_version
+        if is_new or self._kernel_ahead > 0:
             if variable_values.is_stateless():
                 return  # as for shapes alone: what is assigned does not last
-            seen = self._version is not None
-            if self._ahead > 0 or (seen and not self._assigned):
+            seen = self._kernel_version is not None
+            if self._kernel_ahead > 0 or (
+                seen and not self._assigned_since_look
+            ):
                 self.catch_up()
         if is_new:
-            self._version, self._assigned = version, False
-        self._ahead = 0
+            self._kernel_version, self._assigned_since_look = version, False
+        self._kernel_ahead = 0
 
     def look_last(self) -> None:
-        """Check the kernel for changes now, and in no later call.
-
-        A kernel that is gathered as float8 cannot be read.
-        """
+        """Check the kernel for changes now, and in no later call."""
+        # A kernel that is gathered as float8 cannot be read.
         self.look_at(variable_values.value_without_autocast(self.kernel))
-        self._looks = False
+        self._looks_at_kernel = False
 
     @override
     def memory(self) -> Callable[[], None]:
         state: Any = self
-        kept, pending = dict(vars(state)), state.observed
+        attributes, pending = dict(vars(state)), state.observed
         observed = None if pending is None else dict(vars(pending))
-        knew = self._version is not None and self._version == self._seen()
+        was_seen = (
+            self._kernel_version is not None
+            and self._kernel_version == self._version_of_kernel()
+        )
 
         def put_back() -> None:
             vars(state).clear()
-            vars(state).update(kept)
+            vars(state).update(attributes)
             if observed is not None:
                 vars(pending).update(observed)
-            if knew:
-                self._version = self._seen()
+            if was_seen:
+                self._kernel_version = self._version_of_kernel()
             self._watch()
 
         return put_back
 
-    def _seen(self) -> int | None:
+    def _version_of_kernel(self) -> int | None:
         """Return the kernel tensor's count of changes; None if unknown."""
         if not variable_values.has_value(self.kernel):
             return None
@@ -283,27 +278,19 @@ class StateVariable(
         return backends.current.version(kernel)
 
     def catch_up(self, beyond: float = 1.0) -> None:
-        """Enter the kernel's amax if the stored scale is too small for it.
+        """Enter the kernel's amax if it is too large for the stored scale.
 
+        It is beyond `beyond` times the largest value that the scale allows.
         Pending observations of a step are kept.
-
-        Args:
-            beyond: The factor by which it must exceed that.
         """
-        self._ahead = 0
+        self._kernel_ahead = 0
         if all(map(variable_values.has_value, (self, self.kernel))):
             kernel = variable_values.value_without_autocast(self.kernel)
             matrix = variable_values.value_without_autocast(self)
             super().assign(self.kept_up(kernel, matrix, beyond))
 
     def kept_up(self, kernel: Tensor, matrix: Any, beyond: float = 1.0) -> Any:
-        """Return the state with a scale large enough for a kernel's value.
-
-        Args:
-            kernel: The tensor in the kernel.
-            matrix: The value of this variable.
-            beyond: See `catch_up`.
-        """
+        """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
         how = self.recipe, beyond, self.matrices
@@ -321,71 +308,60 @@ class StateVariable(
 
     @property
     def settling(self) -> Any:
-        """The function that computes the new state from an assigned value.
-
-        See `contractions.settling`.
-        """
+        """The function that computes the new state from an assigned value."""
         return contractions.settling(self.recipe, self.matrices)
 
     def matrix(self) -> Any:
-        """Return this variable's tensor; raise if it is not float32.
-
-        Raises:
-            ValueError: If a PyTorch module has cast it, as by
-                `model.to(torch.bfloat16)`.
-        """
+        """Return this variable's tensor; raise ValueError if it was cast."""
         value = self.value
         dtype = keras.backend.standardize_dtype(value.dtype)
         if dtype != self.dtype:
-            raise ValueError(_cast(self.path, dtype))
+            raise ValueError(
+                f"The float8 state of {self.path!r} was cast to another dtype, "
+                f"which rounds its amaxes. Received: {dtype}. Allowed: "
+                "float32. Call `model.float()`. To compute in another dtype, "
+                "make the layers under a policy, such as 'mixed_bfloat16', "
+                "instead of calling `module.to(dtype)`."
+            )
         return value
 
     def warn_if_moved(self) -> None:
         """Warn once if other code has changed this state; never wait for it."""
         value = backends.current.known_value(self)
-        if value is None or value is self._looked_at:
+        if value is None or value is self._checked_value:
             return
         # On JAX each assignment brings another array.
-        self._looked_at = None if isinstance(value, np.ndarray) else value
+        self._checked_value = None if isinstance(value, np.ndarray) else value
         value = np.asarray(value)
-        if self._said or _moved_rows(value).any():
+        if self._has_warned or _moved_rows(value).any():
             self.trusted(value)
 
     def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
-        """Return a copy of the state; reset rows that other code changed.
-
-        Warn once if there are any, and again only after they were repaired.
-
-        Args:
-            matrix: The value of the variable, if it is known.
-
-        Returns:
-            A copy.
-        """
+        """Return a copy of the state; reset rows that other code changed."""
+        # Warn once if there are any, and again only after they were repaired.
+        # The value of the variable is read if `matrix` is None.
         if matrix is None:
             matrix = ops.convert_to_numpy(self.matrix())
         matrix = np.array(matrix)
         moved = _moved_rows(matrix)
-        if moved.any() and not self._said:
+        if moved.any() and not self._has_warned:
             _user_code.warn(_MOVED)
-        self._said = bool(moved.any())
+        self._has_warned = bool(moved.any())
         matrix[moved] = self.rows_layout.never_observed()[moved]
         return matrix
 
     def observe(self, operand: str, amax: Any) -> None:
-        """Enter the amax of one operand into the state.
+        """Enter the amax of one operand into its rows of the state.
 
-        The other operands' rows are unchanged.
-
-        Args:
-            operand: One of `recipes.OPERANDS`.
-            amax: Float32 scalar, or (matrices,). Of a bank, an amax of 0 is
-                not entered.
+        It is a float32 scalar, or (matrices,); of a bank, an amax of 0 is not
+        entered.
         """
         matrix = np.array(ops.convert_to_numpy(self.value))
         layout, rows = self.rows_layout, self.rows_of(operand)
-        found = np.float32(ops.convert_to_numpy(amax))
-        for row, amax in enumerate(np.resize(found, self.matrices), rows.start):
+        amaxes = np.float32(ops.convert_to_numpy(amax))
+        for row, amax in enumerate(
+            np.resize(amaxes, self.matrices), rows.start
+        ):
             if self.matrices > 1 and not amax:
                 continue
             if matrix[row, 0] == UNSEEN and np.isfinite(amax):
@@ -425,12 +401,12 @@ class StateVariable(
         layout = self.rows_layout
         matrix = self.trusted()
         matrix[~_is_sealed(matrix[:, 0])] = 0.0
-        found = {}
+        by_operand = {}
         for operand in OPERANDS:
             rows = matrix[self.rows_of(operand)]
             ring = layout.history(rows).max(axis=0)
-            found[operand] = layout.scale(rows).max(), newest_first(ring)
-        return found
+            by_operand[operand] = layout.scale(rows).max(), newest_first(ring)
+        return by_operand
 
     def is_unseen(self, operand: str) -> bool:
         """Return True if an operand's amax was never observed."""
@@ -439,8 +415,7 @@ class StateVariable(
 
     def newest(self, operand: str) -> np.float32:
         """Return the newest observed amax of an operand; 0 without one."""
-        newest: np.float32 = self.rows()[operand][1][0]
-        return newest
+        return self.rows()[operand][1][0]
 
     def _check_shape(self, value: Tensor) -> None:
         shape = getattr(value, "shape", None)
@@ -456,13 +431,29 @@ class StateVariable(
         )
 
     def check(self, value: Tensor) -> None:
-        """Raise if a NumPy array is neither an observation nor a state.
-
-        Raises:
-            ValueError: If it is neither; tensors are not checked.
-        """
-        if isinstance(value, np.ndarray):
-            check_rows(self, value)
+        """Raise ValueError if an array is no observation and no state."""
+        # Tensors are not checked: that would wait for their values.
+        if not isinstance(value, np.ndarray) or (
+            value.shape != tuple(self.shape)  # Keras says so.
+        ):
+            return
+        uses = value[:, 0]
+        settled = value[uses < 0]
+        is_state = bool(_is_state(settled[:, 0]).all())
+        if not (
+            np.isfinite(uses).all()
+            and is_state
+            and is_amax(settled[:, 1:]).all()
+        ):
+            raise ValueError(
+                f"This array is not a float8 state of {self.path!r}. "
+                f"Received: {value!r}. Allowed: an array from `get_weights`, "
+                "or an average of such arrays: each row begins with -1, or -2 "
+                "if never observed, and finite numbers >= 0 follow. Do not "
+                "assign this variable. Load the model from a file, or copy "
+                "only `keras_policy_ext.loops.weights(model)`, which leaves "
+                "the state out."
+            )
 
     @property
     def overwrite_with_gradient(self) -> bool:
@@ -470,47 +461,14 @@ class StateVariable(
         return True
 
     def next_slot(self) -> int:
-        """Return the slot for this use of the kernel in the current step.
-
-        It is modulo `SLOTS`, since each number needs a plan compiled for it.
-        """
+        """Return the slot for this use of the kernel in the current step."""
+        # It is modulo `SLOTS`, since each number needs a plan compiled for it.
         slot = self.uses
         self.uses = (slot + 1) % SLOTS
         return slot
 
 
-def check_rows(variable: StateVariable, value: np.ndarray) -> None:
-    """Raise if a NumPy array is neither an observation nor a state."""
-    if value.shape != tuple(variable.shape):
-        return  # Keras says so.
-    uses = value[:, 0]
-    settled = value[uses < 0]
-    is_state = bool(_is_state(settled[:, 0]).all())
-    if not (
-        np.isfinite(uses).all() and is_state and is_amax(settled[:, 1:]).all()
-    ):
-        raise ValueError(
-            f"This array is not a float8 state of {variable.path!r}. "
-            f"Received: {value!r}. Allowed: an array from `get_weights`, or "
-            "an average of such arrays: each row begins with -1, or -2 if "
-            "never observed, and finite numbers >= 0 follow. Do not assign "
-            "this variable. Load the model from a file, or copy only "
-            "`keras_policy_ext.loops.weights(model)`, which leaves the state "
-            "out."
-        )
-
-
-def _cast(path: str, dtype: str) -> str:
-    return (
-        f"The float8 state of {path!r} was cast to another dtype, which rounds "
-        f"its amaxes. Received: {dtype}. Allowed: float32. Call "
-        "`model.float()`. To compute in another dtype, make the layers under "
-        "a policy, such as 'mixed_bfloat16', instead of calling "
-        "`module.to(dtype)`."
-    )
-
-
-def _kernel_row(value: np.ndarray) -> int:
+def _hash_of_kernel_rows(value: np.ndarray) -> int:
     """Return a hash of a state's rows for the kernel, to detect changes."""
     third = len(value) // len(OPERANDS)
     rows = value[third : 2 * third] if third else value
@@ -530,20 +488,12 @@ def _is_sealed(first: np.ndarray) -> np.ndarray:
 def _moved_rows(matrix: np.ndarray) -> np.ndarray:
     """Return True for each row that is no state and no average of states."""
     has_observations: Any = matrix[:, 1 : SLOTS + 1].any(axis=1)
-    is_moved: np.ndarray = has_observations | ~_is_state(matrix[:, 0])
-    return is_moved
+    return has_observations | ~_is_state(matrix[:, 0])
 
 
 def _is_state(first: np.ndarray) -> np.ndarray:
     """Return True for each first column that a state, or an average, has."""
     return (first >= UNSEEN - ROUNDING) & (first <= VALID_MARK + ROUNDING)
-
-
-def _sealed(value: np.ndarray) -> np.ndarray:
-    """Return a copy of a state in which marks of valid rows are exactly -1."""
-    value = np.array(value)
-    value[_is_sealed(value[:, 0]), 0] = VALID_MARK
-    return value
 
 
 def _is_settled(value: np.ndarray) -> bool:

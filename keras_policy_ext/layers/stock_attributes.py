@@ -28,8 +28,8 @@ class _View:
             return self
         matrices = getattr(layer, "float8_state", None)
         matrices = [] if matrices is None else matrices.matrices
-        known = bool(matrices) and matrices[0].observes_amaxes
-        if layer.float8_policy is None or not known:
+        has_amaxes = bool(matrices) and matrices[0].observes_amaxes
+        if layer.float8_policy is None or not has_amaxes:
             raise AttributeError(
                 f"Layer {layer.name!r} has no {self.name!r}: its recipe keeps "
                 f"no amaxes. Received: the policy {layer.dtype_policy!r}. "

@@ -12,15 +12,11 @@ import keras
 from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import stock_float8
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers.operands import is_floating_tensor
+from keras_policy_ext.layers.operands import is_floating
 
 
 def refuse_quantize(layer: keras.Layer, mode: str | None) -> None:
-    """Raise if Keras must not quantize a float8 layer.
-
-    Raises:
-        NotImplementedError: If it follows float8, or `mode` is `"float8"`.
-    """
+    """Raise NotImplementedError if a layer is in float8, or `mode` is."""
     policy = layer.float8_policy
     if policy is not None and not policy.recipe.trains:
         stock_float8.refuse_quantization(
@@ -54,15 +50,11 @@ def of_floating_tensors(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return a layer's call as a function of floats only, and the floats.
-
-    Args:
-        layer_call: The call of a layer.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Return a layer's call as a function of floating tensors, and these."""
     leaves = keras.tree.flatten((args, kwargs))
-    differentiable = [is_floating_tensor(leaf) for leaf in leaves]
+    differentiable = [
+        keras.ops.is_tensor(leaf) and is_floating(leaf.dtype) for leaf in leaves
+    ]
     tensors = list(itertools.compress(leaves, differentiable))
     compiling = backends.current.is_compiling()
     kind = None if compiling else contractions.preferred()

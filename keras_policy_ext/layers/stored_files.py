@@ -22,15 +22,18 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 
 def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
     """Write the codes, scales and other weights of a frozen layer to a file."""
-    weights = _own(layer)
+    weights = list(walking.own_weights(layer))
     recipe = layer.float8_policy.recipe
     summed = {
         each.name: each.axes.summed
         for each in weights
         if isinstance(each, StoredVariable)
     }
+    lora = None
+    if getattr(layer, "lora_enabled", False):
+        lora = {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
     names = [each.name for each in weights]
-    store[entries.HEADER] = header_for_file(recipe, names, summed, _lora(layer))
+    store[entries.HEADER] = header_for_file(recipe, names, summed, lora)
     for each in weights:
         if not isinstance(each, StoredVariable):
             store[each.name] = variable_values.value_without_autocast(each)
@@ -44,11 +47,10 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
 
 
 def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
-    """Load all weights that `save` wrote or, on an error, none.
+    """Load all weights that `save` wrote; on a ValueError, none.
 
-    Raises:
-        ValueError: If the entries belong to another layer, are damaged, or
-            were written by a newer version of this package.
+    It is raised if the entries belong to another layer, are damaged, or were
+    written by a newer version of this package.
     """
     saved = FrozenWeights.of(store, layer.path)
     if saved.recipe != layer.float8_policy.recipe:
@@ -72,40 +74,6 @@ def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
         layer.lora_alpha = saved.lora["alpha"]
 
 
-def refuse(layer: keras.Layer) -> None:
-    """Raise ValueError: the file's weights are frozen, the layer's are not."""
-    raise ValueError(
-        f"The weights of layer {layer.path!r} in this file are stored in "
-        "float8, and the layer is not frozen. Received: codes and scales. "
-        "Allowed: float weights. `keras_policy_ext.load_model(path)` loads "
-        "the frozen model, `keras_policy_ext.load_weights(model, path, "
-        "as_saved=True)` freezes this model as the saved one was, and "
-        "`keras_policy_ext.load_weights(model, path, dequantize=True)` loads "
-        "the dequantized values."
-    )
-
-
-def refuse_float(layer: keras.Layer) -> None:
-    """Raise ValueError: the layer is frozen, the file has float weights."""
-    raise ValueError(
-        f"Layer {layer.path!r} is frozen, and its weights in this file are "
-        "not. Received: float weights. Allowed: codes and scales, as a frozen "
-        "model saves them. Load the file into a model that is not frozen, "
-        "then call `keras_policy_ext.freeze(model)`."
-    )
-
-
-def _own(layer: keras.Layer) -> list[keras.Variable]:
-    """Return a layer's own weights, without its float8 state."""
-    return list(walking.own_weights(layer))
-
-
-def _lora(layer: keras.Layer) -> dict[str, Any] | None:
-    if not getattr(layer, "lora_enabled", False):
-        return None
-    return {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
-
-
 def check_rank(saved: FrozenWeights) -> None:
     """Raise if a file's LoRA adapters have another rank than its header."""
     if not saved.lora:
@@ -114,8 +82,7 @@ def check_rank(saved: FrozenWeights) -> None:
     shapes = [np.shape(saved.item(name)) for name in names]
     rank = saved.lora["rank"]
     if not shapes or not all(rank in shape for shape in shapes):
-        found = f"adapters of shapes {shapes} for a rank of {rank}"
-        raise saved.damaged(found)
+        raise saved.damaged(f"adapters of shapes {shapes} for a rank of {rank}")
 
 
 def adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
@@ -128,14 +95,12 @@ def adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
 def _pairs(
     layer: keras.Layer, saved: FrozenWeights
 ) -> list[tuple[keras.Variable, str]]:
-    """Pair each weight of a layer with its name in the file.
-
-    An unnamed weight gets another name in each model, so weights without a
-    match are paired in order. Adapters that the file lacks are unchanged.
-    """
+    """Pair each weight of a layer with its name in the file."""
+    # An unnamed weight gets another name in each model, so those without a
+    # match are paired in order. Adapters that the file lacks are unchanged.
     own = [
         each
-        for each in _own(layer)
+        for each in walking.own_weights(layer)
         if saved.lora or not each.name.startswith("lora_")
     ]
     names = saved.names
@@ -156,11 +121,14 @@ def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
     is_codes = name in saved.summed
     if is_codes != isinstance(variable, StoredVariable):
         kinds = ("codes", "floats") if is_codes else ("floats", "codes")
-        found = f"{name!r} is stored as {kinds[0]}, but the layer holds "
-        raise saved.damaged(f"{found}{kinds[1]} there")
+        raise saved.damaged(
+            f"{name!r} is stored as {kinds[0]}, but the layer holds "
+            f"{kinds[1]} there"
+        )
     if is_codes and saved.summed[name] != tuple(variable.axes.summed):
-        found = f"{name!r} is summed over axes {saved.summed[name]}"
-        raise saved.damaged(found)
+        raise saved.damaged(
+            f"{name!r} is summed over axes {saved.summed[name]}"
+        )
     stored = saved.kernel(name) if is_codes else None
     value = saved.item(name) if stored is None else stored.codes
     shape = tuple(value.shape)

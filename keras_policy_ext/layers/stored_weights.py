@@ -36,16 +36,12 @@ WIDENED = "_widened"
 class StoredConstant(keras.Variable):
     """A float32 variable of a stored kernel: a scale, or the whole kernel.
 
-    It is float32 and not a parameter.
+    It is no parameter.
     """
 
     @property
     def as_stored(self) -> Any:
-        """The variable's tensor, float32, detached from gradients.
-
-        Raises:
-            ValueError: If it was cast, which may have rounded it.
-        """
+        """The float32 tensor, detached; ValueError if it was cast."""
         value = variable_values.value_without_autocast(self)
         dtype = keras.backend.standardize_dtype(value.dtype)
         if dtype == "float32":
@@ -63,13 +59,10 @@ class StoredConstant(keras.Variable):
 
 
 class StoredCodes(keras.Variable):
-    """The variable of a stored kernel's codes, uint8, in the kernel's shape.
+    """The variable of a stored kernel's codes, uint8, in the kernel's shape."""
 
-    Attributes:
-        read: The variable that dequantizes the codes, while a layer being
-            built holds the codes in an attribute.
-    """
-
+    # The variable that dequantizes the codes, while a layer being built holds
+    # the codes in an attribute.
     read: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
@@ -93,22 +86,11 @@ class StoredCodes(keras.Variable):
 
 
 class StoredVariable(variable_values.ComputedVariable, keras.Variable):
-    """A kernel that is stored as codes and reads as dequantized values.
-
-    Attributes:
-        codes: The variable of the codes.
-        recipe: How the kernel is stored.
-        axes: The summed and the free axes of the kernel.
-        scale: The variable of the scales.
-        inputs_scale: The variable of the static scale of the inputs; None if
-            there is none.
-        widened: The variable of the kernel in float32; None if each matmul
-            dequantizes it.
-    """
+    """A kernel that is stored as codes and reads as dequantized values."""
 
     scale: Any = None
-    inputs_scale: Any = None
-    widened: Any = None
+    inputs_scale: Any = None  # The static one; None if there is none.
+    widened: Any = None  # In float32; None if each matmul dequantizes it.
 
     def __init__(
         self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
@@ -120,8 +102,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     @property
     def codes(self) -> StoredCodes:
         """The variable that holds the kernel's codes."""
-        held: StoredCodes = self.held
-        return held
+        return self.held
 
     @property
     def value(self) -> Any:
@@ -134,10 +115,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         )
 
     def assign(self, value: Tensor) -> Any:
-        """Assign codes to the kernel; do nothing for its current values.
-
-        Args:
-            value: Codes, uint8; or the current dequantized values.
+        """Assign codes, uint8; do nothing for the kernel's current values.
 
         Raises:
             ValueError: If it is any other value.
@@ -153,12 +131,12 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     def _has_numbers(self, value: Tensor) -> bool:
         """Return True if `value` equals the kernel's dequantized values."""
         try:
-            asked = np.asarray(ops.convert_to_numpy(value))
+            numbers = np.asarray(ops.convert_to_numpy(value))
         # Each framework raises another error for a tensor of a compiled
         # function, which has no numbers yet.
         except Exception:
             return False
-        return np.array_equal(asked, ops.convert_to_numpy(self.value))
+        return np.array_equal(numbers, ops.convert_to_numpy(self.value))
 
     @property
     def weights(self) -> str:
@@ -190,11 +168,9 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def multiplied(self) -> tuple[Any, ...]:
-        """The tensors for a matmul: codes gathered on all devices, scales.
-
-        The codes are gathered, since XLA would gather the larger dequantized
-        kernel. If there is a kernel in float32, it replaces the codes.
-        """
+        """The tensors for a matmul: codes gathered on all devices, scales."""
+        # The codes are gathered, since XLA would gather the larger dequantized
+        # kernel. If there is a kernel in float32, it replaces the codes.
         codes, *scales = self.constants
         if self.widened is not None:
             return self.widened.as_stored, *scales
@@ -205,11 +181,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         return codes, *scales
 
     def check(self, value: Tensor) -> None:
-        """Raise if a value is not uint8 codes of finite values.
-
-        Raises:
-            ValueError: If it is not.
-        """
+        """Raise ValueError if a value is not uint8 codes of finite values."""
         name = _name_of(getattr(value, "dtype", "float32"))
         if name == "uint8":
             codes = np.asarray(ops.convert_to_numpy(value))
@@ -230,9 +202,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
         """Assign the codes and scales of another kernel of the same shape.
 
-        Args:
-            stored: The kernel.
-            inputs_scale: The scale of the inputs; None to leave it unchanged.
+        The scale of the inputs is unchanged for None.
         """
         self.codes.assign(stored.codes)
         self.scale.assign(stored.scale)
@@ -243,28 +213,18 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
 
 def add_stored(
-    layer: keras.Layer,
-    name: str | None,
+    layer: keras.Layer,  # Unlocked, with a `float8_state`.
+    name: str | None,  # None for one that Keras chooses.
     shape: tuple[int, ...],
     recipe: FrozenKernels,
     axes: Axes,
-    stored: StoredKernel | None = None,
-    inputs_scale: float | None = None,
+    stored: StoredKernel | None = None,  # None for zeros.
+    inputs_scale: float | None = None,  # The static one; None for 1.
 ) -> StoredVariable:
     """Create the variables of a stored kernel; return the `StoredVariable`.
 
-    Args:
-        layer: The layer, with its `float8_state`; unlocked.
-        name: The name of the kernel; None for one that Keras chooses.
-        shape: The shape of the kernel.
-        recipe: How the kernel is stored.
-        axes: The summed and the free axes of the kernel.
-        stored: The stored kernel; None for zeros.
-        inputs_scale: The static scale of the inputs; None for 1.
-
-    Returns:
-        The kernel. The caller puts its codes into an attribute of the layer;
-        `read_as_numbers` later replaces them by the kernel.
+    The caller puts its codes into an attribute of the layer;
+    `read_as_numbers` later replaces them by the kernel.
     """
     # Loaded here, and not in the first call, which a compiler may trace.
     _ = backends.engine
@@ -291,12 +251,7 @@ def add_stored(
 
 
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
-    """Add a float32 copy of a stored kernel, which matmuls then read.
-
-    Args:
-        layer: The layer of the kernel.
-        variable: The kernel.
-    """
+    """Add a float32 copy of a stored kernel, which matmuls then read."""
     state, name = layer.float8_state, variable.name + WIDENED
     value = variable.stored.dequantized()
     path = layer.path or layer.name
@@ -307,10 +262,8 @@ def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
 
 
 def read_as_numbers(layer: keras.Layer) -> None:
-    """Replace codes in a layer's attributes by their `StoredVariable`s.
-
-    The layer still tracks the codes, since they were assigned first.
-    """
+    """Replace codes in a layer's attributes by their `StoredVariable`s."""
+    # The layer still tracks the codes, since they were assigned first.
     for name, value in list(vars(layer).items()):
         if isinstance(value, StoredCodes) and value.read is not None:
             vars(layer)[name], value.read = value.read, None
@@ -320,12 +273,12 @@ def in_place_of_codes(
     layer: keras.Layer, variables: list[keras.Variable]
 ) -> list[Any]:
     """Return a list of variables with codes replaced by `StoredVariable`s."""
-    found = {
+    kernels = {
         id(each.codes): each
         for each in vars(layer).values()
         if isinstance(each, StoredVariable)
     }
-    return [found.get(id(each), each) for each in variables]
+    return [kernels.get(id(each), each) for each in variables]
 
 
 def held(variable: keras.Variable) -> Any:
@@ -373,29 +326,22 @@ class Weight(NamedTuple):
     dtype: str
 
 
-def made(
+def codes_of_new_weight(
     layer: keras.Layer, stored: bool | None, *args: Any, **kwargs: Any
 ) -> StoredCodes | None:
     """Create a stored kernel for `add_weight`; None if it is not stored.
 
-    Args:
-        layer: The layer.
-        stored: Whether this weight is stored; None to ask the class of the
-            layer.
-        *args: As for `keras.layers.Layer.add_weight`.
-        **kwargs: See `args`.
-
-    Returns:
-        The codes, which stand for it until the layer is built; None if it is
-        not stored.
+    The codes stand for it until the layer is built. If `stored` is None, the
+    class of the layer says whether it is stored. The rest are the arguments of
+    `keras.layers.Layer.add_weight`.
     """
-    asked = inspect.signature(keras.layers.Layer.add_weight).bind(
+    given = inspect.signature(keras.layers.Layer.add_weight).bind(
         layer, *args, **kwargs
     )
     shape = (*args, kwargs.get("shape"))[0]
     name = kwargs.get("name")
     dtype = keras.backend.standardize_dtype(
-        asked.arguments.get("dtype") or layer.variable_dtype
+        given.arguments.get("dtype") or layer.variable_dtype
     )
     if stored is False or not is_floating(dtype):
         return None
@@ -415,22 +361,14 @@ def made(
 
 
 def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Raise if a policy needs a layer's kernels stored in another way.
-
-    Args:
-        layer: A layer.
-        policy: The policy to follow, without rules.
-
-    Raises:
-        ValueError: If the kernels are stored in another form.
-    """
-    asked = getattr(policy, "recipe", None)
-    stores = asked is not None and not asked.trains
+    """Raise ValueError if a policy needs kernels stored in another form."""
+    recipe = getattr(policy, "recipe", None)
+    stores = recipe is not None and not recipe.trains
     if not (
         layer.float8_controller.kernel_paths and (stores or layer.is_frozen)
     ):
         return
-    if layer.is_frozen and asked == layer.float8_policy.recipe:
+    if layer.is_frozen and recipe == layer.float8_policy.recipe:
         return
     raise ValueError(
         f"The policy of layer {layer.name!r} cannot be set: its kernels are "
@@ -444,12 +382,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
 
 def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
-    """Return the weights of a layer that freezing stores in float8.
-
-    Args:
-        layer: A built layer.
-        form: Its float8 form.
-    """
+    """Return the weights of a built layer that freezing it as `form` stores."""
     own = walking.own_weights(layer)
     if layer.__class__ is form and form.float8_kernels is None:
         return list(layer.float8_contracted)
@@ -467,12 +400,7 @@ def stored_in(layer: keras.Layer) -> list[StoredVariable]:
 
 
 def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
-    """Replace the float kernels of a layer by stored ones, if it is frozen.
-
-    Args:
-        layer: The layer.
-        kernels: Each kernel with its stored form; None for zeros.
-    """
+    """Replace the float kernels of a frozen layer; by zeros for None."""
     if not layer.is_frozen:
         return
     if kernels is None:
@@ -498,11 +426,8 @@ def store(
 ) -> StoredVariable:
     """Replace a layer's float kernel by a `StoredVariable`; return the latter.
 
-    Args:
-        layer: An unlocked layer that follows `FrozenKernels`.
-        kernel: One of its weights.
-        stored: The stored kernel; or only its axes, for zeros.
-        scale: The static scale of its inputs, or None.
+    The layer is unlocked and follows `FrozenKernels`. `stored` is the stored
+    kernel; or only its axes, for zeros. `scale` is that of its static inputs.
     """
     recipe: FrozenKernels = layer.float8_policy.recipe
     variable = add_stored(
@@ -521,22 +446,15 @@ def store(
 
 
 def widen_all(layer: keras.Layer) -> None:
-    """Replace all stored kernels of a layer by dequantized float kernels.
-
-    The order of the weights is again that of a stock layer.
-    """
+    """Replace all stored kernels of a layer by dequantized float kernels."""
+    # The order of the weights is again that of a stock layer.
     for variable in stored_in(layer):
         widen(layer, variable)
     built_layers.order_variables(layer, layer.float8_controller.weight_names)
 
 
 def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
-    """Replace a stored kernel by a dequantized float kernel; return the latter.
-
-    Args:
-        layer: An unlocked layer.
-        variable: One of its stored kernels.
-    """
+    """Replace a stored kernel of an unlocked layer; return the float kernel."""
     with scope_of_path(layer.path or layer.name):
         kernel = keras.Variable(
             variable.stored.dequantized(),

@@ -37,12 +37,8 @@ def unchanged_on_error(
     It restores class and attributes, and the contents of the lists, dicts and
     sets among them. So sublayers, variables, slots, compiled functions and
     their order are the same objects as before. It does not cover layers added
-    in the block or layers inside the given ones.
-
-    Args:
-        things: Layers and optimizers that the block may change.
-        variables: Variables whose values the block may change. They are copied
-            to host memory; variables without a value are skipped.
+    in the block or layers inside the given ones. The values of `variables` are
+    copied to host memory; variables without a value are skipped.
     """
     memories = [_Memory(thing) for thing in things]
     # Copied: on PyTorch an array shows the memory of the variable itself.
@@ -67,11 +63,7 @@ def unchanged_on_error(
 
 @contextlib.contextmanager
 def undone(things: Iterable[Any]) -> Iterator[None]:
-    """On exit of the block, restore the layers as they were on entry.
-
-    Args:
-        things: See `unchanged_on_error`.
-    """
+    """On exit of the block, restore layers as `unchanged_on_error` does."""
     with contextlib.suppress(_Over), unchanged_on_error(things):
         yield
         raise _Over
@@ -108,11 +100,7 @@ def calls_undone(model: keras.Layer) -> Iterator[list[keras.Layer]]:
 
 
 class _Memory:
-    """A copy of the class, attributes and lists of a layer or optimizer.
-
-    Args:
-        thing: The layer or optimizer.
-    """
+    """A copy of the class, attributes and lists of a layer or optimizer."""
 
     def __init__(self, thing: Any):
         self._thing = thing
@@ -121,9 +109,7 @@ class _Memory:
         controller = vars(thing).get("float8_controller")
         objects = [*objects, *([] if controller is None else [controller])]
         self._attributes = [(each, dict(vars(each))) for each in objects]
-        held = [
-            value for _, kept in self._attributes for value in kept.values()
-        ]
+        held = [x for _, values in self._attributes for x in values.values()]
         self._companions = [
             each.memory()
             for each in held
@@ -144,7 +130,7 @@ class _Memory:
                     own[name] = value
         _refill(self._contents)
         if type(self._thing) is not self._class:
-            built_layers.put_class_back(self._thing, self._class)
+            object.__setattr__(self._thing, "__class__", self._class)
 
     def restore_companions(self) -> None:
         """Restore what float8 state variables recorded about their kernels."""
@@ -154,7 +140,7 @@ class _Memory:
 
 def _contents_of(things: Iterable[Any]) -> list[_Content]:
     """Return a copy of the entries of each list, dict and set among things."""
-    found: list[_Content] = []
+    contents: list[_Content] = []
     for each in things:
         # By its type: an `ObjectProxy` says to be what it stands for.
         cls = type(each)
@@ -163,11 +149,11 @@ def _contents_of(things: Iterable[Any]) -> list[_Content]:
         if issubclass(cls, dict):
             ordered = issubclass(cls, collections.OrderedDict)
             base: Any = collections.OrderedDict if ordered else dict
-            found.append((each, base, list(base.items(each))))
+            contents.append((each, base, list(base.items(each))))
         else:
             base = list if issubclass(cls, list) else set
-            found.append((each, base, list(base.__iter__(each))))
-    return found
+            contents.append((each, base, list(base.__iter__(each))))
+    return contents
 
 
 def _refill(contents: list[_Content]) -> None:

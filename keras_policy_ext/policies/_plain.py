@@ -56,7 +56,7 @@ def merge_recipes(
     named: recipes.Recipe | None, recipe: RecipeLike, length: int
 ) -> recipes.Recipe:
     """Return the recipe that all arguments of a policy agree on, or raise."""
-    said = [named] if named is not None else []
+    given = [named] if named is not None else []
     explicit_length = not isinstance(length, DefaultLength)
     if explicit_length:
         delayed = recipes.DelayedScaling(amax_history_length=length)
@@ -64,28 +64,26 @@ def merge_recipes(
         if recipe == delayed.name or (recipe is None and named is None):
             recipe = delayed
     if recipe is not None:
-        said.append(_like(recipes.get(recipe), named))
-    said = [for_this_device(each) for each in said]
-    if not said:
+        # An open recipe gets the scales of the named one.
+        power_of_two = getattr(named, "power_of_two", None)
+        other = recipes.get(recipe)
+        if power_of_two is not None:
+            other = settled(other, power_of_two)
+        given.append(other)
+    given = [for_this_device(each) for each in given]
+    if not given:
         return recipes.DelayedScaling()
-    if explicit_length and said[-1].history_length != length:
-        raise ValueError(_conflict(said, length))
-    if said[0] != said[-1]:
-        raise ValueError(_conflict(said, None))
-    return said[0]
-
-
-def _like(recipe: recipes.Recipe, named: recipes.Recipe | None) -> Any:
-    """Return a recipe; an open one with the scales of a named one."""
-    power_of_two = getattr(named, "power_of_two", None)
-    return recipe if power_of_two is None else settled(recipe, power_of_two)
+    if explicit_length and given[-1].history_length != length:
+        raise ValueError(_conflict(given, length))
+    if given[0] != given[-1]:
+        raise ValueError(_conflict(given, None))
+    return given[0]
 
 
 def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
-    """Return a recipe whose scales are powers of two if the device asks.
+    """Return a recipe with the scales of this device if its own are open.
 
-    Args:
-        recipe: Any recipe. Only one whose `power_of_two` is None changes.
+    They are open if its `power_of_two` is None.
     """
     if not is_open(recipe):
         return recipe
@@ -101,16 +99,16 @@ def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
 
 def _costs_nothing(recipe: recipes.Recipe) -> bool:
     """Return True if bfloat16 holds what every matmul multiplies."""
-    asked = (
+    quantizations = (
         recipe.quantization(operand, matmul)
         for matmul, operands in recipes.MATMULS.items()
         for operand in operands
     )
-    return all(each is None or each.exact_in_bfloat16 for each in asked)
+    return all(each is None or each.exact_in_bfloat16 for each in quantizations)
 
 
-def _conflict(said: list[recipes.Recipe], length: int | None) -> str:
-    parts = [repr(recipe) for recipe in said]
+def _conflict(given: list[recipes.Recipe], length: int | None) -> str:
+    parts = [repr(recipe) for recipe in given]
     if length is not None:
         parts.append(f"amax_history_length={length}")
     return (
@@ -139,18 +137,16 @@ def name_of_dtypes(policy: keras.DTypePolicy) -> str:
 
 
 def named(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Return the policy, or a named copy of a plain policy without a name.
-
-    `get_config` of a map without a default sets the names of the policies in
-    it to None (keras 3.8 to 3.15).
-    """
+    """Return the policy, or a named copy of a plain policy without a name."""
+    # `get_config` of a map without a default sets the names of the policies in
+    # it to None (keras 3.8 to 3.15).
     if is_plain(policy) and policy.name is None:
         return keras.DTypePolicy(name_of_dtypes(policy))
     return policy
 
 
 def floating(policy: keras.DTypePolicy, role: str) -> keras.DTypePolicy:
-    """Return the policy; raise if it does not compute in floating point.
+    """Return the policy if it computes in floating point.
 
     Raises:
         ValueError: If a dtype is not; `role` begins the message.

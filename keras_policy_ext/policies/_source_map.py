@@ -11,20 +11,13 @@ from keras_policy_ext._keras import global_policy
 class SourceMap(keras.dtype_policies.DTypePolicyMap):
     """The base class of policies that extend a plain policy; immutable.
 
-    It is a map whose default is the plain policy. Many layers share one
-    object.
-
-    Keras's `from_config` of layers reduces a policy to its name unless the
-    policy is a map. A stock layer looks up its path in the map and gets the
-    plain source policy.
+    Many layers share one object. Keras's `from_config` of layers reduces a
+    policy to its name unless the policy is a map. A stock layer looks up its
+    path in this map and gets its default, the plain source policy.
     """
 
     read: ClassVar[Callable[[Any], keras.DTypePolicy]]
-    """The function `policies.get`.
-
-    It is assigned in the module that defines it, since it knows the subclasses
-    of this class.
-    """
+    """`policies.get`, assigned there, since it knows the subclasses."""
 
     def __init__(self, source: keras.DTypePolicy) -> None:
         super().__init__(default_policy=source)
@@ -34,10 +27,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
 
     @property
     def name(self) -> str:
-        """The name of the plain policy that this policy extends.
-
-        Keras parses the name.
-        """
+        """The name of the plain policy, which Keras parses."""
         return self._source_name
 
     @property
@@ -51,6 +41,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return self._source_policy
 
     def __getitem__(self, key: str) -> keras.DTypePolicy:
+        # That of all paths: stock layers compute as the source policy says.
         return self._source_policy
 
     def __setitem__(self, key: str, policy: object) -> None:

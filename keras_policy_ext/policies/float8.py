@@ -344,11 +344,8 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
 
 
 def _from_legacy(config: object) -> keras.DTypePolicy:
-    """Build a policy from the config dict of tf_keras's `Policy`.
-
-    It has a name and maybe a loss scale. Without one the loss scale is "auto",
-    Keras's default.
-    """
+    """Build a policy from the config dict of tf_keras's `Policy`."""
+    # It has a name and maybe a loss scale, which is else Keras's default.
     fields = dict(config) if isinstance(config, Mapping) else {}
     name = fields.pop("name", None)
     loss_scale = fields.pop("loss_scale", "auto")
@@ -372,10 +369,8 @@ def _from_legacy(config: object) -> keras.DTypePolicy:
 
 
 def _loss_scale_policy() -> Any:
-    """Return the class of policies with a loss scale; None if it is missing.
-
-    Keras knows it once the extension for loss scales is imported.
-    """
+    """Return the class of policies with a loss scale; None if it is missing."""
+    # Keras knows it once the extension for loss scales is imported.
     name = "keras_policy_ext>LossScaleDTypePolicy"
     return keras.saving.get_registered_object(name)
 

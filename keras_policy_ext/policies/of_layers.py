@@ -17,16 +17,9 @@ from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8
 def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
     """Return the policy that a map of Keras, perhaps nested, has for a path.
 
-    A policy of this package, which is a map too, is returned with its rules.
-
-    Args:
-        policy: Any policy.
-        path: The path of a layer; None (a layer that is not built) for the
-            default of the map, as in Keras.
-
-    Returns:
-        A policy that is not a map, or one of this package. Keras's own float8
-        policy is returned unchanged.
+    A path of None, of a layer that is not built, has the default of the map,
+    as in Keras. A policy of this package, which is a map too, is returned with
+    its rules, and Keras's own float8 policy unchanged.
 
     Raises:
         ValueError: If several patterns of the map match the path.
@@ -56,10 +49,8 @@ def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """Return the policy that a layer would follow as a stock layer.
-
-    It is Keras's own float8 policy only if Keras has quantized the layer.
-    """
+    """Return the policy that a layer would follow as a stock layer."""
+    # It is Keras's own float8 policy only if Keras has quantized the layer.
     policy = of_path(layer.dtype_policy, layer.path)
     is_float8 = as_float8(policy) is not policy
     if is_float8 and not stock_float8.stock_float8(layer):
@@ -68,10 +59,8 @@ def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """Return the layer's policy without float8: the plain source policy.
-
-    It is plain unless Keras has quantized the layer.
-    """
+    """Return the layer's policy without float8: the plain source policy."""
+    # It is plain unless Keras has quantized the layer.
     policy = policy_of(layer)
     if isinstance(policy, SourceMap):
         return policy.source_policy

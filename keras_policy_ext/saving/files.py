@@ -44,11 +44,8 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 def opened(path: Source) -> Iterator[h5py.File | None]:
     """In the block, the HDF5 weights of a model file or folder are open.
 
-    Args:
-        path: The path of one of them; or the bytes of a `.keras` file.
-
-    Yields:
-        The file; None if there is no HDF5 file at this path.
+    A `.keras` file may be given as its bytes. It yields None if there is no
+    HDF5 file at this path.
 
     Raises:
         Exception: If the file cannot be read; one of `OF_DAMAGE`.
@@ -70,11 +67,7 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
 
 
 def parts_of(path: str) -> list[str]:
-    """Return the paths of all files of weights, read from an index if there.
-
-    Raises:
-        ValueError: If the index is damaged, or names files outside its folder.
-    """
+    """Return the paths of all files of weights, perhaps listed in an index."""
     place = pathlib.Path(path)
     if place.suffix != ".json":
         return [path]
@@ -83,50 +76,48 @@ def parts_of(path: str) -> list[str]:
         index.get("weight_map"), dict
     ):
         raise _input_files.damaged(path, "it is no index of weights")
-    found = index["weight_map"].values()
-    listed = [each if isinstance(each, list) else [each] for each in found]
-    names = [name for names in listed for name in names]
+    names = [
+        name
+        for each in index["weight_map"].values()
+        for name in (each if isinstance(each, list) else [each])
+    ]
     _input_files.check_names(path, names)
     return [str(place.parent / name) for name in sorted(set(names))]
 
 
 def groups(file: h5py.File) -> list[h5py.Group]:
-    """Return the HDF5 groups that each hold the variables of one layer.
-
-    The optimizer's group is left out. Links to other files are not followed.
-    """
-    found: list[h5py.Group] = []
+    """Return the HDF5 groups that each hold the variables of one layer."""
+    # The optimizer's group is left out. Links to other files are not followed.
+    of_layers: list[h5py.Group] = []
 
     def visit(name: str, item: Any) -> None:
         is_layer = not name.startswith("optimizer/")
         if name.endswith("/vars") and isinstance(item, h5py.Group) and is_layer:
-            found.append(item)
+            of_layers.append(item)
 
     file.visititems(visit)
-    return found
+    return of_layers
 
 
 def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
     """Count the layer groups of a file for which `wanted` returns True."""
     try:
         with opened(path) as file:
-            found = [] if file is None else groups(file)
-            return sum(bool(wanted(group)) for group in found)
+            listed = [] if file is None else groups(file)
+            return sum(bool(wanted(group)) for group in listed)
     except OF_DAMAGE:
         return 0
 
 
 @contextlib.contextmanager
 def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
-    """In the block, the weights in a `.keras` archive are open, if there.
-
-    Keras stores them uncompressed. Compressed ones are unpacked into memory,
-    because each seek backwards would unpack them from the beginning.
-    """
+    """In the block, the weights in a `.keras` archive are open, if there."""
     with zipfile.ZipFile(file) as archive:
         if WEIGHTS not in archive.namelist():
             yield None
             return
+        # Keras stores them uncompressed. Others are unpacked into memory: each
+        # seek backwards would unpack them from the beginning.
         info = archive.getinfo(WEIGHTS)
         if info.compress_type != zipfile.ZIP_STORED:
             yield io.BytesIO(archive.read(WEIGHTS))
@@ -181,11 +172,7 @@ _WARNING_FILTERS = threading.RLock()
 
 
 def check_exists(path: PathLike) -> None:
-    """Raise if there is no file or folder at a local path.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-    """
+    """Raise FileNotFoundError if a local path has no file or folder."""
     text = str(path)
     if "://" not in text and not pathlib.Path(text).exists():
         raise FileNotFoundError(
@@ -196,13 +183,11 @@ def check_exists(path: PathLike) -> None:
 
 
 def check_model(path: PathLike) -> int:
-    """Raise if a model's file or folder is damaged or malicious.
+    """Check a model's file or folder; return the number of elements of weights.
 
-    Keras does not detect all damage: it falls back to reading without
-    checksums, and reports a truncated file as missing (keras 3.12 to 3.15).
-
-    Returns:
-        The number of elements of its weights.
+    It limits what the config may ask for. Keras does not detect all damage: it
+    falls back to reading without checksums, and reports a truncated file as
+    missing (keras 3.12 to 3.15).
 
     Raises:
         ValueError: If it is damaged or malicious.
@@ -223,10 +208,7 @@ def check_model(path: PathLike) -> int:
 
 
 def check_weights(path: PathLike) -> int:
-    """Raise if a file of weights is missing or damaged.
-
-    Returns:
-        The number of elements of the weights.
+    """Check a file of weights; return the number of elements.
 
     Raises:
         ValueError: If the file is damaged.
@@ -242,30 +224,24 @@ def check_weights(path: PathLike) -> int:
 
 
 def _check_content(path: PathLike) -> int:
-    """Raise if HDF5 arrays link elsewhere, or declare more data than there is.
-
-    Returns:
-        The number of elements of all arrays.
-    """
+    """Count elements; raise if HDF5 arrays link elsewhere or are not there."""
     try:
-        return sum(_numbers_in(part) for part in parts_of(str(path)))
+        numbers = 0
+        for part in parts_of(str(path)):
+            with opened(part) as file:
+                if file is not None:
+                    numbers += _input_files.check_hdf5(part, file)
+        return numbers
     except (KeyError, RuntimeError, TypeError, zlib.error) as error:
         # As h5py raises for damaged files.
         raise _input_files.damaged(path, str(error)) from error
 
 
-def _numbers_in(path: PathLike) -> int:
-    with opened(path) as file:
-        return 0 if file is None else _input_files.check_hdf5(path, file)
-
-
 @contextlib.contextmanager
 def weights_of(path: PathLike) -> Iterator[str]:
-    """In the block, the HDF5 weights of a model's file exist at a path.
-
-    Weights in an archive are extracted first: Keras reads in any order, and
-    each seek backwards in an archive starts from the beginning.
-    """
+    """In the block, the HDF5 weights of a model's file exist at a path."""
+    # Weights in an archive are extracted first: Keras reads in any order, and
+    # each seek backwards in an archive starts from the beginning.
     text = str(path)
     if pathlib.Path(text).is_dir():
         yield str(pathlib.Path(text) / WEIGHTS)
@@ -282,8 +258,7 @@ def weights_of(path: PathLike) -> Iterator[str]:
 def on_disk(source: Any) -> Iterator[str]:
     """In the block, a `.keras` file or folder exists at the path it yields.
 
-    Args:
-        source: A folder, an open file, or the bytes of a `.keras` file.
+    The source is a folder, an open file, or the bytes of a `.keras` file.
     """
     if not isinstance(source, io.BytesIO):
         yield str(getattr(source, "name", source))
@@ -298,10 +273,8 @@ def on_disk(source: Any) -> Iterator[str]:
 def without_skip_warnings() -> Iterator[Warnings]:
     """In the block, hold back Keras's warnings of unloaded optimizers.
 
-    Show them with `warn_again` if the variables are not loaded later either.
-
-    Yields:
-        A list that holds the warnings once the block has ended.
+    They are in the yielded list once the block has ended. Show them with
+    `warn_again` if the variables are not loaded later either.
     """
     held: Warnings = []
     with _WARNING_FILTERS, warnings.catch_warnings(record=True) as caught:
@@ -314,11 +287,9 @@ def without_skip_warnings() -> Iterator[Warnings]:
 
 
 def load(model: keras.Layer, weights: PathLike) -> None:
-    """Load weights as `model.load_weights` does, even if `built` is False.
-
-    Keras refuses a model that does not say it is built, even if all its parts
-    are. Layers without this method load as models do.
-    """
+    """Load weights as `model.load_weights` does, even if `built` is False."""
+    # Keras refuses a model that does not say it is built, even if all its
+    # parts are. Layers without this method load as models do.
     own = getattr(model, "load_weights", None)
     load_weights = own or functools.partial(keras.Model.load_weights, model)
     built = model.built
@@ -375,9 +346,9 @@ def _refused(path: PathLike, archive: zipfile.ZipFile) -> ValueError | None:
     return None
 
 
-def _not_whole(path: PathLike, found: str) -> str:
+def _not_whole(path: PathLike, fault: str) -> str:
     return (
         f"This `.keras` file is damaged or truncated. Received: "
-        f"{str(path)!r}: {found}. Allowed: a file as `model.save` wrote it. "
+        f"{str(path)!r}: {fault}. Allowed: a file as `model.save` wrote it. "
         "Copy it again, or take an earlier checkpoint."
     )

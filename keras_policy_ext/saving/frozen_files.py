@@ -44,9 +44,7 @@ def rewritten_model(
 ) -> Iterator[PathLike]:
     """In the block, a copy of a model saved by Keras's float8 can be loaded.
 
-    Yields:
-        `path`; or, if the model is in Keras's own float8, a temporary folder
-        with the converted model.
+    It yields the path, or that of a temporary folder with the converted model.
 
     Raises:
         ValueError: If the history length of a policy in it is < 1.
@@ -76,11 +74,8 @@ def rewritten_weights(
 ) -> Iterator[PathLike]:
     """In the block, a copy of weights of Keras's float8 can be loaded.
 
-    The argument is a file of weights or of a model.
-
-    Yields:
-        `path`; or, if the weights are in Keras's own float8, the path of a
-        temporary `.weights.h5` file.
+    They are in a file of weights or of a model. It yields the path, or that of
+    a temporary `.weights.h5` file.
     """
     if not files.count(path, KerasWeights.in_group):
         yield path
@@ -95,20 +90,15 @@ def rewritten_weights(
 
 
 def lacks_config(path: PathLike) -> bool:
-    """Return True for a folder that Keras has not written as a model file.
-
-    A folder with others of its files has lost its config.
-    """
+    """Return True for a folder that Keras has not written as a model file."""
+    # A folder with others of its files has lost its config.
     place = pathlib.Path(str(path))
     names = _CONFIG, "metadata.json", "model.weights.h5"
     return place.is_dir() and not any((place / each).exists() for each in names)
 
 
 def config_in(path: PathLike) -> bytes:
-    """Return the JSON config in a model's file or folder, as bytes.
-
-    Errors then name this path.
-    """
+    """Return the JSON config in a model's file or folder, as bytes."""
     place = pathlib.Path(str(path))
     if place.is_dir():
         return (place / _CONFIG).read_bytes()
@@ -117,20 +107,18 @@ def config_in(path: PathLike) -> bytes:
 
 
 def _rewrite(path: pathlib.Path) -> None:
+    """Move the state in Keras's form to groups of this package, in a file."""
     with h5py.File(path, "a") as file:
         for group in files.groups(file):
-            found = KerasWeights.in_group(group)
-            if found is not None:
-                _move_state(group, found)
-
-
-def _move_state(group: h5py.Group, found: KerasWeights) -> None:
-    entries = found.as_state()
-    for number in set(group) - set(found.own):
-        del group[number]
-    state = group.parent.create_group(GROUP).create_group("vars")
-    for name, value in entries.items():
-        state[name] = value
+            weights = KerasWeights.in_group(group)
+            if weights is None:
+                continue
+            entries = weights.as_state()
+            for number in set(group) - set(weights.own):
+                del group[number]
+            state = group.parent.create_group(GROUP).create_group("vars")
+            for name, value in entries.items():
+                state[name] = value
 
 
 def _own_policies(config: Any) -> Any:
@@ -214,18 +202,16 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
 def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
     """Freeze the layers that are frozen in a file, and thaw all others.
 
-    Their kernels are then zeros, and the weights are still to be loaded.
-
-    Raises:
-        ValueError: If the file is damaged, or a layer can't be frozen.
+    Their kernels are then zeros, and the weights are still to be loaded. A
+    ValueError says that the file is damaged, or a layer can't be frozen.
     """
-    found = _frozen_in(model, weights)
+    by_id = _frozen_in(model, weights)
     layers = walking.layers_within(model)
-    if any(id(x) in found and freezing.lacks_form(x) for x in layers):
+    if any(id(x) in by_id and freezing.lacks_form(x) for x in layers):
         candidates.survey(model)  # It records their products.
     with training.continued(model), training.replicas(model):
         for layer in walking.layers_within(model):
-            saved = found.get(id(layer))
+            saved = by_id.get(id(layer))
             _freeze_as(layer, None if saved is None else saved.recipe)
             if saved is not None:  # Before an optimizer is built.
                 stored_files.adapt(layer, saved)
@@ -238,10 +224,8 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
 def dequantized(path: PathLike) -> Iterator[PathLike]:
     """Yield a weights file whose float8 kernels are dequantized, in a copy.
 
-    These are the weights of the model that `thaw` returns.
-
-    Yields:
-        `path`; or the path of a temporary copy, if the file has frozen layers.
+    These are the weights of the model that `thaw` returns. Without frozen
+    layers it is the file itself.
     """
     if not has_frozen_layers(path):
         yield path
@@ -261,19 +245,19 @@ def dequantized(path: PathLike) -> Iterator[PathLike]:
 
 def _dequantize(group: h5py.Group) -> None:
     """Rewrite a frozen layer's group with float weights, LoRA merged in."""
-    found = FrozenWeights.of(group, group.name)
+    frozen = FrozenWeights.of(group, group.name)
     values: list[Any] = []
     rest: list[Any] = []
     adapters: list[Any] = []
-    for name in found.names:
-        if name in found.summed:
-            values.append(found.kernel(name).dequantized())
+    for name in frozen.names:
+        if name in frozen.summed:
+            values.append(frozen.kernel(name).dequantized())
         else:
-            kept = adapters if name.startswith("lora_") else rest
-            kept.append(found.array(name))
-    if found.lora:
+            values_of = adapters if name.startswith("lora_") else rest
+            values_of.append(frozen.array(name))
+    if frozen.lora:
         a, b = adapters
-        scale = found.lora["alpha"] / found.lora["rank"]
+        scale = frozen.lora["alpha"] / frozen.lora["rank"]
         values[0] = values[0] + scale * (a @ b)
     for key in list(group):
         del group[key]
@@ -291,10 +275,8 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
 
 
 def _enter_composite(layer: keras.Layer) -> None:
-    """Convert a composite layer such as LSTM if its cell is frozen.
-
-    The stock layer would read the codes of the cell as values.
-    """
+    """Convert a composite layer such as LSTM if its cell is frozen."""
+    # The stock layer would read the codes of the cell as values.
     survey = candidates.survey(layer)
     if any(each is layer for each in survey.composites):
         in_place.enter_float8_with_children(layer)
@@ -327,24 +309,22 @@ def _first_recipe(weights: PathLike) -> FrozenKernels | None:
 def _frozen_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenWeights]:
-    """Return what a file has of frozen layers, by `id` of the layer.
-
-    Keras's own loader finds the place of each layer in the file. No weights are
-    loaded.
-    """
-    found: dict[int, FrozenWeights] = {}
+    """Return what a file has of frozen layers, by `id` of the layer."""
+    # Keras's own loader finds the place of each layer in the file; `_noting`
+    # keeps it from loading weights.
+    by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
         for layer in layers:
-            stack.enter_context(_noting(layer, found))
+            stack.enter_context(_noting(layer, by_id))
         files.load(model, weights)
-    return found
+    return by_id
 
 
 @contextlib.contextmanager
 def _noting(
-    layer: keras.Layer, found: dict[int, FrozenWeights]
+    layer: keras.Layer, by_id: dict[int, FrozenWeights]
 ) -> Iterator[None]:
     """In the block, a layer that loads weights only records what it finds."""
 
@@ -352,7 +332,7 @@ def _noting(
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
             stored_files.check_rank(saved)
-            found[id(layer)] = saved
+            by_id[id(layer)] = saved
 
     vars(layer)["load_own_variables"] = note
     try:

@@ -35,10 +35,8 @@ def without_warning_of_lost_float8() -> Iterator[None]:
 
 
 def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
-    """Warn if a loaded model has fewer float8 layers than the saved model.
-
-    Only `.keras` files and folders are checked.
-    """
+    """Warn if a loaded model has fewer float8 layers than the saved model."""
+    # Only `.keras` files and folders are checked.
     if _silent.get():
         return
     saved = states_in_file(str(path))
@@ -78,11 +76,10 @@ KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
 
 
 def check_export(model: keras.Model, format: str) -> None:
-    """Raise if Keras's export cannot write a model's float8 layers correctly.
+    """Raise NotImplementedError if Keras cannot export a model correctly.
 
-    Raises:
-        NotImplementedError: If the model has layers in float8, and files of
-            this format are not known to give the same outputs.
+    It has layers in float8, and files of this format are not known to give the
+    same outputs.
     """
     allowed = FORMATS.get(keras.backend.backend(), ())
     if format in allowed or format not in KNOWN:
@@ -112,14 +109,12 @@ _OF_LAYERS = "layer_policies"
 
 
 def policies_of_models(model: Any) -> dict[str, Any]:
-    """Return the dtype policies of a model and inner models, for its file.
-
-    Keras writes optimizers, losses and metrics by the same function, when they
-    are pickled: they have no policies.
-    """
+    """Return the dtype policies of a model and inner models, for its file."""
+    # Keras writes optimizers, losses and metrics by the same function, when
+    # they are pickled: they have no policies.
     if not isinstance(model, keras.Layer):
         return {}
-    found = [
+    models = [
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)
     ]
@@ -136,7 +131,7 @@ def policies_of_models(model: Any) -> dict[str, Any]:
                 several.append(policy)
             number = several.index(policy)
         layers.append([type(each).__name__, number])
-    return {_KEY: {_POLICIES: found, _OF_LAYERS: [several, layers]}}
+    return {_KEY: {_POLICIES: models, _OF_LAYERS: [several, layers]}}
 
 
 def is_plain(policy: Any) -> bool:
@@ -146,17 +141,11 @@ def is_plain(policy: Any) -> bool:
 
 
 def saved_under(path: PathLike, config: Any) -> keras.DTypePolicy | None:
-    """Return the policy of the model in a file, without float8, or None.
-
-    Layers that others make in their constructors have the global policy.
-
-    Args:
-        path: The file.
-        config: The config of the model in it.
-    """
-    said = _read(path)[0]
+    """Return the policy of the model in a file, without float8, or None."""
+    # Layers that others make in their constructors have the global policy.
+    models = _read(path)[0]
     name = (config.get("config") or {}).get("name")
-    policy = said[0][1] if said and said[0][0] == name else None
+    policy = models[0][1] if models and models[0][0] == name else None
     policy = getattr(policy, "source_policy", policy)
     return policy if policy is not None and is_plain(policy) else None
 
@@ -165,12 +154,9 @@ def restore_policies(model: keras.Layer, path: PathLike) -> None:
     """Give a model and its inner models the dtype policies in a file.
 
     Nothing changes if the file has no policies, or lists other models than the
-    loaded ones.
-
-    Raises:
-        ValueError: If the entry in the file is not a list of policies.
+    loaded ones. A ValueError says that its entry is not a list of policies.
     """
-    said, several, layers = _read(path)
+    saved_models, several, layers = _read(path)
     others = _others(model)
     if [name for name, _ in layers] == [type(x).__name__ for x in others]:
         for each, (_, number) in zip(others, layers, strict=True):
@@ -179,9 +165,9 @@ def restore_policies(model: keras.Layer, path: PathLike) -> None:
             if each.dtype_policy != several[number]:
                 global_policy.replace_layer_policy(each, several[number])
     models = _models(model)
-    if [name for name, _ in said] != [each.name for each in models]:
+    if [name for name, _ in saved_models] != [each.name for each in models]:
         return
-    for each, (_, policy) in zip(models, said, strict=True):
+    for each, (_, policy) in zip(models, saved_models, strict=True):
         if each.dtype_policy != policy:
             global_policy.replace_layer_policy(each, policy)
 
@@ -198,33 +184,31 @@ def _others(model: keras.Layer) -> list[Any]:
     return [layer for layer in layers if not isinstance(layer, left_out)]
 
 
-_Said = tuple[
+_Policies = tuple[
+    # (name, policy) of each model.
     list[tuple[str, keras.DTypePolicy]],
+    # The policies of other layers.
     list[keras.DTypePolicy],
+    # (class name, number of its policy or None) of each of these layers.
     list[tuple[str, int | None]],
 ]
 
 
-def _read(path: PathLike) -> _Said:
-    """Return what the metadata in a file say of policies.
-
-    Returns:
-        (name, policy) of each model; the policies of other layers; and (class
-        name, number of its policy or None) of each of these layers.
-    """
+def _read(path: PathLike) -> _Policies:
+    """Return what the metadata in a file say of policies."""
     try:
         metadata = _input_files.json_in(_bytes(path), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
             return [], [], []
-        said = metadata[_KEY][_POLICIES]
-        models = [(str(name), policies.get(dict(x))) for name, x in said]
+        entries = metadata[_KEY][_POLICIES]
+        models = [(str(name), policies.get(dict(x))) for name, x in entries]
         several, numbers = metadata[_KEY].get(_OF_LAYERS, ([], []))
-        found = [policies.get(dict(each)) for each in several]
+        others = [policies.get(dict(each)) for each in several]
         layers = [
-            (str(name), None if n is None else range(len(found))[n])
+            (str(name), None if n is None else range(len(others))[n])
             for name, n in numbers
         ]
-        return models, found, layers
+        return models, others, layers
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"The policies of the models in this file cannot be read. "

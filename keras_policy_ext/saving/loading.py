@@ -111,21 +111,14 @@ def load_whole(
     """Load a file if Keras's loader would lose float8 layers; else return None.
 
     Files with frozen layers are loaded here, because Keras's loader fails on
-    them. For a file whose layers lose float8, Keras's loader is used and warns.
-
-    Args:
-        source: A folder, an open `.keras` file, or the bytes of such a file.
-        custom_objects: As for `load_model`.
-        compile: As for `load_model`.
-        safe_mode: As for `load_model`.
-
-    Returns:
-        The model; None to leave it to Keras.
+    them. For a file whose layers lose float8, Keras's loader is used and
+    warns. The source is a folder, an open `.keras` file, or the bytes of such
+    a file.
     """
     in_memory = isinstance(source, io.BytesIO)
-    found = source if in_memory else getattr(source, "name", source)
-    in_float8 = in_memory and keras_hooks.states_in_file(found)
-    if not in_float8 and not frozen_files.has_frozen_layers(found):
+    file = source if in_memory else getattr(source, "name", source)
+    in_float8 = in_memory and keras_hooks.states_in_file(file)
+    if not in_float8 and not frozen_files.has_frozen_layers(file):
         return None
     with files.on_disk(source) as path:
         return load_model(path, custom_objects, compile, safe_mode)
@@ -151,20 +144,24 @@ def _load_model(
         _policy_of_file(path, config),
     ):
         model = load(path, custom_objects, **options)
+    # In a legacy file no layer has a group of its own.
+    differing = []
     if not legacy:
         keras_hooks.restore_policies(model, path)
-    places = [x for x in _places(model) if not _is_as_in_file(x.layer)]
-    if legacy:
-        places = []  # No layer has a group of its own there.
-    if places or training.may_differ(model):
+        places = _places(model)
+        differing = [x for x in places if not _is_as_in_file(x.layer)]
+    loaded_again = False
+    if differing or training.may_differ(model):
         with files.weights_of(path) as weights:
-            again = training.restore(model, weights)
-            if places:
-                again = _load_as_saved(model, weights, places) or again
-            elif again:
+            loaded_again = training.restore(model, weights)
+            if differing:
+                twice = _load_as_saved(model, weights, differing)
+                loaded_again = twice or loaded_again
+            elif loaded_again:
                 files.load(model, weights)
-        skipped = [] if again else skipped
-    files.warn_again(skipped)
+    # What Keras skipped, such as the variables of an optimizer, is loaded now.
+    if not loaded_again:
+        files.warn_again(skipped)
     return model
 
 
@@ -245,20 +242,11 @@ def load_weights(
 def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
-    """Load weights, and give layers the float8 policies in the file.
-
-    Returns:
-        Whether this changed the variables of the optimizer, so that the
-        weights were loaded again with them.
-
-    Raises:
-        ValueError: If the file is invalid. No layer is then converted, but
-            weights may have been loaded.
-    """
-    found = _read(model, weights, places)
+    """Load weights and float8 policies; return True if it loaded them twice."""
+    saved_layers = _read(model, weights, places)
     before = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
-        for each in found:
+        for each in saved_layers:
             _restore_float8(*each)
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
@@ -272,10 +260,8 @@ def _load_as_saved(
 def _for_layers_of(
     model: keras.Layer, path: PathLike
 ) -> AbstractContextManager[PathLike]:
-    """In the block, a file of weights exists that the model's layers can read.
-
-    Layers in Keras's own float8 read the file as Keras wrote it.
-    """
+    """Return a block in which a file exists that the layers can read."""
+    # Layers in Keras's own float8 read the file as Keras wrote it.
     layers = walking.layers_within(model)
     if any(stock_float8.stock_float8(layer) for layer in layers):
         return contextlib.nullcontext(path)
@@ -285,21 +271,14 @@ def _for_layers_of(
 def _read(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[tuple[Any, SavedState, Float8DTypePolicy | None, str]]:
-    """Load weights; return what the file has about the float8 of each layer.
-
-    Returns:
-        Each layer, and its state, policy and attention in the file.
-
-    Raises:
-        ValueError: If one of these states is damaged or of a newer version.
-    """
-    found: list[dict[str, np.ndarray]] = [{} for _ in places]
+    """Load weights; return the state, policy and attention of each layer."""
+    stores: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
-        for place, arrays in zip(places, found, strict=True):
+        for place, arrays in zip(places, stores, strict=True):
             stack.enter_context(_handing_on(place.layer, arrays.update))
         files.load(model, weights)
-    return [_checked(*each) for each in zip(places, found, strict=True)]
+    return [_checked(*each) for each in zip(places, stores, strict=True)]
 
 
 def _checked(
@@ -349,7 +328,7 @@ def _restore_float8(
         layer.float8_state.load_own_variables(saved.store)
         policy = float8_policy_of(layer)
         if policy is not None:
-            saved_weights.warn(policy)
+            saved_weights.warn_of_formats(policy)
     if attention and hasattr(layer, "choose_attention"):
         try:
             layer.choose_attention(attention)
@@ -365,10 +344,10 @@ def _restore_float8(
 
 def _places(model: keras.Layer) -> list[Candidate]:
     """Return a model's convertible layers and the composites that hold them."""
-    found = candidates.survey(model, attention=True)
+    survey = candidates.survey(model, attention=True)
     return [
-        *found.candidates,
-        *(Candidate(layer, type(layer), ()) for layer in found.composites),
+        *survey.candidates,
+        *(Candidate(layer, type(layer), ()) for layer in survey.composites),
     ]
 
 

@@ -40,7 +40,7 @@ def moved(model):
         for variable in model.trainable_variables:
             if kpe.loops.is_state(variable):
                 move(variable)
-                variable._said, variable._looked_at = False, None
+                variable._has_warned, variable._checked_value = False, None
                 if BACKEND == "torch":
                     variable.observed.version = -1
     return model

@@ -13,7 +13,7 @@ from keras_policy_ext import _user_code, formats
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext.conversion import candidates, work
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.summary import LayersReport
+from keras_policy_ext.conversion.layers_report import LayersReport
 from keras_policy_ext.conversion.work import Work
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.state import Float8State

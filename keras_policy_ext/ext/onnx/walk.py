@@ -15,7 +15,7 @@ from onnx import helper
 
 from keras_policy_ext._keras import walking
 from keras_policy_ext._version import __version__
-from keras_policy_ext.conversion.candidates import path_of, replaced_code
+from keras_policy_ext.conversion.candidates import path_of, why_code_differs
 from keras_policy_ext.ext.export import language_models
 from keras_policy_ext.ext.onnx import (  # noqa: F401  they register
     activations,
@@ -242,7 +242,7 @@ def _writer_of(layer: keras.Layer) -> Any:
             "compute something else",
             f"the layers {_known()}",
         )
-    reason = replaced_code(layer)
+    reason = why_code_differs(layer)
     if reason is not None:
         raise Refused(reason, f"the layers {_known()}")
     return LAYERS[known]

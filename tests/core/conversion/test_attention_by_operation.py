@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext._keras.products import modules
-from keras_policy_ext.layers import activation_products
+from keras_policy_ext.layers import attention_products
 from keras_policy_ext.layers.by_operation import record_of
 from steps import no_grad, normal, numpy, relative_rms
 from ways import FASTEST, compiled
@@ -292,7 +292,7 @@ def test_fused_attention_is_that_of_keras(how):
     expected = numpy(ops.dot_product_attention(q, k, v, **options))
     layer = kpe.layers.Dense(1, dtype="float32")  # Multiplies as Keras does.
     with no_grad():
-        y = numpy(activation_products.dot_product(layer, q, k, v, **options))
+        y = numpy(attention_products.dot_product(layer, q, k, v, **options))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -137,7 +137,7 @@ def test_an_optimizer_finds_the_slots_of_a_variable_and_of_no_part():
     optimizer = built(whole)
     part = WeightPart(whole, whole.value)
     assert members_about(type(optimizer), "slots", "index", "key") == []
-    assert optimizer_variables.takes_parts(optimizer)
+    assert optimizer_variables.takes_parts()
     with pytest.raises((AttributeError, KeyError)):
         optimizer.update_step(keras.ops.ones(2), part, 0.1)
     (slot,) = optimizer_variables.slots_of_variable(optimizer, whole)

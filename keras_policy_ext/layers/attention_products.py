@@ -19,13 +19,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from keras_policy_ext._keras import products
+from keras_policy_ext._keras.products import Args, Kwargs, Operation
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import COMPUTE_DTYPES, equations
 from keras_policy_ext.layers.operands import TensorNotes
@@ -34,42 +35,38 @@ from keras_policy_ext.seams import WEIGHTED_SUM as SUM
 
 SWAPPED = "weighted sum, values first"
 OTHER = "other"
-"""What a product of two activations can be."""
+"""With `SCORES` and `SUM`, the roles of a product of two activations."""
 
 _OF_OPERAND = (SUM, SWAPPED)
-"""What a product is whose first, or second, operand a softmax made."""
+"""The role of a product whose first, or second, operand a softmax made."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """The products of two activations in the traced call of a layer.
+    """The products of two activations in the traced call of a layer."""
 
-    Attributes:
-        roles: The equation of each product and what it is, in order.
-        is_fused: Whether it calls `keras.ops.dot_product_attention`.
-        needs_flash: Whether it does so with `flash_attention=True`.
-        widens_float16: Whether scores of float16 are computed in float32:
-            beyond 65504 they would be infinite, and their softmax NaN.
-    """
-
+    # The equation and the role of each product, in order.
     roles: tuple[tuple[str, str], ...] = ()
+    # Whether it calls `keras.ops.dot_product_attention`.
     is_fused: bool = False
-    needs_flash: bool = False
+    needs_flash: bool = False  # Whether it does so with `flash_attention=True`.
+    # Whether scores of float16 are computed in float32: beyond 65504 they
+    # would be infinite, and their softmax NaN.
     widens_float16: bool = False
 
     @property
     def is_recognised(self) -> bool:
         """True if a product in it can be computed in float8."""
-        alone = self.is_fused and not self.needs_flash
-        return alone or any(map(self.of, dict(self.roles)))
+        can_split = self.is_fused and not self.needs_flash
+        return can_split or any(self.of(each) for each, _ in self.roles)
 
     @property
-    def is_ordered(self) -> bool:
-        """True if products with one equation differ in what they are."""
-        return any(len(self.of(each)) > 1 for each in dict(self.roles))
+    def needs_order(self) -> bool:
+        """True if products with one equation have several roles."""
+        return any(len(self.of(each)) > 1 for each, _ in self.roles)
 
     @property
-    def left(self) -> str | None:
+    def reason_in_floats(self) -> str | None:
         """Why products in it stay in floats; None if none does."""
         others = [e for e in dict(self.roles) if not self.of(e)]
         if self.needs_flash:
@@ -86,20 +83,16 @@ class Attention:
         return None
 
     def of(self, equation: str) -> tuple[str, ...]:
-        """Return what products with an equation are; () if one is neither."""
-        found = dict.fromkeys(r for e, r in self.roles if e == equation)
-        return () if OTHER in found else tuple(found)
+        """Return the roles of products with an equation; () for no float8."""
+        roles = dict.fromkeys(r for e, r in self.roles if e == equation)
+        return () if OTHER in roles else tuple(roles)
 
 
 class Multiplied(NamedTuple):
-    """A product of two activations, as it is noted while a model is traced.
+    """A product of two activations, as it is noted while a model is traced."""
 
-    Attributes:
-        equation: Explicit, with one letter per axis.
-        weights: The number of the operand that a softmax made; None for none.
-    """
-
-    equation: str
+    equation: str  # Explicit, with one letter per axis.
+    # The number of the operand that a softmax made; None for none.
     weights: int | None
 
 
@@ -127,14 +120,14 @@ class _Call:
         self.products = 0
 
 
-def attends(layer: Any) -> bool:
+def attends(layer: keras.Layer) -> bool:
     """Return True if products of two activations are in float8 in a layer."""
     controller = getattr(layer, "float8_controller", None)
     return controller is not None and controller.attention is not None
 
 
 @contextlib.contextmanager
-def _call(layer: keras.Layer) -> Any:
+def _call(layer: keras.Layer) -> Iterator[None]:
     before = getattr(_thread, "call", None)
     _thread.call = _Call(layer)
     try:
@@ -144,19 +137,16 @@ def _call(layer: keras.Layer) -> Any:
         _thread.call = before
 
 
-def call_of(layer: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a block for the call of a layer, in which products are counted.
-
-    Only if the layer needs that, since torch.compile breaks its graph there.
-    """
-    if attends(layer) and layer.float8_controller.attention.is_ordered:
-        found: contextlib.AbstractContextManager[None] = _call(layer)
-        return found
+def call_of(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
+    """Return a block for the call of a layer, in which products are counted."""
+    # Only if the layer needs that, since torch.compile breaks its graph there.
+    if attends(layer) and layer.float8_controller.attention.needs_order:
+        return _call(layer)
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _none(layer: Any) -> Any:
+def _none(layer: keras.Layer) -> Iterator[None]:
     before = getattr(_thread, "none", None)
     _thread.none = layer
     try:
@@ -165,27 +155,24 @@ def _none(layer: Any) -> Any:
         _thread.none = before
 
 
-def none_in(layer: Any) -> contextlib.AbstractContextManager[None]:
+def none_in(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
     """Return a block in which no product of a layer is one of attention."""
     if attends(layer):
-        found: contextlib.AbstractContextManager[None] = _none(layer)
-        return found
+        return _none(layer)
     return contextlib.nullcontext()
 
 
 def multiply(
-    layer: Any,
+    layer: keras.Layer,
     stock: Callable[[], Tensor],
     equation: str,
     operands: Sequence[Tensor],
 ) -> Tensor:
     """Multiply two activations in the call of a layer; note it if recording.
 
-    Args:
-        layer: The layer.
-        stock: Computes the product as Keras does.
-        equation: Explicit, with one letter per axis.
-        operands: Two floating tensors that are made of no weight alone.
+    `stock` computes the product as Keras does. The equation is explicit, with
+    one letter per axis. The operands are floating tensors, and none of them is
+    made of a weight alone.
     """
     weights = None
     if _follows():
@@ -214,8 +201,10 @@ def multiply(
     return layer.float8_weighted_sum(equation, *operands, dtype)
 
 
-def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
-    """Return what a product in the call of a layer is; None if not known."""
+def _role_in_call(
+    layer: keras.Layer, equation: str, weights: int | None
+) -> str | None:
+    """Return the role of a product in the call of a layer, or None."""
     if getattr(_thread, "none", None) is layer:
         return None
     attention = layer.float8_controller.attention
@@ -236,15 +225,8 @@ def _role_in_call(layer: Any, equation: str, weights: int | None) -> str | None:
 
 
 def role_in_attention(product: Multiplied, reaches_softmax: bool) -> str:
-    """Return what a product of a traced call is for the layer's attention.
-
-    Args:
-        product: The product.
-        reaches_softmax: Whether its result is read by a softmax.
-
-    Returns:
-        `SCORES`, `SUM`, `SWAPPED` or `OTHER`.
-    """
+    """Return the role of a traced product, such as `SCORES` or `OTHER`."""
+    # What a softmax reads are scores.
     if product.weights is None:
         return SCORES if reaches_softmax else OTHER
     *operands, outputs = equations.split(product.equation)
@@ -257,14 +239,17 @@ def role_in_attention(product: Multiplied, reaches_softmax: bool) -> str:
     return _OF_OPERAND[product.weights]
 
 
-def pass_on(operands: Sequence[Any], result: Any) -> None:
+def pass_on(operands: Sequence[Tensor], result: Tensor) -> None:
     """Note that a result is made of the result of a softmax, if it is."""
     if _follows() and any(_PROBABILITIES.of(x) for x in operands):
         _PROBABILITIES.set(result, True)
 
 
+# Handlers of operations, called as `products.Handler` says.
+
+
 def run_and_pass_on(
-    layer: Any, stock: Any, name: str, args: Any, kwargs: Any
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation that sets some entries of its operand."""
     result = stock(*args, **kwargs)
@@ -275,7 +260,9 @@ def run_and_pass_on(
     return result
 
 
-def softmax(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def softmax(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run a softmax, and note what made its result."""
     result, note = stock(*args, **kwargs), products.recorder()
     if note is not None and args:
@@ -286,12 +273,18 @@ def softmax(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _follows() -> bool:
-    """Return True if the results of a softmax are followed now."""
+    """Return True if the results of a softmax are to be noted now.
+
+    That is while `convert` traces a layer, and in a call whose products are
+    told apart by it (`call_of`).
+    """
     in_call = getattr(_thread, "call", None) is not None
     return in_call or products.recorder() is not None
 
 
-def attend(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
+def attend(
+    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Run `dot_product_attention`: by its two products if in float8."""
     note = products.recorder()
     needs_flash = kwargs.get("flash_attention", (*args, *[None] * 8)[7])
@@ -300,12 +293,12 @@ def attend(layer: Any, stock: Any, name: str, args: Any, kwargs: Any) -> Any:
     in_float8 = note is None and attends(layer) and not needs_flash
     if not in_float8 or layer.float8_policy is None:
         return stock(*args, **kwargs)
-    found = dot_product(layer, *args, **kwargs)
-    return stock(*args, **kwargs) if found is None else found
+    result = dot_product(layer, *args, **kwargs)
+    return stock(*args, **kwargs) if result is None else result
 
 
 def dot_product(
-    layer: Any,
+    layer: keras.Layer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -318,19 +311,10 @@ def dot_product(
 ) -> Tensor | None:
     """Compute `keras.ops.dot_product_attention`, its products in float8.
 
-    Scores and softmax are in float32, as in Keras.
-
-    Args:
-        layer: A layer with the mixin.
-        query: (batch, queries, heads, size).
-        key: (batch, keys, heads, size), perhaps with fewer heads.
-        value: As `key`.
-        bias: Added to the scores; fits (batch, heads, queries, keys).
-        mask: Where it is False, a key is left out; fits the scores too.
-        scale: Of the scores; None for `1 / sqrt(size)`.
-        is_causal: Whether later keys are left out.
-        flash_attention: Ignored.
-        attn_logits_soft_cap: The scores `s` are `cap * tanh(s / cap)`.
+    Scores and softmax are in float32, as in Keras. The arguments are those of
+    Keras, and `flash_attention` is ignored. `query` is (batch, queries, heads,
+    size); `key` and `value` are (batch, keys, heads, size), perhaps with fewer
+    heads; `bias` and `mask` fit (batch, heads, queries, keys).
 
     Returns:
         As `query`; None for shapes and dtypes that Keras refuses, or that

@@ -22,13 +22,11 @@ def itemsize(dtype: Any) -> int:
     return int(bits) // 8
 
 
-def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
+def of_layer(layer: keras.Layer) -> tuple[int, int] | None:
     """Return the bytes per element of saved inputs: now, and without float8.
 
-    Scales are not counted; those of a tensor or of rows take little.
-
-    Returns:
-        None if the layer contracts no kernel in float8, or does not train.
+    Scales are not counted; those of a tensor or of rows take little. None if
+    the layer contracts no kernel in float8, or does not train.
     """
     policy = float8_policy_of(layer)
     if policy is None or not policy.recipe.trains:
@@ -37,19 +35,15 @@ def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
     if not kernels:
         return None
     before = itemsize(layer.compute_dtype)
-    asked = policy.recipe.quantization("inputs", "kernel_grad")
-    if asked is None:
+    quantization = policy.recipe.quantization("inputs", "kernel_grad")
+    if quantization is None:
         return before, before
     framework, kernel = backends.current, kernels[0].value
-    return itemsize(framework.kept_dtype(kernel, asked.format)), before
+    return itemsize(framework.kept_dtype(kernel, quantization.format)), before
 
 
 def note(entries: Iterable[Any]) -> list[str]:
-    """Return a sentence on the bytes per element of saved inputs, in a list.
-
-    Args:
-        entries: With `kept_bytes` and `kept_bytes_before`.
-    """
+    """Return a sentence on the `kept_bytes` of entries of a report, or none."""
     sizes = collections.Counter(
         (entry.kept_bytes, entry.kept_bytes_before)
         for entry in entries
@@ -58,13 +52,13 @@ def note(entries: Iterable[Any]) -> list[str]:
     if not sizes:
         return []
     several = len(sizes) > 1
-    found = [
+    shown = [
         f"{counted(now, 'byte')} per element "
         + ("(as before" if now == before else f"(was {before}")
         + (f"; {counted(layers, 'layer')})" if several else ")")
         for (now, before), layers in sorted(sizes.items())
     ]
     return [
-        f"Saved activations: {', '.join(found)}. "
+        f"Saved activations: {', '.join(shown)}. "
         "kpe.memory(model, batch) counts all that a step keeps."
     ]

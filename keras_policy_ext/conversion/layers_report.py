@@ -25,37 +25,24 @@ SHARES = (Column("MACs", right=True), Column("parameters", right=True))
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Sums over layers: parameters and multiplications, in float8 and in all.
+    """Sums over layers of parameters and multiplications, also in float8."""
 
-    Attributes:
-        listed: How many layers there are.
-        listed_in_float8: How many of them are in float8.
-        layers: How many multiply with a kernel.
-        in_float8: How many of these are in float8.
-        stored: How many of these multiply in floats, with a kernel that is
-            stored in float8.
-        multiplications: Multiplications of one sample.
-        multiplications_in_float8: Those that are in float8.
-        multiplications_of_stored: Those in floats, with stored kernels.
-        parameters: Entries of all weights.
-        parameters_in_float8: Entries of kernels in float8, and of tables that
-            are stored in it.
-        sizes_known: Whether no size was unknown.
-        partly_stored: How many kernels or layers of `stored` are in floats
-            beside others that are stored.
-    """
-
-    listed: int
-    listed_in_float8: int
-    layers: int
-    in_float8: int
+    listed: int  # How many layers there are.
+    listed_in_float8: int  # How many of them are in float8.
+    layers: int  # How many multiply with a kernel.
+    in_float8: int  # How many of these are in float8.
+    # How many of these multiply in floats, with a kernel that is stored in
+    # float8.
     stored: int
-    multiplications: int
-    multiplications_in_float8: int
-    multiplications_of_stored: int
-    parameters: int
+    multiplications: int  # Multiplications of one sample.
+    multiplications_in_float8: int  # Those that are in float8.
+    multiplications_of_stored: int  # Those in floats, with stored kernels.
+    parameters: int  # Entries of all weights.
+    # Entries of kernels in float8, and of tables that are stored in it.
     parameters_in_float8: int
-    sizes_known: bool
+    sizes_known: bool  # Whether no size was unknown.
+    # How many kernels or layers of `stored` are in floats beside others that
+    # are stored.
     partly_stored: int
 
     @classmethod
@@ -77,10 +64,10 @@ class Totals:
             layers=sum(e not in kernels for e in multiplying),
             in_float8=len(in_float8),
             stored=len(stored),
-            multiplications=work(multiplying),
-            multiplications_in_float8=work(in_float8)
+            multiplications=multiplications_of(multiplying),
+            multiplications_in_float8=multiplications_of(in_float8)
             - sum(e.plain_multiplications for e in in_float8),
-            multiplications_of_stored=work(stored),
+            multiplications_of_stored=multiplications_of(stored),
             # Of a tied table two layers have an entry.
             parameters=parameters or sum(e.parameters for e in entries),
             parameters_in_float8=sum(
@@ -141,9 +128,8 @@ class Totals:
 
 
 class LayersReport(BaseReport):
-    """Base class of reports on the layers of a model.
+    """Base class of reports on layers: those of conversions, and `inspect`.
 
-    This is the base class of the reports of conversions and of `inspect`.
     `_entries` are layers with the fields that `Totals` adds up.
     """
 
@@ -190,22 +176,21 @@ class LayersReport(BaseReport):
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
         """Yield text and a table: one row per layer in full, else per group."""
         yield from self._head()
-        groups = sorted(self.groups, key=lambda group: -work(group))
+        groups = sorted(self.groups, key=lambda x: -multiplications_of(x))
         if full:
             rows = [r for each in self._entries for r in self._full_rows(each)]
             yield Table(self._full_columns, rows)
         elif number:
             yield self._short_table(groups[:number])
         if left := groups[number:]:
-            share = percent(sum(map(work, left)), sum(map(work, groups)))
+            counts = [multiplications_of(group) for group in groups]
+            share = percent(sum(counts[number:]), sum(counts))
             yield f"and {len(left)} more, with {share} of the multiplications"
         yield from self._notes(full)
 
     def _short_table(self, groups: list[list[Any]]) -> Table:
-        """Return a table with a row per group; groups in float8 come first.
-
-        Columns that would hold only dashes are left out.
-        """
+        """Return a table with a row per group; groups in float8 come first."""
+        # Columns that would hold only dashes are left out.
         numbers = (Column("layers", right=True), Column("class"), *SHARES)
         columns, totals = [*numbers, *self._columns], self.totals
         rows = [
@@ -241,14 +226,14 @@ class LayersReport(BaseReport):
 
 def shares(group: Sequence[Any], totals: Totals) -> list[str]:
     """Return a group's shares of multiplications and parameters, as cells."""
-    if not work(group):
+    if not multiplications_of(group):
         return ["–", "–"]
     return [
-        percent(work(group), totals.multiplications),
+        percent(multiplications_of(group), totals.multiplications),
         percent(sum(e.parameters for e in group), totals.parameters),
     ]
 
 
-def work(group: Iterable[Any]) -> int:
+def multiplications_of(group: Iterable[Any]) -> int:
     """Return the total multiplications of a group of layers."""
     return sum(entry.multiplications for entry in group)
