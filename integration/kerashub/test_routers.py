@@ -135,7 +135,7 @@ def test_without_a_trace_the_class_says_it(monkeypatch):
         raise RuntimeError("no trace")
 
     model = mixtral()
-    monkeypatch.setattr("keras_policy_ext.conversion.traced.trace", fail)
+    monkeypatch.setattr("keras_policy_ext.conversion.traced_calls.trace", fail)
     report = kpe.convert(model, "float8/current_from_float32")
     left = {entry.path for entry in report.skipped}
     assert {layer.path for layer in routers_of(model)} <= left

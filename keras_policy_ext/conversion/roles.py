@@ -9,7 +9,7 @@ import keras
 from keras_policy_ext._keras import keras_hub
 from keras_policy_ext.backends.flows import Sources
 from keras_policy_ext.conversion.candidates import Candidate
-from keras_policy_ext.conversion.traced import Call
+from keras_policy_ext.conversion.traced_calls import Call
 from keras_policy_ext.conversion.work import Works
 from keras_policy_ext.layers.by_operation import record_of
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import traced
+from keras_policy_ext.conversion import traced_calls
 from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies.of_layers import is_frozen
@@ -76,12 +76,12 @@ class Works:
         """True if the call looks for the largest entries of a tensor."""
         return self._pair is not None and self._pair.chooses
 
-    def followed(self) -> traced.Call | None:
+    def followed(self) -> traced_calls.Call | None:
         """Return the call with what reaches which choice; None if unknown."""
         if self._pair is not None:
             args, kwargs = self._pair.inputs.of(SAMPLES[0])
             with contextlib.suppress(Exception):
-                return traced.follow(self._model, args, kwargs)
+                return traced_calls.follow(self._model, args, kwargs)
         return None
 
     def hold_for(self, converted: Iterable[keras.Layer]) -> bool:
@@ -109,7 +109,7 @@ class Works:
         counted = self._counted.get(id(layer), ())
         if not counted:
             return Work(parameters=scalars(_stored(layer) or own))
-        in_float8 = traced.multiplies_in_float8(layer)
+        in_float8 = traced_calls.multiplies_in_float8(layer)
         parameters = _entries(layer, own, counted)
         plain = _plain_entries(layer, own, counted, parameters)
         if is_frozen(layer):
@@ -244,8 +244,8 @@ def _traced(model: keras.Layer) -> _Pair | None:
     """Count matmuls by tracing a model; None if it rejects symbolic inputs."""
     for inputs in _inputs(model):
         with contextlib.suppress(Exception):
-            small, large = traced.trace(model, map(inputs.of, SAMPLES))
-            pairs, loops = traced.paired(small, large)
+            small, large = traced_calls.trace(model, map(inputs.of, SAMPLES))
+            pairs, loops = traced_calls.paired(small, large)
             products = list(_with_kernels(pairs))
             unknown = [*small.unknown, *large.unknown, *loops]
             return _Pair(products, unknown, inputs, small.chooses)
@@ -256,7 +256,7 @@ def traced_once(model: keras.Layer) -> bool:
     """Trace a model's call with shapes only; return whether that succeeded."""
     for inputs in _inputs(model):
         with contextlib.suppress(Exception):
-            traced.trace(model, [inputs.of(SAMPLES[0])])
+            traced_calls.trace(model, [inputs.of(SAMPLES[0])])
             return True
     return False
 
@@ -266,17 +266,17 @@ def traced_within(model: keras.Layer, within: tuple[type, ...]) -> bool:
 
     Args:
         model: A built model.
-        within: As for `traced.trace_within`.
+        within: As for `traced_calls.trace_within`.
     """
     for inputs in _inputs(model):
         with contextlib.suppress(Exception):
-            traced.trace_within(model, *inputs.of(SAMPLES[0]), within)
+            traced_calls.trace_within(model, *inputs.of(SAMPLES[0]), within)
             return True
     return False
 
 
 def _with_kernels(
-    paired: Iterable[tuple[traced.Counted, traced.Counted]],
+    paired: Iterable[tuple[traced_calls.Counted, traced_calls.Counted]],
 ) -> Iterator[tuple[keras.Layer, _Counted]]:
     """Yield (layer, matmul) for matmuls with a kernel, per sample."""
     for one, other in paired:
@@ -418,9 +418,11 @@ def _once(layer: keras.Layer, own: list[keras.Variable]) -> Work:
     with contextlib.suppress(Exception):
         _, *sizes = _first_shape(keras.Layer.get_build_config(layer))
         shape = (1, *(1 if size is None else size for size in sizes))
-        found = traced.of_call(layer, shape)
+        found = traced_calls.of_call(layer, shape)
     number = sum(each.product.multiplications for each in found or ())
-    in_floats = is_frozen(layer) and not traced.multiplies_in_float8(layer)
+    in_floats = is_frozen(layer) and not traced_calls.multiplies_in_float8(
+        layer
+    )
     return Work(
         parameters=entries,
         multiplications=number or entries,
@@ -444,7 +446,7 @@ def _kernels(
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
         return [v for v in own if form.is_float8_kernel(layer, v)] + beside
-    if traced.keras_class(layer).__name__ in traced.OTHERS:
+    if traced_calls.keras_class(layer).__name__ in traced_calls.OTHERS:
         return [v for v in own if _looks_like_kernel(layer, v)]
     return [v for v in own if v.name.endswith("kernel")]
 

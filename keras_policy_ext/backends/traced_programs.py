@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class Product(NamedTuple):
+class MatmulSizes(NamedTuple):
     """The size of a matmul or convolution in a traced program.
 
     Attributes:
@@ -19,12 +19,12 @@ class Product(NamedTuple):
     multiplications: int
     sizes: tuple[int, int]
 
-    def times(self, repeats: int) -> Product:
+    def times(self, repeats: int) -> MatmulSizes:
         """Return this matmul's size when it runs `repeats` times."""
         return self._replace(multiplications=repeats * self.multiplications)
 
 
-class Traced(NamedTuple):
+class TracedProgram(NamedTuple):
     """The outputs and the matmuls of a traced function.
 
     Attributes:
@@ -36,12 +36,12 @@ class Traced(NamedTuple):
     """
 
     outputs: Any
-    products: list[Product]
+    products: list[MatmulSizes]
     is_complete: bool = True
     chooses: bool = False
 
 
-def einsum(equation: str, *shapes: Sequence[int]) -> Product:
+def einsum(equation: str, *shapes: Sequence[int]) -> MatmulSizes:
     """Return the size of the matmul of an einsum of two operands."""
     sizes: dict[str, int] = {}
     terms = equation.replace(" ", "").partition("->")[0].split(",")
@@ -53,10 +53,10 @@ def einsum(equation: str, *shapes: Sequence[int]) -> Product:
         for axis, size in zip([*before, *middle, *after], shape, strict=True):
             sizes[axis] = max(size, sizes.get(axis, 1))
     first, second = map(math.prod, shapes)
-    return Product(math.prod(sizes.values()), (first, second))
+    return MatmulSizes(math.prod(sizes.values()), (first, second))
 
 
-def matmul(first: Sequence[int], second: Sequence[int]) -> Product:
+def matmul(first: Sequence[int], second: Sequence[int]) -> MatmulSizes:
     """Return the size of `ops.matmul` of tensors with these shapes."""
     left = "..." + "rk"[-len(first) :]
     right = "...kc" if len(second) > 1 else "...k"
@@ -65,7 +65,7 @@ def matmul(first: Sequence[int], second: Sequence[int]) -> Product:
 
 def convolution(
     positions: int, inputs: Sequence[int], kernel: Sequence[int]
-) -> Product:
+) -> MatmulSizes:
     """Return the size of a convolution of tensors with these shapes.
 
     Args:
@@ -75,7 +75,7 @@ def convolution(
         kernel: The shape of the kernel.
     """
     entries = math.prod(kernel)
-    return Product(positions * entries, (math.prod(inputs), entries))
+    return MatmulSizes(positions * entries, (math.prod(inputs), entries))
 
 
 _SCOPE = "kpe_layer_"

@@ -26,9 +26,9 @@ from keras import ops
 
 from keras_policy_ext import backends, contractions, seams
 from keras_policy_ext._keras import calls, variable_values, walking
-from keras_policy_ext.backends import tracing
+from keras_policy_ext.backends import traced_programs
 from keras_policy_ext.backends.flows import HERE, NONE, Flow, Given, Sources
-from keras_policy_ext.backends.tracing import Product
+from keras_policy_ext.backends.traced_programs import MatmulSizes
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.by_operation import note_call
@@ -48,7 +48,7 @@ class StockProduct(NamedTuple):
         shape: Of the outputs, if `compute_output_spec` does not give it.
     """
 
-    product: Product
+    product: MatmulSizes
     has_float8_form: bool = True
     shape: Shape | None = None
 
@@ -91,12 +91,12 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
         return None
     if name == "Dense":
         kernel = shape[-1], layer.units
-        return [StockProduct(tracing.matmul(shape, kernel))]
+        return [StockProduct(traced_programs.matmul(shape, kernel))]
     if name == "EinsumDense":
         kernel = tuple(variable_values.stored_kernel(layer).shape)
         ranks = len(shape), len(kernel)
         equation = equations.explicit(layer.equation, *ranks)
-        product = tracing.einsum(equation, shape, kernel)
+        product = traced_programs.einsum(equation, shape, kernel)
         outputs = equations.outputs_shape(equation, shape, kernel)
         return [StockProduct(product, shape=outputs)]
     if name in _CONVOLUTIONS | _TRANSPOSED | _BY_CHANNEL | _SEPARABLE:
@@ -129,17 +129,21 @@ def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
         v for v in walking.own_weights(cell) if v.name.endswith("kernel")
     ]
     return [
-        StockProduct(tracing.convolution(positions, (batch,), kernel.shape))
+        StockProduct(
+            traced_programs.convolution(positions, (batch,), kernel.shape)
+        )
         for kernel in kernels
     ]
 
 
 def convolution(
     contraction: Any, inputs: Shape, kernel: Shape, outputs: Shape
-) -> Product:
+) -> MatmulSizes:
     """Return multiplications and operand sizes of a convolution."""
     counted = inputs if contraction.is_transposed else outputs
-    return tracing.convolution(_positions(contraction, counted), inputs, kernel)
+    return traced_programs.convolution(
+        _positions(contraction, counted), inputs, kernel
+    )
 
 
 def runs_stock_call(layer: keras.Layer) -> bool:
@@ -156,8 +160,8 @@ def _of_convolution(layer: keras.Layer, name: str, shape: Shape) -> Any:
     window = math.prod(layer.kernel_size)
     positions = _positions(layer, shape if name in _TRANSPOSED else outputs)
 
-    def product(*kernel: int) -> Product:
-        return tracing.convolution(positions, shape, kernel)
+    def product(*kernel: int) -> MatmulSizes:
+        return traced_programs.convolution(positions, shape, kernel)
 
     if name in _BY_CHANNEL | _SEPARABLE:
         own = channels * layer.depth_multiplier
@@ -186,7 +190,7 @@ class Counted(NamedTuple):
     """
 
     layer: keras.Layer
-    product: Product
+    product: MatmulSizes
     has_float8_form: bool
     entries: int | None = None
 
@@ -395,14 +399,14 @@ class _Tracer:
         self, equation: str, inputs: Any, read: Any, kernel: keras.Variable
     ) -> None:
         """Remember that the call being traced computes a kernel's product."""
-        product = tracing.einsum(equation, inputs, read)
+        product = traced_programs.einsum(equation, inputs, read)
         weights = self._frames[-1].weights
         weights[_sizes(product)] = math.prod(kernel.shape)
 
     def multiplied(
         self,
         layer: keras.Layer,
-        product: Product,
+        product: MatmulSizes,
         inputs: Any,
         kernel: keras.Variable,
         outputs: Any,
@@ -805,7 +809,7 @@ def multiplies_in_float8(layer: keras.Layer) -> bool:
     return policy.recipe.quantization("inputs", "forward") is not None
 
 
-def _sizes(product: Product) -> tuple[int, ...]:
+def _sizes(product: MatmulSizes) -> tuple[int, ...]:
     return product.multiplications, *sorted(product.sizes)
 
 
@@ -856,7 +860,7 @@ def _counting(tracer: _Tracer) -> AbstractContextManager[None]:
             return ops.einsum(contraction.equation, *operands)
         if isinstance(call.contraction, contractions.Einsum):
             equation = call.contraction.equation
-            product = tracing.einsum(equation, *call.shapes)
+            product = traced_programs.einsum(equation, *call.shapes)
             outputs = equations.outputs_shape(equation, *call.shapes)
         else:
             outputs = _convolved(call.contraction, *call.shapes)

@@ -11,9 +11,9 @@ import keras
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import (
-    Product,
-    Traced,
+from keras_policy_ext.backends.traced_programs import (
+    MatmulSizes,
+    TracedProgram,
     convolution,
     layer_of,
     scope_name,
@@ -25,7 +25,7 @@ _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
 
 def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> Traced:
+) -> TracedProgram:
     """Trace a function with JAX; see `Backend.trace`."""
     returned: list[Any] = []
 
@@ -45,7 +45,7 @@ def trace(
         flow.start(map(id, program.jaxpr.invars))
         _follow(program.jaxpr, flow)
         flow.finish(map(id, program.jaxpr.outvars))
-    return Traced(
+    return TracedProgram(
         outputs, products, is_complete, not _CHOICES.isdisjoint(names)
     )
 
@@ -100,7 +100,9 @@ def _described(x: Tensor) -> Any:
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
-def _products(program: Any, names: set[str]) -> Iterator[tuple[Product, bool]]:
+def _products(
+    program: Any, names: set[str]
+) -> Iterator[tuple[MatmulSizes, bool]]:
     """Yield each matmul of a program, and whether its count is known.
 
     The names of its primitives are added to `names`.
@@ -114,7 +116,7 @@ def _products(program: Any, names: set[str]) -> Iterator[tuple[Product, bool]]:
             terms = math.prod(shapes[0][axis] for axis in summed)
             number = terms * math.prod(step.outvars[0].aval.shape)
             first, second = map(math.prod, shapes)
-            yield Product(number, (first, second)), True
+            yield MatmulSizes(number, (first, second)), True
         elif name == "conv_general_dilated":
             yield _convolution(step, *shapes), True
         elif "jaxpr" in step.params and name == "scan":
@@ -132,11 +134,11 @@ def _products(program: Any, names: set[str]) -> Iterator[tuple[Product, bool]]:
                     yield product, known and name != "while"
 
 
-def _total(found: list[tuple[Product, bool]]) -> int:
+def _total(found: list[tuple[MatmulSizes, bool]]) -> int:
     return sum(product.multiplications for product, _ in found)
 
 
-def _convolution(step: Any, inputs: Tensor, kernel: Any) -> Product:
+def _convolution(step: Any, inputs: Tensor, kernel: Any) -> MatmulSizes:
     numbers = step.params["dimension_numbers"]
     outputs = step.outvars[0].aval.shape
     if any(size != 1 for size in step.params["lhs_dilation"]):

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import (
-    Product,
-    Traced,
+from keras_policy_ext.backends.traced_programs import (
+    MatmulSizes,
+    TracedProgram,
     convolution,
     einsum,
     matmul,
@@ -73,7 +73,7 @@ _UNCOUNTED_PRODUCTS = frozenset(
 
 def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> Traced:
+) -> TracedProgram:
     """Trace a function with PyTorch; see `Backend.trace`.
 
     Like Keras, it falls back to ones on the real device if an operation does
@@ -101,7 +101,7 @@ def _trace(
     inputs: list[Any],
     flow: Flow | None,
     device: str | None,
-) -> Traced:
+) -> TracedProgram:
     with torch.no_grad(), keras.device(device or _real_device()):
         tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
         if flow is not None:
@@ -118,7 +118,7 @@ def _trace(
     if flow is not None:
         flow.finish(map(id, _tensors_in(keras.tree.flatten(outputs))))
     outputs = keras.tree.map_structure(_described, outputs)
-    return Traced(
+    return TracedProgram(
         outputs, recorder.products, recorder.is_complete, recorder.chooses
     )
 
@@ -148,7 +148,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, flow: Flow | None = None) -> None:
         super().__init__()
-        self.products: list[Product] = []
+        self.products: list[MatmulSizes] = []
         self.is_complete = True
         self.chooses = False
         self._flow = flow
@@ -224,7 +224,7 @@ class _Recorder(TorchFunctionMode):
         elif function is torch.tensordot:
             first, second = map(math.prod, shapes[:2])
             number = math.isqrt(first * second * outputs.numel())
-            product = Product(number, (first, second))
+            product = MatmulSizes(number, (first, second))
         elif function in _CONVOLUTIONS:
             # Channels are the axis before those of space: a batch may lack.
             channels = outputs.shape[1 - len(shapes[1])]

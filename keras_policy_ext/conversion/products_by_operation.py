@@ -9,7 +9,7 @@ import keras
 
 from keras_policy_ext._keras import products, stock_float8, walking
 from keras_policy_ext.backends.flows import NONE, Sources
-from keras_policy_ext.conversion import traced, work
+from keras_policy_ext.conversion import traced_calls, work
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.activation_products import (
     Attention,
@@ -33,9 +33,9 @@ def record(
 ) -> None:
     """Record the products of some layers of a model, once for each layer.
 
-    The model is traced with shapes only; see `conversion.traced`. If it cannot
-    be traced, nothing is recorded, and the next call tries again. It is not
-    traced if no layer can have such products: a product with a weight of
+    The model is traced with shapes only; see `conversion.traced_calls`. If it
+    cannot be traced, nothing is recorded, and the next call tries again. It is
+    not traced if no layer can have such products: a product with a weight of
     another layer is looked for only in a model with an embedding.
 
     Args:
@@ -157,7 +157,9 @@ class _Notes:
 
         is_softmax = isinstance(found, Softmax)
         through = of_softmax if is_softmax else of_product
-        return lambda operands, result: traced.mark(operands, result, through)
+        return lambda operands, result: traced_calls.mark(
+            operands, result, through
+        )
 
     def _attention(self, layer: keras.Layer) -> Attention:
         """Return what the products of two activations in a layer are."""

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import (
-    Product,
-    Traced,
+from keras_policy_ext.backends.traced_programs import (
+    MatmulSizes,
+    TracedProgram,
     convolution,
     einsum,
     layer_of,
@@ -43,7 +43,7 @@ _CHOICES = frozenset(
 
 def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> Traced:
+) -> TracedProgram:
     """Trace a function with TensorFlow; see `Backend.trace`."""
     # What Keras computes shapes in; `tf.function` takes longer.
     graph = tf.__internal__.FuncGraph("products")
@@ -60,7 +60,7 @@ def trace(
         flow.start(map(_key, tensors))
         _follow(graph, flow)
         flow.finish(map(_key, results))
-    return Traced(
+    return TracedProgram(
         outputs, products, is_complete, not _CHOICES.isdisjoint(types)
     )
 
@@ -116,7 +116,9 @@ def _described(x: Tensor) -> Any:
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
-def _products(graph: Any, types: set[str]) -> Iterator[tuple[Product, bool]]:
+def _products(
+    graph: Any, types: set[str]
+) -> Iterator[tuple[MatmulSizes, bool]]:
     """Yield each matmul of a graph, and whether its count is known.
 
     The types of its operations are added to `types`.
@@ -135,11 +137,11 @@ def _products(graph: Any, types: set[str]) -> Iterator[tuple[Product, bool]]:
                 yield product, known and step.type not in _LOOPS
 
 
-def _total(found: list[tuple[Product, bool]]) -> int:
+def _total(found: list[tuple[MatmulSizes, bool]]) -> int:
     return sum(product.multiplications for product, _ in found)
 
 
-def _product(step: Any) -> Product | None:
+def _product(step: Any) -> MatmulSizes | None:
     if step.type in _MATMULS:
         first, second = _shapes(step)
         flags = ("transpose_a", "transpose_b")
