@@ -48,7 +48,7 @@ from keras_policy_ext.conversion.requested import (
     check_tuned,
     warn_of_plain,
 )
-from keras_policy_ext.conversion.work import Works
+from keras_policy_ext.conversion.work import ModelWork, work_of
 from keras_policy_ext.layers.activation_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
@@ -177,13 +177,13 @@ class _Decided:
         survey: The layers of the model.
         decisions: The layers that it converts, with their policies.
         left: The layers that it leaves out, with the reasons.
-        works: The multiplications of the model, if they were counted.
+        work: The work of the layers before, if it was needed.
     """
 
     survey: candidates.Survey
     decisions: list[Decision]
     left: list[Unconverted]
-    works: Works | None
+    work: ModelWork | None
 
 
 @_user_code.once
@@ -341,16 +341,16 @@ def _decided(
     requested = Requested.read(model, policy, recipe)
     found = survey.candidates
     check_tuned(policy, found)
-    works = None
+    work = None
     by_role: dict[int, str] = {}
     if found and not selection.deciding:
-        works = Works(model)
-        by_role = roles.deciding(model, found, works)
+        work = work_of(model)
+        by_role = roles.deciding(model, found, work.call)
         if isinstance(selection.filter, Safe):
-            by_role = {**roles.ends(found, works), **by_role}
+            by_role = {**roles.ends(found, work.call), **by_role}
     reasons = selection.reasons(found, by_role)
     decisions, left = _decide(found, requested, reasons)
-    return _Decided(survey, decisions, left, works)
+    return _Decided(survey, decisions, left, work)
 
 
 def _convert(
@@ -362,9 +362,9 @@ def _convert(
     """Convert the chosen layers; optimizers do not know the new state yet."""
     survey = decided.survey
     chosen = [candidate.layer for candidate, _ in decided.decisions]
-    works = decided.works
-    if attention or (works is not None and not works.hold_for(chosen)):
-        works = None
+    work = decided.work
+    if attention or (work is not None and not work.hold_for(chosen)):
+        work = None
     for candidate, target in decided.decisions:
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
@@ -398,7 +398,7 @@ def _convert(
         names_others=True,
         without_effect=idle,
         retraced=retraced,
-        works=works,
+        work=work,
     )
 
 

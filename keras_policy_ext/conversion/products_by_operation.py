@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import keras
 
 from keras_policy_ext._keras import products, stock_float8, walking
 from keras_policy_ext.backends.flows import NONE, Sources
-from keras_policy_ext.conversion import traced_calls, work
+from keras_policy_ext.conversion import model_calls, traced_calls
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.activation_products import (
     Attention,
@@ -50,8 +51,10 @@ def record(
         return
     notes = _Notes(model)
     with by_operation.recording(notes.take):
-        follows = attention and work.traced_within(model, _OF_ATTENTION)
-        if not follows and not work.traced_once(model):
+        follows = attention and bool(
+            model_calls.trace(model, tracer=_in_attention)
+        )
+        if not follows and model_calls.trace(model) is None:
             return
     for layer in {id(x): x for x in (*own, *others)}.values():
         if notes.has(layer):
@@ -60,6 +63,10 @@ def record(
 
 _OF_ATTENTION = (keras.layers.Softmax, keras.layers.Dropout)
 """Layers between the two products of an attention."""
+
+_in_attention = functools.partial(
+    traced_calls.Tracer, follows=True, within=_OF_ATTENTION
+)
 
 
 def _is_wanted(layer: keras.Layer, attention: bool) -> bool:

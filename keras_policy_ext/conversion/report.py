@@ -13,19 +13,19 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _user_code
-from keras_policy_ext.conversion import (
-    kept_numbers,
-    roles,
-    summary,
-    work,
-)
+from keras_policy_ext.conversion import kept_numbers, roles, summary
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
     Unconverted,
     path_of,
 )
 from keras_policy_ext.conversion.summary import LayersReport
-from keras_policy_ext.conversion.work import Work
+from keras_policy_ext.conversion.work import (
+    ModelWork,
+    Work,
+    scalars,
+    work_of,
+)
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -211,10 +211,11 @@ class Report(LayersReport):
         return [outcome_of(group)]
 
     def _full_rows(self, entry: Converted | Skipped) -> list[list[str]]:
+        not_counted = entry.multiplications is None
         cells = [
             entry.path,
             entry.class_name,
-            f"{entry.multiplications:,}",
+            "–" if not_counted else f"{entry.multiplications:,}",
             f"{entry.parameters:,}",
             entry.outcome,
         ]
@@ -266,7 +267,8 @@ class Report(LayersReport):
             e
             for e in self.converted
             if e.in_float8
-            and not (e.multiplications or e.looks_up)
+            and e.multiplications == 0
+            and not e.looks_up
             and e.parameters
         ]
         if idle and self.totals.sizes_known:
@@ -421,7 +423,7 @@ def report_of(
     names_others: bool = False,
     without_effect: Sequence[str] = (),
     retraced: Sequence[str] = (),
-    works: work.Works | None = None,
+    work: ModelWork | None = None,
     **more: Any,
 ) -> ReportClass:
     """Return the report of a change, with the `Work` of each layer.
@@ -435,16 +437,16 @@ def report_of(
             other layers as skipped.
         without_effect: Sentences on arguments that had no effect.
         retraced: Names of compiled functions that are traced anew.
-        works: The multiplications of the model, if they are counted already.
+        work: The work of the layers, if it is known already.
         **more: Fields that the class has in addition.
     """
-    works = works or work.Works(model)
+    work = work or work_of(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
     left = [
         *left,
         *(
             Unconverted(layer, MULTIPLIES_OTHERS)
-            for layer in works.multiplying
+            for layer in work.multiplying
             if names_others and id(layer) not in listed
         ),
     ]
@@ -455,17 +457,17 @@ def report_of(
     parts: dict[int, Work] = {}
     done = []
     for layer in converted:
-        counted, of_kernels = works.of(layer), kernels.get(id(layer), [])
+        counted, of_kernels = work.of(layer), kernels.get(id(layer), [])
         if of_kernels:
-            counted, found = works.of_parts(layer, of_kernels)
+            counted, found = work.of_parts(layer, of_kernels)
             parts.update(zip(map(id, of_kernels), found, strict=True))
         done.append(_converted(layer, counted))
-    rest = [_skipped(each, works, parts.get(id(each.kernel))) for each in left]
+    rest = [_skipped(each, work, parts.get(id(each.kernel))) for each in left]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
         tuple(done),
         tuple(rest),
-        work.scalars(weights),
+        scalars(weights),
         tuple(retraced),
         tuple(without_effect),
         **more,
@@ -473,7 +475,7 @@ def report_of(
 
 
 def _skipped(
-    each: Unconverted, works: work.Works, of_kernel: Work | None
+    each: Unconverted, work: ModelWork, of_kernel: Work | None
 ) -> Skipped:
     is_whole = each.kernel is None
     return Skipped(
@@ -483,7 +485,7 @@ def _skipped(
         _float8_policy(each.layer) if is_whole else None,
         is_whole and _per_tensor(each.layer),
         not is_whole,
-        **dataclasses.asdict(of_kernel or works.of(each.layer)),
+        **dataclasses.asdict(of_kernel or work.of(each.layer)),
     )
 
 
@@ -507,7 +509,10 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
     part += totals.multiplications_of_stored
-    if part >= LITTLE * whole and whole:
+    is_enough = part >= LITTLE * whole
+    if not totals.is_counted:
+        whole, is_enough = totals.layers, totals.in_float8 > 0
+    if whole and is_enough:
         return
     if whole:
         share = f"Only {percent(part, whole)}" if part else "None"
@@ -564,8 +569,9 @@ def _reasons(report: Report) -> str:
         share, _ = summary.shares(group, totals)
         layers = counted(len(group), "layer")
         reason = outcome_of(group).removeprefix("– ")
+        share = f"{share} are in " if totals.is_counted else ""
         found.append(
-            f"{share} are in {layers} of class {group[0].class_name}: {reason}."
+            f"{share}{layers} of class {group[0].class_name}: {reason}."
         )
     return " ".join(found)
 

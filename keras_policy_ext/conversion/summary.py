@@ -34,7 +34,8 @@ class Totals:
         in_float8: How many of these are in float8.
         stored: How many of these multiply in floats, with a kernel that is
             stored in float8.
-        multiplications: Multiplications of one sample.
+        multiplications: Multiplications of one sample; 0 if they are not
+            counted, as are the two that follow.
         multiplications_in_float8: Those that are in float8.
         multiplications_of_stored: Those in floats, with stored kernels.
         parameters: Entries of all weights.
@@ -43,6 +44,7 @@ class Totals:
         sizes_known: Whether no size was unknown.
         partly_stored: How many kernels or layers of `stored` are in floats
             beside others that are stored.
+        is_counted: Whether multiplications are counted.
     """
 
     listed: int
@@ -57,12 +59,13 @@ class Totals:
     parameters_in_float8: int
     sizes_known: bool
     partly_stored: int
+    is_counted: bool
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
         """Add up the entries of layers; `parameters` is the model's, or 0."""
         entries = list(entries)
-        multiplying = [e for e in entries if e.multiplications]
+        multiplying = [e for e in entries if e.multiplications != 0]
         # `freeze` lists what it left of a layer that it has frozen.
         kernels = [e for e in entries if getattr(e, "is_kernel", False)]
         in_float8 = [e for e in multiplying if e.in_float8]
@@ -79,31 +82,39 @@ class Totals:
             stored=len(stored),
             multiplications=work(multiplying),
             multiplications_in_float8=work(in_float8)
-            - sum(e.plain_multiplications for e in in_float8),
+            - sum(e.plain_multiplications or 0 for e in in_float8),
             multiplications_of_stored=work(stored),
             # Of a tied table two layers have an entry.
             parameters=parameters or sum(e.parameters for e in entries),
             parameters_in_float8=sum(
                 e.parameters - e.plain_parameters
                 for e in entries
-                if e.frozen or (e.in_float8 and e.multiplications)
+                if e.frozen or (e.in_float8 and e.multiplications != 0)
             ),
             sizes_known=all(e.sizes_known for e in multiplying),
             partly_stored=len(kernels)
             + sum(e.plain_parameters > 0 for e in stored),
+            is_counted=all(e.multiplications is not None for e in entries),
         )
 
     def head(self) -> list[str]:
         """Return sentences on how much of the model is in float8."""
-        if not self.multiplications:
+        if self.is_counted and not self.multiplications:
             layers = counted(self.listed, "layer")
             return [f"{self.listed_in_float8} of {layers} in float8"]
         weights = percent(self.parameters_in_float8, self.parameters)
         layers = counted(self.layers, "layer")
-        numbers = (
-            f"{amount(self.multiplications)} multiplications (MACs) per "
-            f"sample, {amount(self.parameters)} parameters"
-        )
+        numbers = f"{amount(self.parameters)} parameters"
+        products = ""
+        if self.is_counted:
+            share = percent(
+                self.multiplications_in_float8, self.multiplications
+            )
+            products = f"{share} of the multiplications and "
+            numbers = (
+                f"{amount(self.multiplications)} multiplications (MACs) per "
+                f"sample, {numbers}"
+            )
         if self.stored and self.stored == self.in_float8:
             which = f"The kernels of {self.stored} of {layers}"
             if self.partly_stored:
@@ -115,10 +126,8 @@ class Totals:
                 "Matmuls run in floats.",
                 f"{layers} with a kernel; {numbers}",
             ]
-        products = percent(self.multiplications_in_float8, self.multiplications)
         sentences = [
-            f"{products} of the multiplications and {weights} of the "
-            "parameters are in float8",
+            f"{products}{weights} of the parameters are in float8",
             f"{self.in_float8} of {layers} with a kernel; {numbers}",
         ]
         if self.stored:
@@ -179,7 +188,7 @@ class LayersReport(BaseReport):
         """Groups of layers with equal class and treatment, if they multiply."""
         groups: dict[Any, list[Any]] = {}
         for entry in self._entries:
-            if entry.multiplications or entry.in_float8:
+            if entry.multiplications != 0 or entry.in_float8:
                 key = entry.class_name, self._treatment(entry)
                 groups.setdefault(key, []).append(entry)
         return list(groups.values())
@@ -191,14 +200,17 @@ class LayersReport(BaseReport):
         """Yield text and a table: one row per layer in full, else per group."""
         yield from self._head()
         groups = sorted(self.groups, key=lambda group: -work(group))
+        is_counted = self.totals.is_counted
         if full:
             rows = [r for each in self._entries for r in self._full_rows(each)]
-            yield Table(self._full_columns, rows)
+            made = Table if is_counted else _without_dashes
+            yield made(self._full_columns, rows)
         elif number:
             yield self._short_table(groups[:number])
         if left := groups[number:]:
             share = percent(sum(map(work, left)), sum(map(work, groups)))
-            yield f"and {len(left)} more, with {share} of the multiplications"
+            share = f", with {share} of the multiplications"
+            yield f"and {len(left)} more{share if is_counted else ''}"
         yield from self._notes(full)
 
     def _short_table(self, groups: list[list[Any]]) -> Table:
@@ -217,15 +229,7 @@ class LayersReport(BaseReport):
             ]
             for group in sorted(groups, key=lambda g: not g[0].in_float8)
         ]
-        used = [
-            column
-            for column in range(len(columns))
-            if any(row[column] != "–" for row in rows)
-        ]
-        return Table(
-            [columns[column] for column in used],
-            [[row[column] for column in used] for row in rows],
-        )
+        return _without_dashes(columns, rows)
 
     def _head(self) -> list[str]:
         """Return the sentences to print above the table."""
@@ -241,14 +245,29 @@ class LayersReport(BaseReport):
 
 def shares(group: Sequence[Any], totals: Totals) -> list[str]:
     """Return a group's shares of multiplications and parameters, as cells."""
-    if not work(group):
+    if all(e.multiplications == 0 for e in group):
         return ["–", "–"]
     return [
-        percent(work(group), totals.multiplications),
+        percent(work(group), totals.multiplications)
+        if totals.is_counted
+        else "–",
         percent(sum(e.parameters for e in group), totals.parameters),
     ]
 
 
 def work(group: Iterable[Any]) -> int:
-    """Return the total multiplications of a group of layers."""
-    return sum(entry.multiplications for entry in group)
+    """Return the multiplications of a group of layers, as far as counted."""
+    return sum(entry.multiplications or 0 for entry in group)
+
+
+def _without_dashes(columns: Sequence[Column], rows: Sequence[Any]) -> Table:
+    """Return a table without the columns that would hold only dashes."""
+    used = [
+        column
+        for column in range(len(columns))
+        if any(row[column] != "–" for row in rows)
+    ]
+    return Table(
+        [columns[column] for column in used],
+        [[row[column] for column in used] for row in rows],
+    )

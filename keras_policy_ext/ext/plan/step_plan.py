@@ -30,6 +30,7 @@ from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
+from keras_policy_ext.ext.count import counted_calls
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
@@ -481,7 +482,9 @@ def _work(
         in_float8 = frozenset(map(id, layers_in_float8(model)))
         try:
             calls = traced_calls.trace(
-                model, [((tensors,), kwargs), ((more,), kwargs)]
+                model,
+                [((tensors,), kwargs), ((more,), kwargs)],
+                counted_calls.CountingTracer(),
             )
         except Exception as error:
             raise ValueError(
@@ -489,10 +492,10 @@ def _work(
                 f"shapes only. Received: {error}. Allowed: models whose call "
                 "accepts a `keras.KerasTensor`. Call `kpe.plan` for its parts."
             ) from error
-        matmuls_of_both, loops = traced_calls.paired(*calls)
+        matmuls_of_both, loops = counted_calls.paired(*calls)
         attention += sum(
             each.product.multiplications
-            for each in calls[0].counted
+            for each in counted_calls.of_call(calls[0])
             if each.layer in loops
         )
         for one, other in matmuls_of_both:

@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.conversion import work
+from keras_policy_ext.conversion.work import work_of
 
 JIT = keras.backend.backend() == "jax"
 
@@ -298,11 +298,9 @@ def test_the_arithmetic_of_another_library_is_counted():
 def test_attributes_that_were_changed_afterwards_do_not_fail():
     model = keras.Sequential([keras.Input((8, 2)), layers.Conv1D(4, 3)])
     model.layers[0].kernel_size = (30,)
-    ((_, rows, known),) = (
-        (w.parameters, w.multiplications // w.parameters, w.sizes_known)
-        for w in work.count(model, model.layers)
-    )
-    assert (rows, known) == (1, False)
+    found = work_of(model).of(model.layers[0])
+    assert found.multiplications == found.parameters
+    assert not found.sizes_known
 
 
 def test_shapes_of_a_batch_that_was_seen_are_those_of_a_sample():
