@@ -1,9 +1,11 @@
-"""Descriptions of traced programs, and the name scopes of marked calls."""
+"""Traced programs, and the values in them: what reaches which choice."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Literal, NamedTuple
 
 
 class TracedProgram(NamedTuple):
@@ -22,6 +24,175 @@ class TracedProgram(NamedTuple):
     program: Any
     chooses: bool = False
 
+
+class Given(NamedTuple):
+    """The argument of this number, among the tensors that a call is given."""
+
+    number: int
+
+
+HERE = "here"
+"""The source of what a program multiplies itself, outside of marked calls."""
+
+Source = Hashable
+Sources = frozenset[Source]
+NONE: Sources = frozenset()
+
+
+class _Seen(NamedTuple):
+    """The sources of one tensor.
+
+    Attributes:
+        reached: Those that the values come from.
+        ranked: Those from whose values the largest or smallest were taken.
+        positions: Those in whose values these are the positions of entries
+            that were chosen.
+    """
+
+    reached: Sources = NONE
+    ranked: Sources = NONE
+    positions: Sources = NONE
+
+
+Through = Callable[[list[Sources]], list[Sources]]
+
+# No number is used twice: a framework may keep a program with older marks.
+_NUMBERS = itertools.count()
+
+
+class _MarkedCall(NamedTuple):
+    """A marked call: a map of its sources, and the number of its results."""
+
+    through: Through
+    results: int
+
+
+class Flow:
+    """The sources whose values reach a tensor, and those that make a choice.
+
+    Sources are the arguments of a program, the calls that are marked in it,
+    and its products. The values of a source reach a tensor if no product or
+    marked call is in between. Sources make a choice if a top-k, an argmax or
+    a sort looks for entries of a tensor that they reach, and the program uses
+    the positions that it finds, or compares with the entries.
+
+    Attributes:
+        chosen: For each such choice, its sources.
+        returned: For each tensor that the program returns, the sources that
+            reach it.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: set[Sources] = set()
+        self.returned: list[Sources] = []
+        self._seen: dict[Hashable, _Seen] = {}
+        self._calls: dict[int, _MarkedCall] = {}
+
+    def start(self, inputs: Iterable[Hashable]) -> None:
+        """Forget all tensors, and start with these arguments."""
+        self._seen = {
+            key: _Seen(frozenset([Given(number)]))
+            for number, key in enumerate(inputs)
+        }
+        self.chosen.clear()
+
+    def finish(self, outputs: Iterable[Hashable]) -> None:
+        """Set `returned`; positions that are returned count as used."""
+        seen = [self._of(key) for key in outputs]
+        self._use(seen)
+        self.returned = [each.reached for each in seen]
+
+    def new_call(self, through: Through, results: int) -> int:
+        """Return a number for a call that is going to be marked.
+
+        Args:
+            through: Maps the sources that reach each operand of the call to
+                those that reach each of its results.
+            results: The number of its results.
+        """
+        number = next(_NUMBERS)
+        self._calls[number] = _MarkedCall(through, results)
+        return number
+
+    def results_of(self, number: int | None) -> int | None:
+        """Return how many results a marked call has; None for another."""
+        call = None if number is None else self._calls.get(number)
+        return None if call is None else call.results
+
+    def same(self, old: Hashable, new: Hashable) -> None:
+        """Give the tensor `new` the sources of the tensor `old`."""
+        self._put(new, self._of(old))
+
+    def called(
+        self,
+        number: int,
+        operands: Iterable[Hashable],
+        results: Iterable[Hashable],
+    ) -> None:
+        """Follow a marked call."""
+        seen = [self._of(key) for key in operands]
+        self._use(seen)
+        found = self._calls[number].through([each.reached for each in seen])
+        for key, reached in zip(results, found, strict=True):
+            self._put(key, _Seen(reached))
+
+    def computed(
+        self,
+        kind: Literal["product", "choice", "other"],
+        operands: Iterable[Hashable],
+        results: Iterable[tuple[Hashable, object]],
+    ) -> None:
+        """Follow an operation.
+
+        Args:
+            kind: `"choice"` for a top-k, an argmax or a sort.
+            operands: Its tensors.
+            results: Each with its dtype.
+        """
+        seen = [self._of(key) for key in operands]
+        reached = NONE.union(*(each.reached for each in seen))
+        ranked = NONE.union(*(each.ranked for each in seen))
+        positions = NONE.union(*(each.positions for each in seen))
+        names = [(key, str(dtype)) for key, dtype in results]
+        # A cast or another shape of positions does not use them.
+        alone = (
+            kind == "other"
+            and len(seen) == 1
+            and not any("float" in dtype for _, dtype in names)
+        )
+        if not alone:
+            self._use(seen)
+        for key, dtype in names:
+            found = _Seen()
+            if kind == "product":
+                found = _Seen(frozenset([HERE]))
+            elif "float" in dtype:
+                found = _Seen(reached, reached if kind == "choice" else ranked)
+            elif kind == "choice":
+                found = _Seen(positions=reached)
+            elif alone:
+                found = _Seen(positions=positions)
+            elif "bool" in dtype:
+                found = _Seen(positions=ranked)
+            self._put(key, found)
+
+    def _of(self, key: Hashable) -> _Seen:
+        return self._seen.get(key, _NOTHING)
+
+    def _put(self, key: Hashable, seen: _Seen) -> None:
+        # Where a program runs twice, a tensor of the first run is replaced.
+        if any(seen):
+            self._seen[key] = seen
+        else:
+            self._seen.pop(key, None)
+
+    def _use(self, seen: Iterable[_Seen]) -> None:
+        self.chosen.update(x.positions for x in seen if x.positions)
+
+
+_NOTHING = _Seen()
+
+# The name scopes of marked calls
 
 _SCOPE = "kpe_layer_"
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras import products, stock_float8, walking
-from keras_policy_ext.backends.flows import NONE, Sources
+from keras_policy_ext.backends.traced_programs import NONE, Sources
 from keras_policy_ext.conversion import model_calls, traced_calls
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.activation_products import (

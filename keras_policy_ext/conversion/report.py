@@ -211,11 +211,10 @@ class Report(LayersReport):
         return [outcome_of(group)]
 
     def _full_rows(self, entry: Converted | Skipped) -> list[list[str]]:
-        not_counted = entry.multiplications is None
         cells = [
             entry.path,
             entry.class_name,
-            "–" if not_counted else f"{entry.multiplications:,}",
+            f"{entry.multiplications or 0:,}",
             f"{entry.parameters:,}",
             entry.outcome,
         ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import keras
 
 from keras_policy_ext._keras import keras_hub
-from keras_policy_ext.backends.flows import Sources
+from keras_policy_ext.backends.traced_programs import Sources
 from keras_policy_ext.conversion.candidates import Candidate
 from keras_policy_ext.conversion.model_calls import ModelCall
 from keras_policy_ext.conversion.traced_calls import Call

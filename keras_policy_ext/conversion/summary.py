@@ -19,7 +19,9 @@ from keras_policy_ext.reports import (
     percent,
 )
 
-SHARES = (Column("MACs", right=True), Column("parameters", right=True))
+_MACS = Column("MACs", right=True)
+
+SHARES = (_MACS, Column("parameters", right=True))
 """The columns of the shares of multiplications and parameters."""
 
 
@@ -203,14 +205,20 @@ class LayersReport(BaseReport):
         is_counted = self.totals.is_counted
         if full:
             rows = [r for each in self._entries for r in self._full_rows(each)]
-            made = Table if is_counted else _without_dashes
-            yield made(self._full_columns, rows)
+            columns = list(self._full_columns)
+            if not is_counted and _MACS in columns:
+                place = columns.index(_MACS)
+                rows = [[*row[:place], *row[place + 1 :]] for row in rows]
+                del columns[place]
+            yield Table(columns, rows)
         elif number:
             yield self._short_table(groups[:number])
         if left := groups[number:]:
-            share = percent(sum(map(work, left)), sum(map(work, groups)))
-            share = f", with {share} of the multiplications"
-            yield f"and {len(left)} more{share if is_counted else ''}"
+            more = f"and {len(left)} more"
+            if is_counted:
+                share = percent(sum(map(work, left)), sum(map(work, groups)))
+                more += f", with {share} of the multiplications"
+            yield more
         yield from self._notes(full)
 
     def _short_table(self, groups: list[list[Any]]) -> Table:
@@ -229,7 +237,15 @@ class LayersReport(BaseReport):
             ]
             for group in sorted(groups, key=lambda g: not g[0].in_float8)
         ]
-        return _without_dashes(columns, rows)
+        used = [
+            column
+            for column in range(len(columns))
+            if any(row[column] != "–" for row in rows)
+        ]
+        return Table(
+            [columns[column] for column in used],
+            [[row[column] for column in used] for row in rows],
+        )
 
     def _head(self) -> list[str]:
         """Return the sentences to print above the table."""
@@ -258,16 +274,3 @@ def shares(group: Sequence[Any], totals: Totals) -> list[str]:
 def work(group: Iterable[Any]) -> int:
     """Return the multiplications of a group of layers, as far as counted."""
     return sum(entry.multiplications or 0 for entry in group)
-
-
-def _without_dashes(columns: Sequence[Column], rows: Sequence[Any]) -> Table:
-    """Return a table without the columns that would hold only dashes."""
-    used = [
-        column
-        for column in range(len(columns))
-        if any(row[column] != "–" for row in rows)
-    ]
-    return Table(
-        [columns[column] for column in used],
-        [[row[column] for column in used] for row in rows],
-    )

@@ -24,7 +24,13 @@ from keras import ops
 
 from keras_policy_ext import backends, contractions, seams
 from keras_policy_ext._keras import calls, variable_values, walking
-from keras_policy_ext.backends.flows import HERE, NONE, Flow, Given, Sources
+from keras_policy_ext.backends.traced_programs import (
+    HERE,
+    NONE,
+    Flow,
+    Given,
+    Sources,
+)
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers.by_operation import note_call
 from keras_policy_ext.layers.state import Float8State
@@ -33,19 +39,12 @@ from keras_policy_ext.policies.of_layers import float8_policy_of
 
 Shape = Sequence[int]
 
-
 _NUMBERS = ("1D", "2D", "3D")
-CONVOLUTIONS = frozenset(f"Conv{rank}" for rank in _NUMBERS)
 TRANSPOSED = frozenset(f"Conv{rank}Transpose" for rank in _NUMBERS)
 BY_CHANNEL = frozenset(f"DepthwiseConv{rank}" for rank in _NUMBERS)
 SEPARABLE = frozenset(f"SeparableConv{rank}" for rank in _NUMBERS)
-_MULTIPLYING = (
-    frozenset(("Dense", "EinsumDense"))
-    | CONVOLUTIONS
-    | TRANSPOSED
-    | BY_CHANNEL
-    | SEPARABLE
-)
+_OF_ONE_PRODUCT = ("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D")
+_MULTIPLYING = TRANSPOSED.union(BY_CHANNEL, SEPARABLE, _OF_ONE_PRODUCT)
 _CELLS = ("SimpleRNNCell", "GRUCell", "LSTMCell", "ConvLSTMCell")
 
 # Classes of Keras, without layers in them, whose arithmetic is that of what
@@ -212,7 +211,7 @@ class Tracer:
     ) -> None:
         self._follows = follows
         self._within = within
-        self._known: dict[Any, tuple[keras.Layer, Call]] = {}
+        self._calls: dict[Any, tuple[keras.Layer, Call]] = {}
         self._structures: dict[int, Any] = {}
         self._frames: list[_Frame] = []
         self._kept: list[Any] = []
@@ -273,12 +272,12 @@ class Tracer:
         is_within = type(layer) in self._within
         if is_within or any(isinstance(x, keras.KerasTensor) for x in given):
             return stock(layer, *args, **kwargs)  # Keras asks for a shape.
-        found = self.trace(
+        call = self.trace(
             layer, *keras.tree.map_structure(_described, (args, kwargs))
         )
-        frame.add(found)
-        outputs = keras.tree.map_structure(_zeros, found.outputs)
-        return self._marked(found, given, outputs)
+        frame.add(call)
+        outputs = keras.tree.map_structure(_zeros, call.outputs)
+        return self._marked(call, given, outputs)
 
     def contracted(self, call: seams.ContractionCall) -> Any:
         """Return zeros for a float8 contraction, which is not computed."""
@@ -292,10 +291,10 @@ class Tracer:
         else:
             shape = _convolved(call.contraction, *call.shapes)
         outputs = ops.zeros(shape, call.dtype)
-        found = Call(outputs, self.count_contraction(call, shape))
-        self._frames[-1].add(found)
-        found = found._replace(reached=[frozenset([id(call.layer)])])
-        return self._marked(found, [call.operands[0]], outputs)
+        traced = Call(outputs, self.count_contraction(call, shape))
+        self._frames[-1].add(traced)
+        traced = traced._replace(reached=[frozenset([id(call.layer)])])
+        return self._marked(traced, [call.operands[0]], outputs)
 
     def mark(
         self,
@@ -335,13 +334,16 @@ class Tracer:
         """Trace a call; for a layer like a traced one, copy the result."""
         self._kept.append((args, kwargs))  # No other object gets an id of it.
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
-        if key not in self._known:
-            self._known[key] = layer, self._found(layer, args, kwargs)
-        other, call = self._known[key]
+        if key not in self._calls:
+            self._calls[key] = (
+                layer,
+                self._traced_or_described(layer, args, kwargs),
+            )
+        other, call = self._calls[key]
         note_call(layer, other)
         return call if layer is other else _moved(call, other, layer)
 
-    def _found(
+    def _traced_or_described(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
         try:
@@ -383,9 +385,9 @@ class Tracer:
     def _in_turn(self, model: keras.Sequential, inputs: Any) -> Call:
         frame = self._new_frame(model, inputs)
         for layer in model.layers:
-            found = self.trace(layer, (inputs,), {})
-            frame.add(found)
-            inputs = self._passed(frame, found, inputs)
+            call = self.trace(layer, (inputs,), {})
+            frame.add(call)
+            inputs = self._passed(frame, call, inputs)
         return self._finished(frame, inputs)
 
     def _new_frame(self, layer: keras.Layer, inputs: Any) -> _Frame:
@@ -475,14 +477,14 @@ class Tracer:
         self._frames.append(frame)
         here = owner or layer
         try:
-            found = backends.current.trace(function, tensors, flow)
-            counted = self.count_program(here, found.program)
+            traced = backends.current.trace(function, tensors, flow)
+            counted = self.count_program(here, traced.program)
         finally:
             self._frames.pop()
         call = Call(
-            found.outputs,
+            traced.outputs,
             [*frame.counted, *counted],
-            frame.chooses or found.chooses,
+            frame.chooses or traced.chooses,
         )
         return call if flow is None else _with_sources(call, flow, here)
 

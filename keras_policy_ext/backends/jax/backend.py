@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -25,6 +24,7 @@ from keras_policy_ext.backends.interface import (
 from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
 from keras_policy_ext.backends.traced_programs import (
+    Flow,
     TracedProgram,
 )
 from keras_policy_ext.numerics import casting

@@ -9,8 +9,8 @@ import jax
 import keras
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.traced_programs import (
+    Flow,
     TracedProgram,
     layer_of,
     scope_name,

@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -29,7 +28,7 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     refuse_vectorized,
     sizes_of,
 )
-from keras_policy_ext.backends.traced_programs import TracedProgram
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics.primitives import HALVES
 
 

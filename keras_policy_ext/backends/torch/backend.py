@@ -17,7 +17,6 @@ from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
-from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -43,7 +42,7 @@ from keras_policy_ext.backends.torch.gradients import (
     no_autocast,
     refuse_compiled_transforms,
 )
-from keras_policy_ext.backends.traced_programs import TracedProgram
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
 from keras_policy_ext.numerics.scale_sources import source_of

@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.traced_programs import TracedProgram
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 
 _NAMES = ("matmul", "mm", "bmm", "mv", "dot")
 FIRST_TWO = frozenset(
