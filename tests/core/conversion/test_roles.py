@@ -374,6 +374,7 @@ def test_a_file_keeps_what_is_in_float8(tmp_path):
     assert loaded.get_layer("a").one.float8_policy.full_name == POLICY
 
 
+@pytest.mark.extension("count")
 def test_counts_from_before_are_those_from_after():
     model = mixture()
     report = kpe.convert(model, POLICY)
@@ -395,6 +396,7 @@ class Doubled(keras.layers.Dense):
 @pytest.mark.parametrize(
     "layer", [Doubled(8), layers.SeparableConv1D(8, 2)], ids=["own", "stock"]
 )
+@pytest.mark.extension("count")
 def test_a_layer_whose_form_multiplies_otherwise_is_counted_anew(layer):
     model = model_of(layer)
     report = kpe.convert(model, POLICY)
