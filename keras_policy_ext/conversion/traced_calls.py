@@ -233,14 +233,8 @@ class Tracer:
         """Count in the call of a stock layer on a tensor of this shape."""
         return []
 
-    def count_cell(self, cell: Any, batch: int, inputs: Shape) -> list[Any]:
-        """Count in one step of a stock cell of a recurrent layer.
-
-        Args:
-            cell: The cell.
-            batch: The number of samples.
-            inputs: The other axes of the inputs of a step.
-        """
+    def count_cell(self, cell: Any, shape: Shape) -> list[Any]:
+        """Count in one step of a stock cell, with the shape of its inputs."""
         return []
 
     def count_contraction(
@@ -496,7 +490,7 @@ class Tracer:
         outputs = layer.compute_output_spec(*args, **kwargs)
         cells = getattr(layer.cell, "cells", [layer.cell])
         if all(map(is_stock_cell, cells)):
-            each = [self.count_cell(cell, batch, rest) for cell in cells]
+            each = [self.count_cell(cell, (batch, *rest)) for cell in cells]
             of_cells: Sources = frozenset(map(id, cells))
             return Call(
                 outputs,

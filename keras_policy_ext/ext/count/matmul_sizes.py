@@ -116,23 +116,18 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct]:
     return list(_of_convolution(layer, name, shape))
 
 
-def of_cell(cell: Any, batch: int, inputs: Shape) -> list[StockProduct]:
-    """Return the matmuls of one step of a recurrent cell of Keras.
-
-    Args:
-        cell: The cell.
-        batch: The number of samples.
-        inputs: The other axes of the inputs of a step.
-    """
-    positions = batch
+def of_cell(cell: Any, shape: Shape) -> list[StockProduct]:
+    """Return the matmuls of one step of a recurrent cell of Keras."""
+    positions, *_ = shape
     if keras_class(cell).__name__ == "ConvLSTMCell":
-        outputs, _ = cell.compute_output_shape((batch, *inputs))
+        outputs, _ = cell.compute_output_shape(shape)
         positions = _positions(cell, outputs)
     kernels = [
         v for v in walking.own_weights(cell) if v.name.endswith("kernel")
     ]
+    # The number of inputs only has to differ from batch to batch.
     return [
-        StockProduct(of_convolution(positions, (batch,), kernel.shape))
+        StockProduct(of_convolution(positions, shape[:1], kernel.shape))
         for kernel in kernels
     ]
 

@@ -30,7 +30,7 @@ from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
-from keras_policy_ext.ext.count import counted_calls
+from keras_policy_ext.ext.count import counter
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
@@ -484,7 +484,7 @@ def _work(
             calls = traced_calls.trace(
                 model,
                 [((tensors,), kwargs), ((more,), kwargs)],
-                counted_calls.CountingTracer(),
+                counter.CountingTracer(),
             )
         except Exception as error:
             raise ValueError(
@@ -492,10 +492,10 @@ def _work(
                 f"shapes only. Received: {error}. Allowed: models whose call "
                 "accepts a `keras.KerasTensor`. Call `kpe.plan` for its parts."
             ) from error
-        matmuls_of_both, loops = counted_calls.paired(*calls)
+        matmuls_of_both, loops = counter.paired(*calls)
         attention += sum(
             each.product.multiplications
-            for each in counted_calls.of_call(calls[0])
+            for each in counter.of_call(calls[0])
             if each.layer in loops
         )
         for one, other in matmuls_of_both:
