@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 295, 61_500
+FILES, LINES = 296, 61_500
 """Of the package. Lower them when it gets smaller."""
 
 CORE_FILES, CORE_LINES = 158, 40_900

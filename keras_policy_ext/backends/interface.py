@@ -13,9 +13,9 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import (
-    Traced,
+from keras_policy_ext.backends.traced_programs import (
+    Flow,
+    TracedProgram,
 )
 from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
@@ -241,7 +241,7 @@ class Tracing:
         function: Callable[..., Any],
         inputs: list[Any],
         flow: Flow | None = None,
-    ) -> Traced:
+    ) -> TracedProgram:
         """Trace a function; return its outputs and matmuls, computing nothing.
 
         Args:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import stock_float8, variable_values, walking
-from keras_policy_ext.conversion import recorded
+from keras_policy_ext.conversion import products_by_operation
 from keras_policy_ext.layers.by_operation import (
     ByOperation,
     foreign_kernels,
@@ -110,7 +110,7 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
     unknown = [x for x in layers if _has_no_form(x)]
     if attention:
         unknown += [x for x in layers if isinstance(x, ByOperation)]
-    recorded.record(model, unknown, attention)
+    products_by_operation.record(model, unknown, attention)
     for layer in layers:
         if isinstance(layer, Float8State):
             continue

@@ -25,6 +25,7 @@ from keras_policy_ext.conversion.candidates import (
     path_of,
 )
 from keras_policy_ext.conversion.filters import Auto, Safe
+from keras_policy_ext.conversion.model_calls import ModelCall
 from keras_policy_ext.conversion.report import (
     FrozenReport,
     Report,
@@ -33,7 +34,7 @@ from keras_policy_ext.conversion.report import (
     report_of,
 )
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
-from keras_policy_ext.conversion.work import DEPTHWISE, Works
+from keras_policy_ext.conversion.work import DEPTHWISE, work_of
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.by_operation import (
     ByOperation,
@@ -144,10 +145,9 @@ def freeze(
         raise ValueError(_no_filter(filter))
     candidates.check(model)
     eligible, skipped = freezable(model)
-    works = Works(model)
-    reasons = selection.reasons(
-        eligible, deciding(model, selection, eligible, works)
-    )
+    work = work_of(model)
+    decide = deciding(model, selection, eligible, work.call)
+    reasons = selection.reasons(eligible, decide)
     projecting: dict[int, str] = {}
     if activations is not None and include is None:
         projecting = _projecting(model, eligible)
@@ -170,14 +170,14 @@ def freeze(
         in_place.declare_policies(model)
         layers = [plan.layer for plan in plans]
         beside = [x for layer in layers for x in _kernels_in_floats(layer)]
-        holds = not beside and works.hold_for(layers)
+        holds = not beside and work.hold_for(layers)
         return report_of(
             FrozenReport,
             model,
             layers,
             [*left, *beside, *skipped],
             retraced=retraced,
-            works=works if holds else None,
+            work=work if holds else None,
             stored=tuple(stored),
         )
 
@@ -275,12 +275,12 @@ def deciding(
     model: keras.Layer,
     selection: Selection,
     eligible: list[Candidate],
-    works: Works,
+    call: ModelCall | None,  # None if the model cannot be traced.
 ) -> dict[int, str]:
     """Return why layers that decide stay in floats, by index in `eligible`."""
     if selection.deciding:
         return {}
-    reasons = roles.deciding(model, eligible, works)
+    reasons = roles.deciding(model, eligible, call)
     in_floats = [n for n in reasons if not float8_policy_of(eligible[n].layer)]
     return {n: reasons[n] for n in in_floats}
 

@@ -58,7 +58,7 @@ from keras_policy_ext.conversion.requested import (
     check_tuned,
     warn_of_plain,
 )
-from keras_policy_ext.conversion.work import Works
+from keras_policy_ext.conversion.work import ModelWork, work_of
 from keras_policy_ext.layers.attention_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
@@ -174,7 +174,7 @@ class _Decided:
     survey: candidates.Survey
     decisions: list[Decision]
     left: list[Unconverted]
-    works: Works | None  # None if multiplications were not counted.
+    work: ModelWork | None  # Of the layers before; None if not needed.
 
 
 @_user_code.once
@@ -319,16 +319,16 @@ def _decided(
     requested = Requested.read(model, policy, recipe)
     convertible = survey.candidates
     check_tuned(policy, convertible)
-    works = None
+    work = None
     by_role: dict[int, str] = {}
     if convertible and not selection.deciding:
-        works = Works(model)
-        by_role = roles.deciding(model, convertible, works)
+        work = work_of(model)
+        by_role = roles.deciding(model, convertible, work.call)
         if isinstance(selection.filter, Safe):
-            by_role = {**roles.ends(convertible, works), **by_role}
+            by_role = {**roles.ends(convertible, work.call), **by_role}
     reasons = selection.reasons(convertible, by_role)
     decisions, left = _decide(convertible, requested, reasons)
-    return _Decided(survey, decisions, left, works)
+    return _Decided(survey, decisions, left, work)
 
 
 def _convert(
@@ -340,9 +340,9 @@ def _convert(
     """Convert the chosen layers; optimizers do not know the new state yet."""
     survey = decided.survey
     chosen = [candidate.layer for candidate, _ in decided.decisions]
-    works = decided.works
-    if attention or (works is not None and not works.hold_for(chosen)):
-        works = None
+    work = decided.work
+    if attention or (work is not None and not work.hold_for(chosen)):
+        work = None
     for candidate, target in decided.decisions:
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
@@ -376,7 +376,7 @@ def _convert(
         names_others=True,
         without_effect=idle,
         retraced=retraced,
-        works=works,
+        work=work,
     )
 
 

@@ -19,7 +19,9 @@ from keras_policy_ext.reports import (
     percent,
 )
 
-SHARES = (Column("MACs", right=True), Column("parameters", right=True))
+_MACS = Column("MACs", right=True)
+
+SHARES = (_MACS, Column("parameters", right=True))
 """The columns of the shares of multiplications and parameters."""
 
 
@@ -34,7 +36,8 @@ class Totals:
     # How many of these multiply in floats, with a kernel that is stored in
     # float8.
     stored: int
-    multiplications: int  # Multiplications of one sample.
+    # Multiplications of one sample; 0 if not counted, as the two that follow.
+    multiplications: int
     multiplications_in_float8: int  # Those that are in float8.
     multiplications_of_stored: int  # Those in floats, with stored kernels.
     parameters: int  # Entries of all weights.
@@ -44,12 +47,13 @@ class Totals:
     # How many kernels or layers of `stored` are in floats beside others that
     # are stored.
     partly_stored: int
+    is_counted: bool  # Whether multiplications are counted.
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
         """Add up the entries of layers; `parameters` is the model's, or 0."""
         entries = list(entries)
-        multiplying = [e for e in entries if e.multiplications]
+        multiplying = [e for e in entries if e.multiplications != 0]
         # `freeze` lists what it left of a layer that it has frozen.
         kernels = [e for e in entries if getattr(e, "is_kernel", False)]
         in_float8 = [e for e in multiplying if e.in_float8]
@@ -66,31 +70,39 @@ class Totals:
             stored=len(stored),
             multiplications=multiplications_of(multiplying),
             multiplications_in_float8=multiplications_of(in_float8)
-            - sum(e.plain_multiplications for e in in_float8),
+            - sum(e.plain_multiplications or 0 for e in in_float8),
             multiplications_of_stored=multiplications_of(stored),
             # Of a tied table two layers have an entry.
             parameters=parameters or sum(e.parameters for e in entries),
             parameters_in_float8=sum(
                 e.parameters - e.plain_parameters
                 for e in entries
-                if e.frozen or (e.in_float8 and e.multiplications)
+                if e.frozen or (e.in_float8 and e.multiplications != 0)
             ),
             sizes_known=all(e.sizes_known for e in multiplying),
             partly_stored=len(kernels)
             + sum(e.plain_parameters > 0 for e in stored),
+            is_counted=all(e.multiplications is not None for e in entries),
         )
 
     def head(self) -> list[str]:
         """Return sentences on how much of the model is in float8."""
-        if not self.multiplications:
+        if self.is_counted and not self.multiplications:
             layers = counted(self.listed, "layer")
             return [f"{self.listed_in_float8} of {layers} in float8"]
         weights = percent(self.parameters_in_float8, self.parameters)
         layers = counted(self.layers, "layer")
-        numbers = (
-            f"{amount(self.multiplications)} multiplications (MACs) per "
-            f"sample, {amount(self.parameters)} parameters"
-        )
+        numbers = f"{amount(self.parameters)} parameters"
+        products = ""
+        if self.is_counted:
+            share = percent(
+                self.multiplications_in_float8, self.multiplications
+            )
+            products = f"{share} of the multiplications and "
+            numbers = (
+                f"{amount(self.multiplications)} multiplications (MACs) per "
+                f"sample, {numbers}"
+            )
         if self.stored and self.stored == self.in_float8:
             which = f"The kernels of {self.stored} of {layers}"
             if self.partly_stored:
@@ -102,10 +114,8 @@ class Totals:
                 "Matmuls run in floats.",
                 f"{layers} with a kernel; {numbers}",
             ]
-        products = percent(self.multiplications_in_float8, self.multiplications)
         sentences = [
-            f"{products} of the multiplications and {weights} of the "
-            "parameters are in float8",
+            f"{products}{weights} of the parameters are in float8",
             f"{self.in_float8} of {layers} with a kernel; {numbers}",
         ]
         if self.stored:
@@ -165,7 +175,7 @@ class LayersReport(BaseReport):
         """Groups of layers with equal class and treatment, if they multiply."""
         groups: dict[Any, list[Any]] = {}
         for entry in self._entries:
-            if entry.multiplications or entry.in_float8:
+            if entry.multiplications != 0 or entry.in_float8:
                 key = entry.class_name, self._treatment(entry)
                 groups.setdefault(key, []).append(entry)
         return list(groups.values())
@@ -177,15 +187,24 @@ class LayersReport(BaseReport):
         """Yield text and a table: one row per layer in full, else per group."""
         yield from self._head()
         groups = sorted(self.groups, key=lambda x: -multiplications_of(x))
+        is_counted = self.totals.is_counted
         if full:
             rows = [r for each in self._entries for r in self._full_rows(each)]
-            yield Table(self._full_columns, rows)
+            columns = list(self._full_columns)
+            if not is_counted and _MACS in columns:
+                place = columns.index(_MACS)
+                rows = [[*row[:place], *row[place + 1 :]] for row in rows]
+                del columns[place]
+            yield Table(columns, rows)
         elif number:
             yield self._short_table(groups[:number])
         if left := groups[number:]:
-            counts = [multiplications_of(group) for group in groups]
-            share = percent(sum(counts[number:]), sum(counts))
-            yield f"and {len(left)} more, with {share} of the multiplications"
+            more = f"and {len(left)} more"
+            if is_counted:
+                counts = [multiplications_of(group) for group in groups]
+                share = percent(sum(counts[number:]), sum(counts))
+                more += f", with {share} of the multiplications"
+            yield more
         yield from self._notes(full)
 
     def _short_table(self, groups: list[list[Any]]) -> Table:
@@ -226,14 +245,16 @@ class LayersReport(BaseReport):
 
 def shares(group: Sequence[Any], totals: Totals) -> list[str]:
     """Return a group's shares of multiplications and parameters, as cells."""
-    if not multiplications_of(group):
+    if all(e.multiplications == 0 for e in group):
         return ["–", "–"]
     return [
-        percent(multiplications_of(group), totals.multiplications),
+        percent(multiplications_of(group), totals.multiplications)
+        if totals.is_counted
+        else "–",
         percent(sum(e.parameters for e in group), totals.parameters),
     ]
 
 
 def multiplications_of(group: Iterable[Any]) -> int:
-    """Return the total multiplications of a group of layers."""
-    return sum(entry.multiplications for entry in group)
+    """Return the multiplications of a group of layers, as far as counted."""
+    return sum(entry.multiplications or 0 for entry in group)

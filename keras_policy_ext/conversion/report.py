@@ -17,7 +17,6 @@ from keras_policy_ext.conversion import (
     layers_report,
     roles,
     saved_input_bytes,
-    work,
 )
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
@@ -25,7 +24,12 @@ from keras_policy_ext.conversion.candidates import (
     path_of,
 )
 from keras_policy_ext.conversion.layers_report import LayersReport
-from keras_policy_ext.conversion.work import Work
+from keras_policy_ext.conversion.work import (
+    ModelWork,
+    Work,
+    scalars,
+    work_of,
+)
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -211,7 +215,7 @@ class Report(LayersReport):
         cells = [
             entry.path,
             entry.class_name,
-            f"{entry.multiplications:,}",
+            f"{entry.multiplications or 0:,}",
             f"{entry.parameters:,}",
             entry.outcome,
         ]
@@ -263,7 +267,8 @@ class Report(LayersReport):
             e
             for e in self.converted
             if e.in_float8
-            and not (e.multiplications or e.looks_up)
+            and e.multiplications == 0
+            and not e.looks_up
             and e.parameters
         ]
         if idle and self.totals.sizes_known:
@@ -407,17 +412,17 @@ def report_of(
     names_others: bool = False,
     without_effect: Sequence[str] = (),
     retraced: Sequence[str] = (),
-    works: work.Works | None = None,  # If they are counted already.
+    work: ModelWork | None = None,  # If it is known already.
     **more: Any,
 ) -> ReportClass:
     """Return the report of a change; `more` has fields of its class."""
-    works = works or work.Works(model)
+    work = work or work_of(model)
     listed = {id(x) for x in converted} | {id(each.layer) for each in left}
     left = [
         *left,
         *(
             Unconverted(layer, MULTIPLIES_OTHERS)
-            for layer in works.multiplying
+            for layer in work.multiplying
             if names_others and id(layer) not in listed
         ),
     ]
@@ -428,17 +433,17 @@ def report_of(
     parts: dict[int, Work] = {}
     done = []
     for layer in converted:
-        counted, of_kernels = works.of(layer), kernels.get(id(layer), [])
+        counted, of_kernels = work.of(layer), kernels.get(id(layer), [])
         if of_kernels:
-            counted, counts = works.of_parts(layer, of_kernels)
+            counted, counts = work.of_parts(layer, of_kernels)
             parts.update(zip(map(id, of_kernels), counts, strict=True))
         done.append(_converted(layer, counted))
-    rest = [_skipped(each, works, parts.get(id(each.kernel))) for each in left]
+    rest = [_skipped(each, work, parts.get(id(each.kernel))) for each in left]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
         tuple(done),
         tuple(rest),
-        work.scalars(weights),
+        scalars(weights),
         tuple(retraced),
         tuple(without_effect),
         **more,
@@ -446,7 +451,7 @@ def report_of(
 
 
 def _skipped(
-    each: Unconverted, works: work.Works, of_kernel: Work | None
+    each: Unconverted, work: ModelWork, of_kernel: Work | None
 ) -> Skipped:
     is_whole = each.kernel is None
     return Skipped(
@@ -456,7 +461,7 @@ def _skipped(
         _float8_policy(each.layer) if is_whole else None,
         is_whole and _per_tensor(each.layer),
         not is_whole,
-        **dataclasses.asdict(of_kernel or works.of(each.layer)),
+        **dataclasses.asdict(of_kernel or work.of(each.layer)),
     )
 
 
@@ -480,7 +485,10 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
     totals = report.totals
     part, whole = totals.multiplications_in_float8, totals.multiplications
     part += totals.multiplications_of_stored
-    if part >= LITTLE * whole and whole:
+    is_enough = part >= LITTLE * whole
+    if not totals.is_counted:
+        whole, is_enough = totals.layers, totals.in_float8 > 0
+    if whole and is_enough:
         return
     if whole:
         share = f"Only {percent(part, whole)}" if part else "None"
@@ -532,8 +540,9 @@ def _reasons(report: Report) -> str:
         share, _ = layers_report.shares(group, totals)
         layers = counted(len(group), "layer")
         reason = outcome_of(group).removeprefix("– ")
+        share = f"{share} are in " if totals.is_counted else ""
         sentences.append(
-            f"{share} are in {layers} of class {group[0].class_name}: {reason}."
+            f"{share}{layers} of class {group[0].class_name}: {reason}."
         )
     return " ".join(sentences)
 

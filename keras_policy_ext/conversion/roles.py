@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import keras
 
 from keras_policy_ext._keras import keras_hub
-from keras_policy_ext.backends.flows import Sources
+from keras_policy_ext.backends.traced_programs import Sources
 from keras_policy_ext.conversion.candidates import Candidate
-from keras_policy_ext.conversion.traced import Call
-from keras_policy_ext.conversion.work import Works
+from keras_policy_ext.conversion.model_calls import ModelCall
+from keras_policy_ext.conversion.traced_calls import Call
 from keras_policy_ext.layers.by_operation import record_of
 
 FEW = 4
@@ -33,7 +33,7 @@ _TIED = "it is the head of a language model, which shares its table"
 
 
 def deciding(
-    model: keras.Layer, found: Sequence[Candidate], works: Works
+    model: keras.Layer, found: Sequence[Candidate], call: ModelCall | None
 ) -> dict[int, str]:
     """Return why layers are left out that decide, as routers of experts do.
 
@@ -46,13 +46,13 @@ def deciding(
     Args:
         model: The model.
         found: All layers that could be converted, in the model's order.
-        works: The multiplications of the model.
+        call: The traced call of the model; None if it cannot be traced.
 
     Returns:
         A reason by the index of each layer that decides.
     """
     routers = keras_hub.routers(model)
-    followed = works.followed() if works.chooses else None
+    followed = call.followed() if call and call.chooses else None
     several = followed.chosen if followed else frozenset[Sources]()
     chosen, reached = _few(several), frozenset[object]().union(*several)
     reasons = {}
@@ -65,18 +65,18 @@ def deciding(
     return reasons
 
 
-def ends(found: Sequence[Candidate], works: Works) -> dict[int, str]:
+def ends(found: Sequence[Candidate], call: ModelCall | None) -> dict[int, str]:
     """Return why the first layer and the heads of a model are left out.
 
     Args:
         found: All layers that could be converted, in the model's order.
-        works: The multiplications of the model.
+        call: The traced call of the model; None if it cannot be traced.
 
     Returns:
         A reason by the index of the first layer and of each head. If no head
         is known, the last layer counts as one.
     """
-    alone = _alone(works.followed())
+    alone = _alone(call.followed() if call else None)
     reasons = {}
     for number, candidate in enumerate(found):
         if _reads_table(candidate.layer):

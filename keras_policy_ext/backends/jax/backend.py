@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -23,10 +22,11 @@ from keras_policy_ext.backends.interface import (
     Settle,
     Shape,
 )
-from keras_policy_ext.backends.jax import gradients, tracing
+from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
-from keras_policy_ext.backends.tracing import (
-    Traced,
+from keras_policy_ext.backends.traced_programs import (
+    Flow,
+    TracedProgram,
 )
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
@@ -67,8 +67,8 @@ class JaxBackend(Backend):
         function: Callable[..., Any],
         inputs: list[Any],
         flow: Flow | None = None,
-    ) -> Traced:
-        return tracing.trace(function, inputs, flow)
+    ) -> TracedProgram:
+        return traced_programs.trace(function, inputs, flow)
 
     @override
     def mark_call(
@@ -78,7 +78,7 @@ class JaxBackend(Backend):
         operands: list[Tensor],
         results: list[Tensor],
     ) -> list[Tensor]:
-        return tracing.mark_call(flow, number, operands, results)
+        return traced_programs.mark_call(flow, number, operands, results)
 
     @override
     def device_name(self) -> str:
@@ -193,7 +193,7 @@ class JaxBackend(Backend):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        # Traced once for each shape.
+        # TracedProgram once for each shape.
         return _settled(settle, value, previous)
 
     @override

@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -23,14 +22,14 @@ from keras_policy_ext.backends.interface import (
     Settle,
     Shape,
 )
-from keras_policy_ext.backends.tensorflow import gradients, tracing
+from keras_policy_ext.backends.tensorflow import gradients, traced_programs
 from keras_policy_ext.backends.tensorflow.gradients import (
     Backward,
     CompiledPass,
     refuse_vectorized,
     sizes_of,
 )
-from keras_policy_ext.backends.tracing import Traced
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics.primitives import HALVES
 
 
@@ -71,8 +70,8 @@ class TensorFlowBackend(Backend):
         function: Callable[..., Any],
         inputs: list[Any],
         flow: Flow | None = None,
-    ) -> Traced:
-        return tracing.trace(function, inputs, flow)
+    ) -> TracedProgram:
+        return traced_programs.trace(function, inputs, flow)
 
     @override
     def mark_call(
@@ -82,7 +81,7 @@ class TensorFlowBackend(Backend):
         operands: list[Tensor],
         results: list[Tensor],
     ) -> list[Tensor]:
-        return tracing.mark_call(flow, number, operands, results)
+        return traced_programs.mark_call(flow, number, operands, results)
 
     @override
     def device_name(self) -> str:

@@ -17,7 +17,6 @@ from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Size, Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
-from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
@@ -30,7 +29,7 @@ from keras_policy_ext.backends.torch import (
     observations,
     operators,
     shards,
-    tracing,
+    traced_programs,
     transforms,
 )
 from keras_policy_ext.backends.torch.gradients import (
@@ -42,7 +41,7 @@ from keras_policy_ext.backends.torch.gradients import (
     no_autocast,
     refuse_compiled_transforms,
 )
-from keras_policy_ext.backends.tracing import Traced
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
 from keras_policy_ext.numerics.scale_sources import source_of
@@ -199,8 +198,8 @@ class TorchBackend(Backend):
         function: Callable[..., Any],
         inputs: list[Any],
         flow: Flow | None = None,
-    ) -> Traced:
-        return tracing.trace(function, inputs, flow)
+    ) -> TracedProgram:
+        return traced_programs.trace(function, inputs, flow)
 
     @override
     def mark_call(
@@ -210,7 +209,7 @@ class TorchBackend(Backend):
         operands: list[Tensor],
         results: list[Tensor],
     ) -> list[Tensor]:
-        return tracing.mark_call(flow, number, operands, results)
+        return traced_programs.mark_call(flow, number, operands, results)
 
     @override
     def device_name(self) -> str:

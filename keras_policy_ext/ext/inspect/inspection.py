@@ -11,10 +11,10 @@ from keras import ops
 
 from keras_policy_ext import _user_code, formats
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.conversion import candidates, work
+from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.layers_report import LayersReport
-from keras_policy_ext.conversion.work import Work
+from keras_policy_ext.conversion.work import Work, scalars, work_of
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import StoredVariable, is_state
@@ -280,13 +280,13 @@ def inspect(model: keras.Layer) -> Inspection:
         if not isinstance(layer, Float8State)
         and (float8_policy_of(layer) or walking.own_weights(layer))
     ]
-    counts = work.count(model, shown)
+    work = work_of(model)
     states = [v for v in model.weights if is_state(v)]
     weights = [v for v in model.weights if not is_state(v)]
     return Inspection(
-        tuple(map(_inspected, shown, counts)),
-        work.scalars(weights),
-        work.scalars(states),
+        tuple(_inspected(layer, work.of(layer)) for layer in shown),
+        scalars(weights),
+        scalars(states),
     )
 
 

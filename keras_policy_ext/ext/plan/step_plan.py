@@ -20,11 +20,17 @@ from keras_policy_ext.backends.estimate import (
     estimator_of,
     product_named,
 )
-from keras_policy_ext.conversion import candidates, filters, in_place, traced
+from keras_policy_ext.conversion import (
+    candidates,
+    filters,
+    in_place,
+    traced_calls,
+)
 from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
+from keras_policy_ext.ext.count import counter
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
@@ -475,8 +481,10 @@ def _work(
     with in_place.converted(model, policy, **options):
         in_float8 = frozenset(map(id, layers_in_float8(model)))
         try:
-            calls = traced.trace(
-                model, [((tensors,), kwargs), ((more,), kwargs)]
+            calls = traced_calls.trace(
+                model,
+                [((tensors,), kwargs), ((more,), kwargs)],
+                counter.CountingTracer(),
             )
         except Exception as error:
             raise ValueError(
@@ -484,10 +492,10 @@ def _work(
                 f"shapes only. Received: {error}. Allowed: models whose call "
                 "accepts a `keras.KerasTensor`. Call `kpe.plan` for its parts."
             ) from error
-        matmuls_of_both, loops = traced.paired(*calls)
+        matmuls_of_both, loops = counter.paired(*calls)
         attention += sum(
             each.product.multiplications
-            for each in calls[0].counted
+            for each in counter.of_call(calls[0])
             if each.layer in loops
         )
         for one, other in matmuls_of_both:
@@ -507,7 +515,7 @@ def _work(
             which = tuple(
                 m for m in MATMULS if m != "kernel_grad" or one.layer.trainable
             )
-            is_low = traced.multiplies_in_float8(one.layer)
+            is_low = traced_calls.multiplies_in_float8(one.layer)
             if is_low and one.has_float8_form:
                 found.low.append((one.layer, matmuls, which))
             else:

@@ -519,14 +519,14 @@ def _calibrated(
     unit = _unit(samples / 2, effect, measured)
     work: dict[str, int] = {}  # Several layers may have one path.
     for each in report.converted:
-        quantized = each.multiplications - each.plain_multiplications
-        work[each.path] = work.get(each.path, 0) + quantized
+        work.setdefault(each.path, 0)
+        work[each.path] += each.multiplications or 0
+        work[each.path] -= each.plain_multiplications or 0
     layers = [
         [_Item.of(x, unit, work[path_of(x.layer)]) for x in several]
         for several in offered
     ]
-    entries = (*report.converted, *report.skipped)
-    return layers, sum(each.multiplications for each in entries)
+    return layers, report.totals.multiplications
 
 
 def _unit(unit: float, effect: Effect, measured: float) -> float:

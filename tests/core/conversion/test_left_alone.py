@@ -66,6 +66,7 @@ def test_layers_in_integers_and_quantized_ones_stay():
     assert numpy(model(normal(2, 6))).shape == (2, 2)
 
 
+@pytest.mark.extension("count")
 def test_reports_are_dicts_and_tables():
     report = kpe.convert(sequential(), POLICY, exclude="conv")
     entries = report.as_dict()

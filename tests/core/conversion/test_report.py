@@ -202,6 +202,7 @@ def caught(model, *args, **kwargs):
     return report, [w for w in found if "convert`" in str(w.message)]
 
 
+@pytest.mark.extension("count")
 def test_a_conversion_that_converts_nothing_warns_and_says_why():
     model = model_of_many_kinds()
     report, (warning,) = caught(model, POLICY, min_size=1000)
@@ -223,6 +224,7 @@ def test_a_conversion_that_converts_nothing_warns_and_says_why():
     assert "change `include`" in message and "`kpe.revert`" in message
 
 
+@pytest.mark.extension("count")
 def test_a_conversion_of_less_than_a_tenth_warns():
     # 32 of 1232 multiplications.
     report, (warning,) = caught(model_of_many_kinds(), POLICY, include="head")
@@ -230,6 +232,7 @@ def test_a_conversion_of_less_than_a_tenth_warns():
     assert str(warning.message).startswith("Only 2.6 % of the multipl")
 
 
+@pytest.mark.extension("count")
 def test_a_tenth_is_enough():
     def two(units):
         inputs = keras.Input((2,))
@@ -240,6 +243,7 @@ def test_a_tenth_is_enough():
     assert len(caught(two(10), POLICY, include="part")[1]) == 1
 
 
+@pytest.mark.extension("count")
 def test_shares_are_of_what_could_be_multiplied():
     """Embeddings are most of the parameters, and none of the work."""
     ids = keras.Input((3,), dtype="int32")
@@ -259,6 +263,7 @@ def test_a_model_without_a_kernel_warns_that_nothing_was_changed():
     assert str(report) == "No layer with a kernel to multiply with"
 
 
+@pytest.mark.extension("count")
 def test_a_warning_that_is_an_error_undoes_the_conversion():
     model = model_of_many_kinds()
     x = np.ones((2, 8, 4), "float32")
@@ -278,6 +283,7 @@ def test_a_warning_that_is_an_error_undoes_the_conversion():
     )
 
 
+@pytest.mark.extension("count")
 def test_entries_say_all_that_as_dict_says():
     report = kpe.convert(model_of_many_kinds(), POLICY)
     entry = report.as_dict()["converted"][0]

@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.conversion import work
+from keras_policy_ext.conversion.work import work_of
 
 POLICY = "float8/current_from_float32"
 EXPERTS, WIDTH, STEPS = 4, 16, 8
@@ -374,10 +374,11 @@ def test_a_file_keeps_what_is_in_float8(tmp_path):
     assert loaded.get_layer("a").one.float8_policy.full_name == POLICY
 
 
+@pytest.mark.extension("count")
 def test_counts_from_before_are_those_from_after():
     model = mixture()
     report = kpe.convert(model, POLICY)
-    works = work.Works(model)
+    works = work_of(model)
     paths = {layer.path: layer for layer in model._flatten_layers()}
     for entry in (*report.converted, *report.skipped):
         counted = works.of(paths[entry.path])
@@ -395,10 +396,11 @@ class Doubled(keras.layers.Dense):
 @pytest.mark.parametrize(
     "layer", [Doubled(8), layers.SeparableConv1D(8, 2)], ids=["own", "stock"]
 )
+@pytest.mark.extension("count")
 def test_a_layer_whose_form_multiplies_otherwise_is_counted_anew(layer):
     model = model_of(layer)
     report = kpe.convert(model, POLICY)
-    works = work.Works(model)
+    works = work_of(model)
     (entry,) = (e for e in report.converted if e.path == layer.path)
     assert entry.multiplications == works.of(layer).multiplications
     plain = works.of(layer).plain_multiplications

@@ -115,6 +115,7 @@ def train(model, steps=3):
     return [model.train_on_batch(IDS, targets) for _ in range(steps)]
 
 
+@pytest.mark.extension("count")
 def test_kernels_of_layers_that_are_never_called_are_in_float8():
     model = decoder()
     expected = numpy(model(IDS))

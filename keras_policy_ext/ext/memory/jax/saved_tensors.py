@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_policy_ext._types import override
-from keras_policy_ext.backends.tracing import layer_of, scope_name
+from keras_policy_ext.backends.traced_programs import layer_of, scope_name
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,

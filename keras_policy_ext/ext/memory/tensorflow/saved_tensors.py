@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.tracing import layer_of, scope_name
+from keras_policy_ext.backends.traced_programs import layer_of, scope_name
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,

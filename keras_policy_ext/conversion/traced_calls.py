@@ -1,19 +1,17 @@
-"""Find the matmuls of a model's call by tracing it with shapes only.
+"""Trace a model's call with shapes only: what it calls, and what it chooses.
 
 The framework traces the call of each layer. The layers that it calls are
 replaced by zeros of their output shapes, and traced on their own. Layers that
-are alike are traced once. The matmuls of Keras's own layers with their kernels
-are computed from the shapes of their inputs.
+are alike are traced once. Keras's own layers with a kernel are not traced: the
+shapes of their outputs are known.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
 import dataclasses
 import itertools
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -26,11 +24,14 @@ from keras import ops
 
 from keras_policy_ext import backends, contractions, seams
 from keras_policy_ext._keras import calls, variable_values, walking
-from keras_policy_ext.backends import tracing
-from keras_policy_ext.backends.flows import HERE, NONE, Flow, Given, Sources
-from keras_policy_ext.backends.tracing import Product
+from keras_policy_ext.backends.traced_programs import (
+    HERE,
+    NONE,
+    Flow,
+    Given,
+    Sources,
+)
 from keras_policy_ext.contractions import equations
-from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.by_operation import note_call
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.transaction import undone
@@ -38,27 +39,13 @@ from keras_policy_ext.policies.of_layers import float8_policy_of
 
 Shape = Sequence[int]
 
-
-class StockProduct(NamedTuple):
-    """A matmul or convolution of a stock layer, with its sizes.
-
-    Attributes:
-        product: The sizes of the matmul.
-        has_float8_form: Whether it is in float8 if the layer is.
-        shape: Of the outputs, if `compute_output_spec` does not give it.
-    """
-
-    product: Product
-    has_float8_form: bool = True
-    shape: Shape | None = None
-
-
 _NUMBERS = ("1D", "2D", "3D")
-_CONVOLUTIONS = frozenset(f"Conv{rank}" for rank in _NUMBERS)
-_TRANSPOSED = frozenset(f"Conv{rank}Transpose" for rank in _NUMBERS)
-_BY_CHANNEL = frozenset(f"DepthwiseConv{rank}" for rank in _NUMBERS)
-_SEPARABLE = frozenset(f"SeparableConv{rank}" for rank in _NUMBERS)
-_CELLS = frozenset(("SimpleRNNCell", "GRUCell", "LSTMCell"))
+TRANSPOSED = frozenset(f"Conv{rank}Transpose" for rank in _NUMBERS)
+BY_CHANNEL = frozenset(f"DepthwiseConv{rank}" for rank in _NUMBERS)
+SEPARABLE = frozenset(f"SeparableConv{rank}" for rank in _NUMBERS)
+_OF_ONE_PRODUCT = ("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D")
+_MULTIPLYING = TRANSPOSED.union(BY_CHANNEL, SEPARABLE, _OF_ONE_PRODUCT)
+_CELLS = ("SimpleRNNCell", "GRUCell", "LSTMCell", "ConvLSTMCell")
 
 # Classes of Keras, without layers in them, whose arithmetic is that of what
 # they are given or of what derives from them, or depends on an argument.
@@ -80,66 +67,33 @@ def keras_class(layer: keras.Layer) -> type[keras.Layer]:
     )
 
 
-def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct] | None:
-    """Return the matmuls when a stock layer is called on one tensor.
+def stock_multiplies(layer: keras.Layer) -> bool | None:
+    """Return True if a stock layer multiplies with a kernel when it is called.
 
-    None for a layer of another class, or with a `call` of its own. Empty for
-    a stock layer that multiplies with no kernel.
+    None for a layer of another class, or with a `call` of its own, or with
+    layers in it.
     """
     name = keras_class(layer).__name__
     if name in OTHERS or not runs_stock_call(layer):
         return None
-    if name == "Dense":
-        kernel = shape[-1], layer.units
-        return [StockProduct(tracing.matmul(shape, kernel))]
-    if name == "EinsumDense":
-        kernel = tuple(variable_values.stored_kernel(layer).shape)
-        ranks = len(shape), len(kernel)
-        equation = equations.explicit(layer.equation, *ranks)
-        product = tracing.einsum(equation, shape, kernel)
-        outputs = equations.outputs_shape(equation, shape, kernel)
-        return [StockProduct(product, shape=outputs)]
-    if name in _CONVOLUTIONS | _TRANSPOSED | _BY_CHANNEL | _SEPARABLE:
-        return list(_of_convolution(layer, name, shape))
+    if name in _MULTIPLYING:
+        return True
     inner = walking.layers_directly_in(layer)
     if any(not isinstance(each, Float8State) for each in inner):
         return None
-    return []
+    return False
 
 
-def of_cell(cell: Any, batch: int, sizes: Shape) -> list[StockProduct] | None:
-    """Return the matmuls of one step of a recurrent cell; None if unknown.
-
-    Args:
-        cell: The cell.
-        batch: The number of samples.
-        sizes: The other axes of the inputs of a step.
-    """
-    name = keras_class(cell).__name__
-    if not runs_stock_call(cell):
-        return None
-    if name in _CELLS:
-        positions = batch
-    elif name == "ConvLSTMCell":
-        outputs, _ = cell.compute_output_shape((batch, *sizes))
-        positions = _positions(cell, outputs)
-    else:
-        return None
-    kernels = [
-        v for v in walking.own_weights(cell) if v.name.endswith("kernel")
-    ]
-    return [
-        StockProduct(tracing.convolution(positions, (batch,), kernel.shape))
-        for kernel in kernels
-    ]
+def is_stock_cell(cell: Any) -> bool:
+    """Return True if a recurrent cell computes as Keras's does."""
+    return keras_class(cell).__name__ in _CELLS and runs_stock_call(cell)
 
 
-def convolution(
-    contraction: Any, inputs: Shape, kernel: Shape, outputs: Shape
-) -> Product:
-    """Return multiplications and operand sizes of a convolution."""
-    counted = inputs if contraction.is_transposed else outputs
-    return tracing.convolution(_positions(contraction, counted), inputs, kernel)
+def einsum_of(layer: Any, shape: Shape) -> tuple[str, tuple[int, ...]]:
+    """Return the explicit equation and kernel shape of an `EinsumDense`."""
+    kernel = tuple(variable_values.stored_kernel(layer).shape)
+    equation = equations.explicit(layer.equation, len(shape), len(kernel))
+    return equation, kernel
 
 
 def runs_stock_call(layer: keras.Layer) -> bool:
@@ -149,91 +103,32 @@ def runs_stock_call(layer: keras.Layer) -> bool:
     return room in ("keras", "keras_policy_ext")
 
 
-def _of_convolution(layer: keras.Layer, name: str, shape: Shape) -> Any:
-    outputs = layer.compute_output_shape(shape)
-    last = layer.data_format == "channels_last"
-    channels = shape[-1 if last else 1]
-    window = math.prod(layer.kernel_size)
-    positions = _positions(layer, shape if name in _TRANSPOSED else outputs)
-
-    def product(*kernel: int) -> Product:
-        return tracing.convolution(positions, shape, kernel)
-
-    if name in _BY_CHANNEL | _SEPARABLE:
-        own = channels * layer.depth_multiplier
-        yield StockProduct(product(window, own), has_float8_form=False)
-        if name in _SEPARABLE:
-            yield StockProduct(product(own, layer.filters))
-        return
-    groups = getattr(layer, "groups", 1)
-    yield StockProduct(product(window, channels // groups, layer.filters))
-
-
-def _positions(layer: keras.Layer, shape: Shape) -> int:
-    last = layer.data_format == "channels_last"
-    return math.prod(shape[:-1] if last else (shape[0], *shape[2:]))
-
-
-class Counted(NamedTuple):
-    """A matmul found in a call, and the layer that computes it.
-
-    Attributes:
-        layer: The layer that computes it.
-        product: The sizes of the matmul.
-        has_float8_form: Whether it is in float8 if the layer is.
-        entries: Entries of the kernel, where that is known: a kernel of each
-            token may be gathered from it.
-    """
-
-    layer: keras.Layer
-    product: Product
-    has_float8_form: bool
-    entries: int | None = None
-
-
 class Call(NamedTuple):
-    """The result of tracing one call: outputs, matmuls, unknown layers.
+    """The result of tracing one call.
 
     Attributes:
         outputs: A structure with a `keras.KerasTensor` for each tensor.
-        counted: Its matmuls.
-        unknown: Layers that may have more matmuls, or repeat them more often.
+        counted: What a counter has counted in it, each with a field `layer`.
         chooses: Whether a layer in it looks for the largest or smallest
             entries of a tensor.
         reached: For each tensor of the outputs, its sources: the `id` of each
             layer whose products reach it, and `Given` for arguments. Empty
-            unless `follow` has traced it, as is `chosen`.
+            unless the tracer follows them, as is `chosen`.
         chosen: For each choice in it, the sources among whose entries it
             chooses.
     """
 
     outputs: Any
-    counted: list[Counted]
-    unknown: list[keras.Layer]
+    counted: Sequence[Any] = ()
     chooses: bool = False
     reached: Sequence[Sources] = ()
     chosen: frozenset[Sources] = frozenset()
 
 
-def paired(
-    small: Call, large: Call
-) -> tuple[list[tuple[Counted, Counted]], list[keras.Layer]]:
-    """Return the matmuls of calls on two batch sizes in pairs.
-
-    Returns:
-        The pairs, and the layers without pairs: they have more matmuls for
-        more samples, as in a loop over the samples.
-    """
-    calls = small.counted, large.counted
-    one, other = (collections.Counter(id(x.layer) for x in c) for c in calls)
-    loops = {key for key in one | other if one[key] != other[key]}
-    kept = ([x for x in each if id(x.layer) not in loops] for each in calls)
-    left = {id(x.layer): x.layer for each in calls for x in each}
-    return list(zip(*kept, strict=True)), [left[key] for key in loops]
-
-
 def trace(
-    layer: keras.Layer, arguments: Iterable[tuple[Any, dict[str, Any]]]
+    layer: keras.Layer,
+    arguments: Iterable[tuple[Any, dict[str, Any]]],
+    tracer: Tracer | None = None,
 ) -> list[Call]:
     """Trace calls of a layer with shapes only; nothing is computed or changed.
 
@@ -241,55 +136,26 @@ def trace(
         layer: A layer that is built.
         arguments: For each call the positional and the keyword arguments, with
             a `keras.KerasTensor` of known shape for each tensor.
+        tracer: What traces them; None for `Tracer()`.
 
     Raises:
         Exception: If a call raises it.
     """
-    return _trace(_Tracer(), layer, arguments)
-
-
-def follow(layer: keras.Layer, args: Any, kwargs: dict[str, Any]) -> Call:
-    """Trace one call like `trace`; find which layers reach which choice.
-
-    Args:
-        layer: A layer that is built.
-        args: As for `trace`.
-        kwargs: As for `trace`.
-
-    Raises:
-        Exception: If the call raises it.
-    """
-    (call,) = _trace(_Tracer(follows=True), layer, [(args, kwargs)])
-    return call
-
-
-def trace_within(
-    layer: keras.Layer,
-    args: Any,
-    kwargs: dict[str, Any],
-    within: tuple[type, ...],
-) -> Call:
-    """Trace one call like `follow`; calls of some layers are followed inside.
-
-    Operations in it can be marked (`mark`).
-
-    Args:
-        layer: A layer that is built.
-        args: As for `trace`.
-        kwargs: As for `trace`.
-        within: Classes of inner layers whose operations count as operations of
-            the layer that calls them.
-
-    Raises:
-        Exception: If the call raises it.
-    """
-    tracer = _Tracer(follows=True, within=within)
-    token = _MARKING.set(tracer)
+    tracer = tracer or Tracer()
+    token = _TRACER.set(tracer)
     try:
-        (call,) = _trace(tracer, layer, [(args, kwargs)])
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras.StatelessScope())
+            stack.enter_context(keras.SymbolicScope())
+            stack.enter_context(calls.instead_of_each_call(tracer.called))
+            stack.enter_context(seams.on_contraction(tracer.contracted))
+            stack.enter_context(tracer.counting())
+            stack.enter_context(undone(walking.layers_within(layer)))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            return [tracer.trace(layer, *each) for each in arguments]
     finally:
-        _MARKING.reset(token)
-    return call
+        _TRACER.reset(token)
 
 
 def mark(
@@ -297,7 +163,7 @@ def mark(
     result: Any,
     through: Callable[[Sources], Sources],
 ) -> Any:
-    """Mark an operation in the program of the call that `trace_within` traces.
+    """Mark an operation in the program of the call that is being traced.
 
     Args:
         operands: Its tensors.
@@ -308,55 +174,36 @@ def mark(
     Returns:
         The result to go on with.
     """
-    tracer = _MARKING.get()
+    tracer = _TRACER.get()
     return result if tracer is None else tracer.mark(operands, result, through)
-
-
-def _trace(
-    tracer: _Tracer,
-    layer: keras.Layer,
-    arguments: Iterable[tuple[Any, dict[str, Any]]],
-) -> list[Call]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(keras.StatelessScope())
-        stack.enter_context(keras.SymbolicScope())
-        stack.enter_context(calls.instead_of_each_call(tracer.called))
-        stack.enter_context(_counting(tracer))
-        stack.enter_context(by_operation.counting(tracer.multiplies))
-        stack.enter_context(undone(walking.layers_within(layer)))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        return [tracer.trace(layer, *each) for each in arguments]
 
 
 @dataclasses.dataclass
 class _Frame:
-    """The matmuls found so far in the layer whose call is being traced.
-
-    `weights` has the entries of the kernel of each product, by its sizes.
-    """
+    """What was found so far in the layer whose call is being traced."""
 
     layer: keras.Layer
     entered: bool = False
-    counted: list[Counted] = dataclasses.field(default_factory=list)
-    unknown: list[keras.Layer] = dataclasses.field(default_factory=list)
+    counted: list[Any] = dataclasses.field(default_factory=list)
     chooses: bool = False
     flow: Flow | None = None
-    weights: dict[Any, int] = dataclasses.field(default_factory=dict)
 
     def add(self, call: Call) -> None:
         """Add what was found in a call of an inner layer."""
         self.counted += call.counted
-        self.unknown += call.unknown
         self.chooses = self.chooses or call.chooses
 
 
-class _Tracer:
+class Tracer:
     """Traces calls of layers; layers of equal structure are traced once.
+
+    A counter derives from it. The methods whose names begin with `count`, and
+    `counting`, are its own: here they count nothing.
 
     Args:
         follows: Whether to find the sources of outputs and choices.
-        within: As for `trace_within`.
+        within: Classes of inner layers whose operations count as operations of
+            the layer that calls them.
     """
 
     def __init__(
@@ -364,7 +211,7 @@ class _Tracer:
     ) -> None:
         self._follows = follows
         self._within = within
-        self._known: dict[Any, tuple[keras.Layer, Call]] = {}
+        self._calls: dict[Any, tuple[keras.Layer, Call]] = {}
         self._structures: dict[int, Any] = {}
         self._frames: list[_Frame] = []
         self._kept: list[Any] = []
@@ -372,6 +219,41 @@ class _Tracer:
             *vars(keras.layers.Layer(name="layer")),
             "_build_shapes_dict",
         }
+
+    @property
+    def traced_layer(self) -> keras.Layer:
+        """The layer or operation whose program is being traced."""
+        return self._frames[-1].layer
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Return the block in which all calls are traced."""
+        return contextlib.nullcontext()
+
+    def count_stock(self, layer: keras.Layer, shape: Shape) -> list[Any]:
+        """Count in the call of a stock layer on a tensor of this shape."""
+        return []
+
+    def count_cell(self, cell: Any, shape: Shape) -> list[Any]:
+        """Count in one step of a stock cell, with the shape of its inputs."""
+        return []
+
+    def count_contraction(
+        self, call: seams.ContractionCall, outputs: Shape
+    ) -> list[Any]:
+        """Count in a float8 contraction, whose outputs have this shape."""
+        return []
+
+    def count_program(self, layer: keras.Layer, program: Any) -> list[Any]:
+        """Count in the program of a layer; see `TracedProgram`."""
+        return []
+
+    def count_untraced(self, layer: keras.Layer) -> list[Any]:
+        """Count in a call that cannot be traced."""
+        return []
+
+    def count_steps(self, counted: Sequence[Any], steps: int) -> list[Any]:
+        """Count in a call that repeats another one."""
+        return []
 
     def called(
         self, stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
@@ -384,36 +266,29 @@ class _Tracer:
         is_within = type(layer) in self._within
         if is_within or any(isinstance(x, keras.KerasTensor) for x in given):
             return stock(layer, *args, **kwargs)  # Keras asks for a shape.
-        found = self.trace(
+        call = self.trace(
             layer, *keras.tree.map_structure(_described, (args, kwargs))
         )
-        frame.add(found)
-        outputs = keras.tree.map_structure(_zeros, found.outputs)
-        return self._marked(found, given, outputs)
+        frame.add(call)
+        outputs = keras.tree.map_structure(_zeros, call.outputs)
+        return self._marked(call, given, outputs)
 
-    def multiplies(
-        self, equation: str, inputs: Any, read: Any, kernel: keras.Variable
-    ) -> None:
-        """Remember that the call being traced computes a kernel's product."""
-        product = tracing.einsum(equation, inputs, read)
-        weights = self._frames[-1].weights
-        weights[_sizes(product)] = math.prod(kernel.shape)
-
-    def multiplied(
-        self,
-        layer: keras.Layer,
-        product: Product,
-        inputs: Any,
-        kernel: keras.Variable,
-        outputs: Any,
-    ) -> Any:
-        """Record a matmul of a float8 layer in the call being traced."""
-        entries = math.prod(kernel.shape)
-        counted = Counted(layer, product, True, entries)
-        found = Call(outputs, [counted], [])
-        self._frames[-1].add(found)
-        found = found._replace(reached=[frozenset([id(layer)])])
-        return self._marked(found, [inputs], outputs)
+    def contracted(self, call: seams.ContractionCall) -> Any:
+        """Return zeros for a float8 contraction, which is not computed."""
+        if call.weight is None:
+            activations: Any = call.contraction
+            operands = [ops.cast(x, call.dtype) for x in call.operands]
+            return ops.einsum(activations.equation, *operands)
+        if isinstance(call.contraction, contractions.Einsum):
+            equation = call.contraction.equation
+            shape = equations.outputs_shape(equation, *call.shapes)
+        else:
+            shape = _convolved(call.contraction, *call.shapes)
+        outputs = ops.zeros(shape, call.dtype)
+        traced = Call(outputs, self.count_contraction(call, shape))
+        self._frames[-1].add(traced)
+        traced = traced._replace(reached=[frozenset([id(call.layer)])])
+        return self._marked(traced, [call.operands[0]], outputs)
 
     def mark(
         self,
@@ -453,13 +328,16 @@ class _Tracer:
         """Trace a call; for a layer like a traced one, copy the result."""
         self._kept.append((args, kwargs))  # No other object gets an id of it.
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
-        if key not in self._known:
-            self._known[key] = layer, self._found(layer, args, kwargs)
-        other, call = self._known[key]
+        if key not in self._calls:
+            self._calls[key] = (
+                layer,
+                self._traced_or_described(layer, args, kwargs),
+            )
+        other, call = self._calls[key]
         note_call(layer, other)
         return call if layer is other else _moved(call, other, layer)
 
-    def _found(
+    def _traced_or_described(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
         try:
@@ -469,9 +347,10 @@ class _Tracer:
             if not _says_its_outputs(layer):
                 raise
         outputs = layer.compute_output_spec(*args, **kwargs)
-        within = walking.layers_within(layer)
         return Call(
-            outputs, [], within, reached=[NONE] * len(_symbolic(outputs))
+            outputs,
+            self.count_untraced(layer),
+            reached=[NONE] * len(_symbolic(outputs)),
         )
 
     def _traced(
@@ -482,19 +361,14 @@ class _Tracer:
         if isinstance(layer, keras.layers.TimeDistributed):
             return self._time_distributed(layer, args[0])
         if args and isinstance(args[0], keras.KerasTensor):
-            found = of_call(layer, args[0].shape)
-            if found is not None:
-                outputs = layer.compute_output_spec(*args, **kwargs)
-                if found and found[0].shape is not None:
-                    outputs = keras.KerasTensor(found[0].shape, outputs.dtype)
+            multiplies = stock_multiplies(layer)
+            if multiplies is not None:
+                counted = self.count_stock(layer, args[0].shape)
+                outputs = _stock_outputs(layer, args, kwargs)
                 given = map(Given, range(len(_symbolic((args, kwargs)))))
-                sources = frozenset([id(layer)] if found else given)
-                return Call(
-                    outputs,
-                    _counted(layer, found),
-                    [],
-                    reached=[sources] * len(_symbolic(outputs)),
-                )
+                sources = frozenset([id(layer)] if multiplies else given)
+                reached = [sources] * len(_symbolic(outputs))
+                return Call(outputs, counted, reached=reached)
         if len(args) == 1 and runs_stock_call(layer):
             if isinstance(layer, keras.Sequential):
                 return self._in_turn(layer, args[0])
@@ -505,9 +379,9 @@ class _Tracer:
     def _in_turn(self, model: keras.Sequential, inputs: Any) -> Call:
         frame = self._new_frame(model, inputs)
         for layer in model.layers:
-            found = self.trace(layer, (inputs,), {})
-            frame.add(found)
-            inputs = self._passed(frame, found, inputs)
+            call = self.trace(layer, (inputs,), {})
+            frame.add(call)
+            inputs = self._passed(frame, call, inputs)
         return self._finished(frame, inputs)
 
     def _new_frame(self, layer: keras.Layer, inputs: Any) -> _Frame:
@@ -535,7 +409,7 @@ class _Tracer:
         return outputs
 
     def _finished(self, frame: _Frame, outputs: Any) -> Call:
-        call = Call(outputs, frame.counted, frame.unknown, frame.chooses)
+        call = Call(outputs, frame.counted, frame.chooses)
         if frame.flow is None:
             return call
         frame.flow.finish(map(id, _symbolic(outputs)))
@@ -595,39 +469,32 @@ class _Tracer:
             return layer(*passed[0], **passed[1])
 
         self._frames.append(frame)
+        here = owner or layer
         try:
-            found = backends.current.trace(function, tensors, flow)
+            traced = backends.current.trace(function, tensors, flow)
+            counted = self.count_program(here, traced.program)
         finally:
             self._frames.pop()
-        here = owner or layer
-        plain = [
-            Counted(here, each, False, frame.weights.get(_sizes(each)))
-            for each in found.products
-        ]
-        unknown = [] if found.is_complete else [here]
         call = Call(
-            found.outputs,
-            frame.counted + plain,
-            frame.unknown + unknown,
-            frame.chooses or found.chooses,
+            traced.outputs,
+            [*frame.counted, *counted],
+            frame.chooses or traced.chooses,
         )
         return call if flow is None else _with_sources(call, flow, here)
 
     def _recurrent(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
-        """Trace an RNN layer: count its cell's matmuls once per time step."""
+        """Trace an RNN layer by one call of its cell."""
         batch, steps, *rest = args[0].shape
         outputs = layer.compute_output_spec(*args, **kwargs)
         cells = getattr(layer.cell, "cells", [layer.cell])
-        each = [of_cell(cell, batch, rest) for cell in cells]
-        if all(found is not None for found in each):
-            counted = itertools.chain(*map(_counted, cells, each))
+        if all(map(is_stock_cell, cells)):
+            each = [self.count_cell(cell, (batch, *rest)) for cell in cells]
             of_cells: Sources = frozenset(map(id, cells))
             return Call(
                 outputs,
-                _times(counted, steps),
-                [],
+                self.count_steps([*itertools.chain(*each)], steps),
                 reached=[of_cells] * len(_symbolic(outputs)),
             )
         states = keras.tree.map_structure(
@@ -642,7 +509,7 @@ class _Tracer:
         sources = NONE.union(*found.reached) - states_given
         return found._replace(
             outputs=outputs,
-            counted=_times(found.counted, steps),
+            counted=self.count_steps(found.counted, steps),
             reached=[sources] * len(_symbolic(outputs)),
             chosen=frozenset(each - states_given for each in found.chosen),
         )
@@ -654,11 +521,11 @@ class _Tracer:
         shape = (batch, steps, *found.outputs.shape[1:])
         outputs = keras.KerasTensor(shape, found.outputs.dtype)
         return found._replace(
-            outputs=outputs, counted=_times(found.counted, steps)
+            outputs=outputs, counted=self.count_steps(found.counted, steps)
         )
 
     def _structure(self, layer: keras.Layer) -> Any:
-        """Return a key that is equal for layers with equal matmuls."""
+        """Return a key that is equal for layers with equal calls."""
         if id(layer) not in self._structures:
             found = tuple(
                 (name, _hashable(value))
@@ -676,9 +543,8 @@ class _Tracer:
         return self._structures[id(layer)]
 
 
-# The tracer of a call whose operations can be marked.
-_MARKING: contextvars.ContextVar[_Tracer | None] = contextvars.ContextVar(
-    "tracer whose operations are marked", default=None
+_TRACER: contextvars.ContextVar[Tracer | None] = contextvars.ContextVar(
+    "tracer of the call that is being traced", default=None
 )
 
 # Operations that may be in the graph of a model, and multiply.
@@ -732,7 +598,6 @@ def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
         each._replace(layer=place.get(id(each.layer), each.layer))
         for each in call.counted
     ]
-    unknown = [place.get(id(each), each) for each in call.unknown]
 
     def moved(sources: Sources) -> Sources:
         return frozenset(
@@ -741,7 +606,6 @@ def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
 
     return call._replace(
         counted=counted,
-        unknown=unknown,
         reached=list(map(moved, call.reached)),
         chosen=frozenset(map(moved, call.chosen)),
     )
@@ -805,20 +669,18 @@ def multiplies_in_float8(layer: keras.Layer) -> bool:
     return policy.recipe.quantization("inputs", "forward") is not None
 
 
-def _sizes(product: Product) -> tuple[int, ...]:
-    return product.multiplications, *sorted(product.sizes)
-
-
-def _counted(layer: keras.Layer, found: Any) -> list[Counted]:
-    return [
-        Counted(layer, each.product, each.has_float8_form) for each in found
-    ]
-
-
-def _times(counted: Iterable[Counted], steps: int) -> list[Counted]:
-    return [
-        each._replace(product=each.product.times(steps)) for each in counted
-    ]
+def _stock_outputs(
+    layer: keras.Layer, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Return the outputs of a stock layer that is called on one tensor."""
+    outputs = layer.compute_output_spec(*args, **kwargs)
+    if keras_class(layer).__name__ != "EinsumDense":
+        return outputs
+    # Its own shape of outputs has the sizes on which it was built.
+    shape = args[0].shape
+    equation, kernel = einsum_of(layer, shape)
+    shape = equations.outputs_shape(equation, shape, kernel)
+    return keras.KerasTensor(shape, outputs.dtype)
 
 
 def _says_its_outputs(layer: keras.Layer) -> bool:
@@ -844,25 +706,3 @@ def _convolved(contraction: Any, inputs: Shape, kernel: Shape) -> Any:
         shape[-1 if last else 1] = kernel[-2]
     operands = map(keras.KerasTensor, (shape, kernel))
     return contraction.of(*operands).shape
-
-
-def _counting(tracer: _Tracer) -> AbstractContextManager[None]:
-    """Return a block in which float8 matmuls are counted, not computed."""
-
-    def count(call: seams.ContractionCall) -> Any:
-        if call.weight is None:
-            contraction: Any = call.contraction
-            operands = [ops.cast(x, call.dtype) for x in call.operands]
-            return ops.einsum(contraction.equation, *operands)
-        if isinstance(call.contraction, contractions.Einsum):
-            equation = call.contraction.equation
-            product = tracing.einsum(equation, *call.shapes)
-            outputs = equations.outputs_shape(equation, *call.shapes)
-        else:
-            outputs = _convolved(call.contraction, *call.shapes)
-            product = convolution(call.contraction, *call.shapes, outputs)
-        zeros = ops.zeros(outputs, call.dtype)
-        inputs, kernel = call.operands
-        return tracer.multiplied(call.layer, product, inputs, kernel, zeros)
-
-    return seams.on_contraction(count)

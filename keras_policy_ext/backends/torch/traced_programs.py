@@ -1,10 +1,9 @@
-"""PyTorch: find a function's matmuls."""
+"""PyTorch: run a function on shapes, and follow the values in it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 import torch
@@ -12,29 +11,22 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import (
-    Product,
-    Traced,
-    convolution,
-    einsum,
-    matmul,
-)
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 
 _NAMES = ("matmul", "mm", "bmm", "mv", "dot")
-_FIRST_TWO = frozenset(
+FIRST_TWO = frozenset(
     [
         *(getattr(torch, name) for name in _NAMES),
         *(getattr(torch.Tensor, name) for name in _NAMES),
         torch.Tensor.__matmul__,
     ]
 )
-_LAST_TWO = frozenset(
+LAST_TWO = frozenset(
     getattr(place, name)
     for place in (torch, torch.Tensor)
     for name in ("addmm", "addmv", "baddbmm")
 )
-_CONVOLUTIONS, _TRANSPOSED = (
+CONVOLUTIONS, TRANSPOSED = (
     frozenset(
         getattr(place, f"{name}{rank}d")
         for place in (torch, functional)
@@ -42,13 +34,22 @@ _CONVOLUTIONS, _TRANSPOSED = (
     )
     for name in ("conv", "conv_transpose")
 )
-_NOT_COUNTED = frozenset(
+OF_UNKNOWN_SIZES = frozenset(
     [
         *(torch.einsum, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
         *(functional.bilinear, functional.multi_head_attention_forward),
     ]
 )
+"""Functions whose products do not follow from the shapes of two operands."""
 
+_PRODUCTS = frozenset(
+    [
+        *(*FIRST_TWO, *LAST_TWO, *CONVOLUTIONS, *TRANSPOSED),
+        *(functional.linear, torch.tensordot, *OF_UNKNOWN_SIZES),
+        functional.scaled_dot_product_attention,
+    ]
+)
+"""Functions that multiply."""
 
 _CHOICES = frozenset(
     getattr(place, name)
@@ -66,14 +67,27 @@ _EXTREMES = frozenset(
     for place in (torch, torch.Tensor)
     for name in ("max", "min")
 )
-_UNCOUNTED_PRODUCTS = frozenset(
-    (*_NOT_COUNTED, functional.scaled_dot_product_attention)
-)
+
+
+class ProductCall(NamedTuple):
+    """A call of a function that multiplies.
+
+    Attributes:
+        function: The function.
+        equation: The equation of an einsum, else None.
+        shapes: The shapes of the operands.
+        outputs: The shape of the outputs; None of several.
+    """
+
+    function: Any
+    equation: str | None
+    shapes: list[Any]
+    outputs: Any
 
 
 def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> Traced:
+) -> TracedProgram:
     """Trace a function with PyTorch; see `Backend.trace`.
 
     Like Keras, it falls back to ones on the real device if an operation does
@@ -101,7 +115,7 @@ def _trace(
     inputs: list[Any],
     flow: Flow | None,
     device: str | None,
-) -> Traced:
+) -> TracedProgram:
     with torch.no_grad(), keras.device(device or _real_device()):
         tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
         if flow is not None:
@@ -118,9 +132,7 @@ def _trace(
     if flow is not None:
         flow.finish(map(id, _tensors_in(keras.tree.flatten(outputs))))
     outputs = keras.tree.map_structure(_described, outputs)
-    return Traced(
-        outputs, recorder.products, recorder.is_complete, recorder.chooses
-    )
+    return TracedProgram(outputs, recorder.products, recorder.chooses)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -139,7 +151,7 @@ def _described(x: Tensor) -> Any:
 
 
 class _Recorder(TorchFunctionMode):
-    """A context that records the matmuls of the functions called in it.
+    """A context that records the functions called in it that multiply.
 
     Of nested recorders only the innermost records.
     """
@@ -148,8 +160,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, flow: Flow | None = None) -> None:
         super().__init__()
-        self.products: list[Product] = []
-        self.is_complete = True
+        self.products: list[ProductCall] = []
         self.chooses = False
         self._flow = flow
         self._kept: list[Any] = []
@@ -170,16 +181,14 @@ class _Recorder(TorchFunctionMode):
         if self.innermost[-1] is self:
             given = [*args, *(kwargs or {}).values()]
             operands = keras.tree.flatten(given)
-            shapes = [x.shape for x in operands if hasattr(x, "shape")]
-            found = len(self.products)
-            self._note(function, operands, shapes, outputs)
+            if function in _PRODUCTS:
+                self.products.append(_product_call(function, operands, outputs))
             chooses = function in _CHOICES or (
                 function in _EXTREMES and isinstance(outputs, tuple)
             )
             self.chooses = self.chooses or chooses
             if self._flow is not None:
-                multiplies = len(self.products) > found
-                self._follow(function, operands, outputs, multiplies, chooses)
+                self._follow(function, operands, outputs, chooses)
         return outputs
 
     def _follow(
@@ -187,7 +196,6 @@ class _Recorder(TorchFunctionMode):
         function: Any,
         operands: list[Any],
         outputs: Any,
-        multiplies: bool,
         chooses: bool,
     ) -> None:
         given = _tensors_in(operands)
@@ -200,40 +208,17 @@ class _Recorder(TorchFunctionMode):
             return
         self.keep(*given, *results)
         kind: Any = "choice" if chooses else "other"
-        if multiplies or function in _UNCOUNTED_PRODUCTS:
+        if function in _PRODUCTS:
             kind = "product"
         pairs = [(id(x), x.dtype) for x in results]
         self._flow.computed(kind, map(id, given), pairs)
 
-    def _note(
-        self,
-        function: Any,
-        given: list[Any],
-        shapes: list[Any],
-        outputs: Tensor,
-    ) -> None:
-        product = None
-        if function in _FIRST_TWO:
-            product = matmul(*shapes[:2])
-        elif function in _LAST_TWO:
-            product = matmul(*shapes[1:3])
-        elif function is functional.linear:
-            product = matmul(shapes[0], shapes[1][::-1])
-        elif function is torch.einsum and len(shapes) == 2:
-            product = einsum(given[0], *shapes)
-        elif function is torch.tensordot:
-            first, second = map(math.prod, shapes[:2])
-            number = math.isqrt(first * second * outputs.numel())
-            product = Product(number, (first, second))
-        elif function in _CONVOLUTIONS:
-            # Channels are the axis before those of space: a batch may lack.
-            channels = outputs.shape[1 - len(shapes[1])]
-            product = convolution(outputs.numel() // channels, *shapes[:2])
-        elif function in _TRANSPOSED:
-            channels = shapes[0][1 - len(shapes[1])]
-            positions = math.prod(shapes[0]) // channels
-            product = convolution(positions, *shapes[:2])
-        elif function in _NOT_COUNTED:
-            self.is_complete = False
-        if product is not None:
-            self.products.append(product)
+
+def _product_call(
+    function: Any, operands: list[Any], outputs: Any
+) -> ProductCall:
+    equation = operands[0] if function is torch.einsum else None
+    shapes = [x.shape for x in operands if hasattr(x, "shape")]
+    return ProductCall(
+        function, equation, shapes, getattr(outputs, "shape", None)
+    )

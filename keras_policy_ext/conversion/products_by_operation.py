@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
 import keras
 
 from keras_policy_ext._keras import products, stock_float8, walking
-from keras_policy_ext.backends.flows import NONE, Sources
-from keras_policy_ext.conversion import traced, work
+from keras_policy_ext.backends.traced_programs import NONE, Sources
+from keras_policy_ext.conversion import model_calls, traced_calls
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.attention_products import (
     Attention,
@@ -33,9 +34,9 @@ def record(
 ) -> None:
     """Record the products of some layers of a model, once for each layer.
 
-    The model is traced with shapes only; see `conversion.traced`. If it cannot
-    be traced, nothing is recorded, and the next call tries again. It is not
-    traced if no layer can have such products: a product with a weight of
+    The model is traced with shapes only; see `conversion.traced_calls`. If it
+    cannot be traced, nothing is recorded, and the next call tries again. It is
+    not traced if no layer can have such products: a product with a weight of
     another layer is looked for only in a model with an embedding.
 
     Args:
@@ -50,8 +51,10 @@ def record(
         return
     notes = _Notes(model)
     with by_operation.recording(notes.take):
-        follows = attention and work.traced_within(model, _OF_ATTENTION)
-        if not follows and not work.traced_once(model):
+        follows = attention and bool(
+            model_calls.trace(model, tracer=_in_attention)
+        )
+        if not follows and model_calls.trace(model) is None:
             return
     for layer in {id(x): x for x in (*own, *others)}.values():
         if notes.has(layer):
@@ -60,6 +63,10 @@ def record(
 
 _OF_ATTENTION = (keras.layers.Softmax, keras.layers.Dropout)
 """Layers between the two products of an attention."""
+
+_in_attention = functools.partial(
+    traced_calls.Tracer, follows=True, within=_OF_ATTENTION
+)
 
 
 def _is_wanted(layer: keras.Layer, attention: bool) -> bool:
@@ -157,7 +164,9 @@ class _Notes:
 
         is_softmax = isinstance(found, Softmax)
         through = of_softmax if is_softmax else of_product
-        return lambda operands, result: traced.mark(operands, result, through)
+        return lambda operands, result: traced_calls.mark(
+            operands, result, through
+        )
 
     def _attention(self, layer: keras.Layer) -> Attention:
         """Return what the products of two activations in a layer are."""

@@ -1,8 +1,7 @@
-"""JAX: find the matmuls of a function."""
+"""JAX: trace a function, and follow the values in its program."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +9,9 @@ import jax
 import keras
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import (
-    Product,
-    Traced,
-    convolution,
+from keras_policy_ext.backends.traced_programs import (
+    Flow,
+    TracedProgram,
     layer_of,
     scope_name,
 )
@@ -22,10 +19,13 @@ from keras_policy_ext.backends.tracing import (
 _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
 """Primitives that look for the largest or smallest entries."""
 
+PRODUCTS = ("dot_general", "conv_general_dilated")
+"""Primitives that multiply."""
+
 
 def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> Traced:
+) -> TracedProgram:
     """Trace a function with JAX; see `Backend.trace`."""
     returned: list[Any] = []
 
@@ -37,17 +37,11 @@ def trace(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     program = jax.make_jaxpr(flat)(*shapes)
     outputs = keras.tree.map_structure(_described, returned[0])
-    names: set[str] = set()
-    found = list(_products(program.jaxpr, names))
-    products = [product for product, _ in found]
-    is_complete = all(known for _, known in found)
     if flow is not None:
         flow.start(map(id, program.jaxpr.invars))
         _follow(program.jaxpr, flow)
         flow.finish(map(id, program.jaxpr.outvars))
-    return Traced(
-        outputs, products, is_complete, not _CHOICES.isdisjoint(names)
-    )
+    return TracedProgram(outputs, program.jaxpr, _chooses(program.jaxpr))
 
 
 def mark_call(
@@ -74,10 +68,10 @@ def _follow(program: Any, flow: Flow) -> None:
             flow.called(call, operands[:given], results)
             continue
         kind: Any = "choice" if name in _CHOICES else "other"
-        if name in ("dot_general", "conv_general_dilated"):
+        if name in PRODUCTS:
             kind = "product"
         made = [(id(x), getattr(x.aval, "dtype", "")) for x in step.outvars]
-        inner = [_program(each) for each in _inner(step)]
+        inner = [program_in(each) for each in programs_in(step)]
         if not inner:
             flow.computed(kind, operands, made)
         for each in inner:
@@ -100,60 +94,22 @@ def _described(x: Tensor) -> Any:
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
-def _products(program: Any, names: set[str]) -> Iterator[tuple[Product, bool]]:
-    """Yield each matmul of a program, and whether its count is known.
-
-    The names of its primitives are added to `names`.
-    """
-    for step in program.eqns:
-        name = step.primitive.name
-        names.add(name)
-        shapes = [getattr(x.aval, "shape", ()) for x in step.invars]
-        if name == "dot_general":
-            (summed, _), _ = step.params["dimension_numbers"]
-            terms = math.prod(shapes[0][axis] for axis in summed)
-            number = terms * math.prod(step.outvars[0].aval.shape)
-            first, second = map(math.prod, shapes)
-            yield Product(number, (first, second)), True
-        elif name == "conv_general_dilated":
-            yield _convolution(step, *shapes), True
-        elif "jaxpr" in step.params and name == "scan":
-            repeats = step.params["length"]
-            for product, known in _products(
-                _program(step.params["jaxpr"]), names
-            ):
-                yield product.times(repeats), known
-        elif name == "cond":
-            branches = [list(_products(b.jaxpr, names)) for b in _inner(step)]
-            yield from max(branches, key=_total, default=[])
-        else:
-            for inner in _inner(step):
-                for product, known in _products(_program(inner), names):
-                    yield product, known and name != "while"
+def _chooses(program: Any) -> bool:
+    return any(
+        step.primitive.name in _CHOICES
+        or any(map(_chooses, map(program_in, programs_in(step))))
+        for step in program.eqns
+    )
 
 
-def _total(found: list[tuple[Product, bool]]) -> int:
-    return sum(product.multiplications for product, _ in found)
-
-
-def _convolution(step: Any, inputs: Tensor, kernel: Any) -> Product:
-    numbers = step.params["dimension_numbers"]
-    outputs = step.outvars[0].aval.shape
-    if any(size != 1 for size in step.params["lhs_dilation"]):
-        # A transposed one: each input is multiplied with all of the kernel.
-        channels = inputs[numbers.lhs_spec[1]]
-        return convolution(math.prod(inputs) // channels, inputs, kernel)
-    channels = outputs[numbers.out_spec[1]]
-    return convolution(math.prod(outputs) // channels, inputs, kernel)
-
-
-def _inner(step: Any) -> Iterator[Any]:
+def programs_in(step: Any) -> Iterator[Any]:
     """Yield the programs inside of an equation, such as the body of a loop."""
     for value in step.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(_program(each), "eqns"):
+            if hasattr(program_in(each), "eqns"):
                 yield each
 
 
-def _program(program: Any) -> Any:
+def program_in(program: Any) -> Any:
+    """Return the program in what an equation holds for it."""
     return getattr(program, "jaxpr", program)

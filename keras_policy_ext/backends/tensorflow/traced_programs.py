@@ -1,8 +1,7 @@
-"""TensorFlow: find the matmuls of a graph."""
+"""TensorFlow: trace a function, and follow the values in its graph."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +9,10 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.flows import Flow
-from keras_policy_ext.backends.tracing import (
-    Product,
-    Traced,
-    convolution,
-    einsum,
+from keras_policy_ext.backends.traced_programs import (
+    Flow,
+    TracedProgram,
     layer_of,
-    matmul,
     scope_name,
 )
 
@@ -28,9 +23,11 @@ try:
 except ImportError:
     function_def_to_graph = None
 
-_MATMULS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
-_LOOPS = ("While", "StatelessWhile")
-
+MATMULS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+CONVOLUTIONS = ("Conv2D", "Conv3D", "DepthwiseConv2dNative")
+TRANSPOSED = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
+_PRODUCTS = frozenset((*MATMULS, "Einsum", *CONVOLUTIONS, *TRANSPOSED))
+"""Operations that multiply."""
 
 _CHOICES = frozenset(
     (
@@ -43,7 +40,7 @@ _CHOICES = frozenset(
 
 def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> Traced:
+) -> TracedProgram:
     """Trace a function with TensorFlow; see `Backend.trace`."""
     # What Keras computes shapes in; `tf.function` takes longer.
     graph = tf.__internal__.FuncGraph("products")
@@ -51,18 +48,12 @@ def trace(
         tensors = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in inputs]
         returned = function(*tensors)
     outputs = keras.tree.map_structure(_described, returned)
-    types: set[str] = set()
-    found = list(_products(graph, types))
-    products = [product for product, _ in found]
-    is_complete = all(known for _, known in found)
     if flow is not None:
         results = filter(tf.is_tensor, keras.tree.flatten(returned))
         flow.start(map(_key, tensors))
         _follow(graph, flow)
         flow.finish(map(_key, results))
-    return Traced(
-        outputs, products, is_complete, not _CHOICES.isdisjoint(types)
-    )
+    return TracedProgram(outputs, graph, _chooses(graph))
 
 
 def mark_call(
@@ -93,9 +84,9 @@ def _follow(graph: Any, flow: Flow) -> None:
         if step.type in _OF_SHAPES or step.type == "Placeholder":
             continue
         kind: Any = "choice" if step.type in _CHOICES else "other"
-        if step.type == "Einsum" or _product(step) is not None:
+        if step.type in _PRODUCTS:
             kind = "product"
-        inner = list(_inner(step, graph))
+        inner = list(graphs_in(step, graph))
         if not inner:
             made = [(_key(x), x.dtype.name) for x in step.outputs]
             flow.computed(kind, operands, made)
@@ -116,69 +107,14 @@ def _described(x: Tensor) -> Any:
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
-def _products(graph: Any, types: set[str]) -> Iterator[tuple[Product, bool]]:
-    """Yield each matmul of a graph, and whether its count is known.
-
-    The types of its operations are added to `types`.
-    """
-    for step in graph.get_operations():
-        types.add(step.type)
-        product = _product(step)
-        if product is not None:
-            yield product, True
-            continue
-        inner = [list(_products(each, types)) for each in _inner(step, graph)]
-        if step.type in ("If", "StatelessIf", "Case", "StatelessCase"):
-            inner = [max(inner, key=_total)]
-        for found in inner:
-            for product, known in found:
-                yield product, known and step.type not in _LOOPS
+def _chooses(graph: Any) -> bool:
+    return any(
+        step.type in _CHOICES or any(map(_chooses, graphs_in(step, graph)))
+        for step in graph.get_operations()
+    )
 
 
-def _total(found: list[tuple[Product, bool]]) -> int:
-    return sum(product.multiplications for product, _ in found)
-
-
-def _product(step: Any) -> Product | None:
-    if step.type in _MATMULS:
-        first, second = _shapes(step)
-        flags = ("transpose_a", "transpose_b")
-        if step.type != "MatMul":
-            flags = ("adj_x", "adj_y")
-        left, right = (step.get_attr(flag) for flag in flags)
-        first = [*first[:-2], *reversed(first[-2:])] if left else first
-        second = [*second[:-2], *reversed(second[-2:])] if right else second
-        return matmul(first, second)
-    if step.type == "Einsum":
-        shapes = _shapes(step)
-        if len(shapes) == 2:
-            return einsum(step.get_attr("equation").decode(), *shapes)
-    if step.type in ("Conv2D", "Conv3D", "DepthwiseConv2dNative"):
-        inputs, kernel = _shapes(step)
-        (outputs,) = map(_shape, step.outputs)
-        first = step.get_attr("data_format").startswith(b"NC")
-        channels = outputs[1 if first else -1]
-        return convolution(math.prod(outputs) // channels, inputs, kernel)
-    if step.type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):
-        # A transposed one: each input is multiplied with all of the kernel.
-        _, kernel, inputs = _shapes(step)
-        return convolution(math.prod(inputs) // kernel[-1], inputs, kernel)
-    return None
-
-
-def _shapes(step: Any) -> list[list[int]]:
-    return [_shape(tensor) for tensor in step.inputs]
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    shape = tensor.shape
-    if shape.rank is None:  # A variable in a graph that was made anew.
-        shapes = tensor.op.get_attr("_output_shapes")
-        shape = tf.TensorShape(shapes[tensor.value_index])
-    return list(shape.as_list())
-
-
-def _inner(step: Any, graph: Any) -> Iterator[Any]:
+def graphs_in(step: Any, graph: Any) -> Iterator[Any]:
     """Yield the graphs inside of an operation, such as the body of a loop."""
     names = [
         name

@@ -1,0 +1,1 @@
+"""Counts the multiplications of each layer of a model, for reports."""

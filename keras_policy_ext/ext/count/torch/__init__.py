@@ -1,0 +1,1 @@
+"""The matmuls that PyTorch has computed."""
