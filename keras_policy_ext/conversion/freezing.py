@@ -24,7 +24,6 @@ from keras_policy_ext.conversion.candidates import (
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.filters import Auto, Safe
 from keras_policy_ext.conversion.report import (
     FrozenReport,
     Report,
@@ -149,7 +148,7 @@ def freeze(
     )
     _check_trained(trained_scales, granularity)
     selection = Selection.read(include, exclude, filter, None)
-    if isinstance(selection.filter, (Auto, Safe)):
+    if isinstance(selection.filter, candidates.SizeFilter):
         raise ValueError(_no_filter(filter))
     candidates.check(model)
     found, skipped = freezable(model)

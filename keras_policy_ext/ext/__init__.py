@@ -16,6 +16,7 @@ NAMES = {
         "autopilot": "watch.autopilot",
         "conversion.Smoothed": "smoothing.smoothing",
         "conversion.eight_bit_rules": "smoothing.eight_bits",
+        "conversion.filters.Auto": "gain.auto",
         "conversion.smooth_swiglu": "smoothing.smoothing",
         "inspect": "inspect.inspection",
         "is_autocast_variable": "mixed.autocast",

@@ -19,6 +19,7 @@ from keras_policy_ext._version import __version__
 from keras_policy_ext.backends import devices
 from keras_policy_ext.export import FORMATS, export
 from keras_policy_ext.ext import demo
+from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.reports import BaseReport
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS, wrapped
@@ -225,7 +226,7 @@ def _recipe(text: str) -> str:
 def _device(text: str) -> str:
     """Return a device name; raise if it is unknown. For `type=` of argparse."""
     try:
-        devices.get(text)
+        device_named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
