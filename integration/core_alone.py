@@ -11,6 +11,7 @@ MODULES = (
     "ext",
     "callbacks.py",
     "export",
+    "loops.py",
     "migration.py",
     "mixed_precision",
     "optimizers.py",

@@ -93,7 +93,7 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = ("conversion", "kernels", "loops", "numerics", "reference", "seams")
+_LAZY = ("conversion", "kernels", "numerics", "reference", "seams")
 
 # Names of the core that load on their first use, and their modules. Those of
 # extensions are in `ext`.

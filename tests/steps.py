@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.numerics.observations import UNSEEN, VALID_MARK
 
 
@@ -124,6 +125,11 @@ def _torch_gradients(layer, x, loss, training):
     grads = {id(t): g for t, g in zip(needed, found, strict=True)}
     x_grad, *grads = (grads.get(id(tensor)) for tensor in wanted)
     return outputs.detach(), x_grad, grads
+
+
+def weights_of(model):
+    """All weights of a model but the states, as from `kpe.loops.weights`."""
+    return [v for v in model.weights if not is_state(v)]
 
 
 def state_of(layer):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import keras
 import numpy as np
 from keras import ops
 
@@ -610,62 +609,6 @@ class States(Replicas):
             each step.
         """
         return None
-
-    def follow_shards(
-        self, variables: Sequence[Any], modules: Sequence[Any]
-    ) -> None:
-        """Make variables read the sharded parameters of `fully_shard`.
-
-        Args:
-            variables: The variables of one model.
-            modules: Its layers.
-
-        Raises:
-            ValueError: If `fully_shard` has sharded no parameter, or one in a
-                way that cannot be trained.
-        """
-        raise ValueError(
-            "`fully_shard` works only on PyTorch. Received: the backend "
-            f"{self.name!r}. Allowed: 'torch'. Do not call `follow_shards` "
-            "here; on JAX use keras.distribution.ModelParallel."
-        )
-
-    def gather_float8(
-        self, kernels: Sequence[Any], modules: Sequence[keras.Layer]
-    ) -> None:
-        """Make `fully_shard` gather kernels as float8.
-
-        Args:
-            kernels: Objects with the attributes `variable`, `quantization`,
-                `source` (of its scales), and `state`, which may be None.
-            modules: The layers of the model.
-
-        Raises:
-            ValueError: On another framework than PyTorch, or if a kernel is
-                sharded already. Nothing is changed then.
-        """
-        raise ValueError(
-            "`fully_shard` works only on PyTorch. Received: the backend "
-            f"{self.name!r}. Allowed: 'torch'. Do not call `gather_float8` "
-            "here; on JAX `ModelParallel` gathers float8 without it."
-        )
-
-    def settle_observed(self, variables: Sequence[Any]) -> None:
-        """Update state variables with the observations stored for them.
-
-        Args:
-            variables: State variables.
-
-        Raises:
-            ValueError: If the framework returns gradients instead of storing
-                them in the variables.
-        """
-        raise ValueError(
-            f"On {self.name} gradients are not stored in the variables. "
-            "Received: no gradients. Allowed: gradients for all of "
-            "`model.trainable_variables`, from your training step. Pass them "
-            "as the second argument."
-        )
 
 
 class Backend(Arithmetic, Tracing, Gradients, States):

@@ -41,7 +41,13 @@ NAMES = {
 }
 """By public name, the module that has it."""
 
-MODULES = ("callbacks", "migration", "mixed_precision", "optimizers")
+MODULES = (
+    "callbacks",
+    "loops",
+    "migration",
+    "mixed_precision",
+    "optimizers",
+)
 """Modules of the package that have names of extensions alone."""
 
 REGISTERING = (

@@ -146,6 +146,7 @@ def test_only_keras_layers_are_looked_at(name):
         function("model.keras", *arguments)
 
 
+@pytest.mark.extension("loops")
 def test_a_library_may_put_a_class_of_its_own_for_keras_layer(monkeypatch):
     own = type("Layer", (keras.layers.Layer,), {})
     model = stack(keras.layers.Dense(2))

@@ -349,6 +349,7 @@ def test_a_model_and_its_copy_are_converted_in_either_order(order, together):
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["model", "ema"])
+@pytest.mark.extension("loops")
 def test_the_weights_of_a_model_and_its_copy_are_paired_without_states(number):
     network, ema = pair = twins()
     expected = [numpy(w) for w in network.weights]
@@ -389,6 +390,7 @@ def test_a_copy_made_of_a_converted_model_takes_its_weights_with_the_states():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.extension("loops")
 def test_weights_of_a_module_are_those_of_the_layers_in_it():
     if keras.backend.backend() != "torch":
         pytest.skip("torch.nn.Module is PyTorch's")

@@ -305,6 +305,7 @@ def test_parameters_are_counted_without_scales():
     assert model.count_params() == 64 * 96 + 2 * 96
 
 
+@pytest.mark.extension("loops")
 def test_loops_have_what_trains_and_no_codes():
     model = sequential((6,), LAYERS.Dense(4), LAYERS.Dense(2))
     kpe.freeze(model)

@@ -8,6 +8,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import needs_whole_graphs
 from keras_policy_ext import recipes
+from keras_policy_ext.layers.stored_weights import is_state
 from steps import normal, numpy
 
 BACKEND = keras.backend.backend()
@@ -188,9 +189,7 @@ def test_weights_are_trained_through_transforms(kind):
         sum(function(x) for x in xs)
         + (slope(function, again=True)(xs[0])[0] ** 2).sum(),
     ]
-    weights = [
-        v.value for v in layer.trainable_weights if not kpe.loops.is_state(v)
-    ]
+    weights = [v.value for v in layer.trainable_weights if not is_state(v)]
     pairs = zip(*(torch.autograd.grad(x, weights) for x in losses), strict=True)
     for found, expected in pairs:
         same(found, expected)
