@@ -98,7 +98,6 @@ _LAZY = ("conversion", "kernels", "numerics", "reference", "seams")
 # Names of the core that load on their first use, and their modules. Those of
 # extensions are in `ext`.
 _LAZY_NAMES = {
-    "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
     "freeze": "conversion",
@@ -178,7 +177,6 @@ if TYPE_CHECKING:
         seams,
     )
     from keras_policy_ext.conversion import (
-        calibrate,
         convert,
         filters,
         freeze,
@@ -187,6 +185,7 @@ if TYPE_CHECKING:
         widen,
     )
     from keras_policy_ext.ext.audit.audit import audit
+    from keras_policy_ext.ext.calibrate.calibration import calibrate
     from keras_policy_ext.ext.inspect.inspection import inspect
     from keras_policy_ext.ext.memory.step_memory import memory
     from keras_policy_ext.ext.mixed.autocast import (

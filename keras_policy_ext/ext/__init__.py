@@ -14,6 +14,8 @@ NAMES = {
         "audit": "audit.audit",
         "autocast_scope": "mixed.autocast",
         "autopilot": "watch.autopilot",
+        "calibrate": "calibrate.calibration",
+        "conversion.calibrate": "calibrate.calibration",
         "conversion.Smoothed": "smoothing.smoothing",
         "conversion.eight_bit_rules": "smoothing.eight_bits",
         "conversion.filters.Auto": "gain.auto",

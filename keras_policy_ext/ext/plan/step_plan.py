@@ -14,7 +14,6 @@ import keras
 from keras_policy_ext import _user_code, contractions
 from keras_policy_ext.backends import devices
 from keras_policy_ext.conversion import candidates, in_place, traced
-from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.conversion.work import scalars
@@ -29,6 +28,7 @@ from keras_policy_ext.ext.gain.estimate import (
 from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import symbolic_batches
+from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
 from keras_policy_ext.ext.what_if.what_if import what_if
 from keras_policy_ext.policies import Float8DTypePolicy

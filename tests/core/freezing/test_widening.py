@@ -9,7 +9,7 @@ import pytest
 import keras_policy_ext as kpe
 from frozen_models import JIT, frozen_layers, outputs_of
 from keras_policy_ext import backends
-from steps import normal, numpy, weights_of
+from steps import normal, numpy, observe_inputs, weights_of
 
 LAYERS = keras.layers
 
@@ -47,7 +47,7 @@ def frozen(build, **options):
     model = build()
     if options.get("activations") == "static":
         kpe.convert(model)
-        kpe.calibrate(model, batch(model, 5))
+        observe_inputs(model, batch(model, 5))
     kpe.freeze(model, **options)
     return model
 

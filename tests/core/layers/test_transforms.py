@@ -9,7 +9,7 @@ import keras_policy_ext as kpe
 from cases import needs_whole_graphs
 from keras_policy_ext import recipes
 from keras_policy_ext.layers.stored_weights import is_state
-from steps import normal, numpy
+from steps import normal, numpy, observe_inputs
 
 BACKEND = keras.backend.backend()
 
@@ -219,7 +219,7 @@ def test_a_frozen_model_is_transformed(scales):
     kpe.convert(model, "delayed")
     xs = ops.convert_to_tensor(normal(3, 16))
     if scales == "static":
-        kpe.calibrate(model, numpy(xs))
+        observe_inputs(model, numpy(xs))
     kpe.freeze(model, activations=scales)
     same(vmap(of_one(model))(xs), one_by_one(of_one(model), xs))
     for name in ("grad", "grad of grad"):
