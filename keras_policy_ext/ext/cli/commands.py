@@ -405,7 +405,7 @@ def _report(given: Given) -> Callable[[], object]:
 
 
 def _shrink(given: Given) -> Callable[[], object]:
-    from keras_policy_ext.saving import shrinking
+    from keras_policy_ext.ext.cli import shrinking
 
     activations = given["activations"]
     return shrinking.prepare(
