@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras import put_around
 
 try:
     from keras.src import dtype_policies as _dtype_policies

@@ -7,8 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import variable_values, versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras import put_around, variable_values, versions
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:

@@ -12,8 +12,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import _user_code
-from keras_policy_ext._keras import versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras import put_around, versions
 from keras_policy_ext._keras.calls import in_place_of
 
 try:

@@ -10,8 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import calls, versions
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras import calls, put_around, versions
 from keras_policy_ext._types import Tensor
 
 try:

@@ -14,7 +14,6 @@ import numpy as np
 
 from keras_policy_ext import _user_code
 from keras_policy_ext.conversion import (
-    kept_numbers,
     roles,
     summary,
     work,
@@ -229,7 +228,7 @@ class Report(LayersReport):
 
     def _notes(self, full: bool) -> list[str]:
         notes = [*super()._notes(full), *self.without_effect]
-        notes += kept_numbers.note(self.converted)
+        notes += summary.kept_note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
         if coarser:
             notes.append(
@@ -488,7 +487,7 @@ def _skipped(
 
 
 def _converted(layer: keras.Layer, counted: Work) -> Converted:
-    kept, kept_before = kept_numbers.itemsizes(layer) or (None, None)
+    kept, kept_before = summary.kept_itemsizes(layer) or (None, None)
     return Converted(
         path=path_of(layer),
         class_name=type(layer).__name__,

@@ -6,10 +6,15 @@ same treatment share a row, and layers that multiply with no kernel have none.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import keras
+
+from keras_policy_ext import backends
+from keras_policy_ext.policies.of_layers import float8_policy_of
 from keras_policy_ext.reports import (
     BaseReport,
     Column,
@@ -252,3 +257,60 @@ def shares(group: Sequence[Any], totals: Totals) -> list[str]:
 def work(group: Iterable[Any]) -> int:
     """Return the total multiplications of a group of layers."""
     return sum(entry.multiplications for entry in group)
+
+
+def itemsize(dtype: Any) -> int:
+    """Return the bytes per element of a dtype, as frameworks store it."""
+    name = keras.backend.standardize_dtype(dtype)
+    if name == "bool":
+        return 1
+    bits, *_ = "".join(c if c.isdigit() else " " for c in name).split()
+    return int(bits) // 8
+
+
+def kept_itemsizes(layer: keras.Layer) -> tuple[int, int] | None:
+    """Return the bytes per element of saved inputs: now, and without float8.
+
+    Scales are not counted; those of a tensor or of rows take little.
+
+    Returns:
+        None if the layer contracts no kernel in float8, or does not train.
+    """
+    policy = float8_policy_of(layer)
+    if policy is None or not policy.recipe.trains:
+        return None
+    kernels = layer.float8_contracted
+    if not kernels:
+        return None
+    before = itemsize(layer.compute_dtype)
+    asked = policy.recipe.quantization("inputs", "kernel_grad")
+    if asked is None:
+        return before, before
+    framework, kernel = backends.current, kernels[0].value
+    return itemsize(framework.kept_dtype(kernel, asked.format)), before
+
+
+def kept_note(entries: Iterable[Any]) -> list[str]:
+    """Return a sentence on the bytes per element of saved inputs, in a list.
+
+    Args:
+        entries: With `kept_bytes` and `kept_bytes_before`.
+    """
+    sizes = collections.Counter(
+        (entry.kept_bytes, entry.kept_bytes_before)
+        for entry in entries
+        if entry.kept_bytes is not None
+    )
+    if not sizes:
+        return []
+    several = len(sizes) > 1
+    found = [
+        f"{counted(now, 'byte')} per element "
+        + ("(as before" if now == before else f"(was {before}")
+        + (f"; {counted(layers, 'layer')})" if several else ")")
+        for (now, before), layers in sorted(sizes.items())
+    ]
+    return [
+        f"Saved activations: {', '.join(found)}. "
+        "kpe.memory(model, batch) counts all that a step keeps."
+    ]

@@ -10,13 +10,13 @@ from keras import ops
 
 from keras_policy_ext import _bases, contractions, policies
 from keras_policy_ext._keras import built_layers, calls, stock_float8
+from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.kinds import in_one_scale
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 from keras_policy_ext.numerics.quantized import Quantized
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.conversion.kept_numbers import itemsize
+from keras_policy_ext.conversion.summary import itemsize
 from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 
 _ALLOWED = (

@@ -13,7 +13,7 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext.contractions.operands import operands_of
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.kept_numbers import itemsize
+from keras_policy_ext.conversion.summary import itemsize
 from keras_policy_ext.ext.sampling.captured import Use
 from keras_policy_ext.ext.sampling.figures import Figures, measured, total
 from keras_policy_ext.recipes import MATMULS, Quantization, Recipe
