@@ -9,6 +9,7 @@ import shutil
 
 MODULES = (
     "ext",
+    "activations.py",
     "callbacks.py",
     "export",
     "loops.py",

@@ -25,7 +25,6 @@ except (ImportError, ValueError) as error:
 
 from keras_policy_ext import (
     _extensions,
-    activations,
     formats,
     layers,
     policies,
@@ -165,6 +164,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keras_policy_ext import (
+        activations,
         callbacks,
         conversion,
         kernels,

@@ -161,17 +161,6 @@ except ImportError:  # Keras has moved it: see `keep_mask`.
     _masking = None
 
 
-PARTS_OF_LSTM_STEPS = (
-    "_compute_carry_and_output",
-    "_compute_carry_and_output_fused",
-)
-"""Methods that `LSTMCell.call` consists of (keras 3.0 to 3.15).
-
-A subclass that overrides one computes something else, and has no float8 form.
-If they are missing, no subclass overrides them. Expires when they are public.
-"""
-
-
 def training_of_call() -> bool | None:
     """Return the `training` argument of the layer call in progress, or None.
 
@@ -226,18 +215,6 @@ def are_shapes_alone_wanted() -> bool:
     return False if entered is None else bool(entered())
 
 
-def is_in_a_call() -> bool:
-    """Return True if this thread is inside the call of a layer.
-
-    It is read from the same context as in `training_of_call`. If that is
-    missing, True. Expires with a public way to ask.
-    """
-    if _global_state is None:
-        return True
-    found = _global_state.get_global_attribute("current_call_ctx")
-    return found is not None
-
-
 def instead_of_each_call(
     function: Callable[..., Any],
 ) -> AbstractContextManager[None]:
@@ -271,57 +248,6 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     return _AutocastScope(dtype)
 
 
-def stored_autocast_scope() -> object:
-    """Return Keras's autocast scope that is active in this thread, or None.
-
-    It is read from Keras's thread-local state, which is not public (keras 3.0
-    to 3.15). If that is missing, None: a layer that is not mixed then leaves
-    the scope of its caller unchanged.
-    """
-    if _global_state is None:
-        return None
-    return _global_state.get_global_attribute("autocast_scope")
-
-
-def store_autocast_scope(scope: object) -> None:
-    """Set Keras's autocast scope of this thread; None for no scope.
-
-    Raises:
-        ImportError: If this Keras stores it elsewhere.
-    """
-    if _global_state is None:
-        raise versions.missing(
-            "keras.src.backend.common.global_state", "an autocast scope"
-        )
-    _global_state.set_global_attribute("autocast_scope", scope)
-
-
-class OwnArgumentConversion:
-    """A layer that casts its call arguments itself, instead of Keras.
-
-    Keras's `__call__` casts every floating argument unless the layer sets
-    `_convert_input_args = False`, as Keras's preprocessing layers do (keras
-    3.0 to 3.15). It cannot be set per argument. Here Keras always reads False,
-    and `converts_arguments` has the value that the layer set. If Keras no
-    longer reads it, all arguments are cast a second time. Expires when a layer
-    can say which arguments are cast.
-    """
-
-    @property
-    def converts_arguments(self) -> bool:
-        """True if the layer may cast its call arguments."""
-        return bool(self.__dict__.get("_converts_arguments", True))
-
-    @property
-    def _convert_input_args(self) -> int:
-        # Not False: TensorFlow skips the setter for the object that is there.
-        return 0
-
-    @_convert_input_args.setter
-    def _convert_input_args(self, value: bool) -> None:
-        self.__dict__["_converts_arguments"] = bool(value)
-
-
 def keep_mask(old: Tensor, new: Tensor) -> Tensor:
     """Copy the Keras mask of tensor `old` to tensor `new`; return `new`.
 
@@ -353,43 +279,3 @@ def rematerialize_with_outer(layer: keras.Layer) -> None:
     mode = getattr(layer, "_remat_mode", None)
     if getattr(mode, "mode", None) == "full":
         layer._remat_mode = None
-
-
-class _WithCell:
-    """A substitute for an RNN layer that has another cell."""
-
-    def __init__(self, layer: keras.layers.RNN, cell: Callable[..., object]):
-        self._layer = layer
-        self.cell = cell
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
-def run_recurrent_loop(
-    layer: keras.layers.RNN,
-    step: Callable[..., object],
-    inputs: Tensor,
-    initial_state: list[Tensor],
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run the loop of an RNN layer over time, with `step` as the cell.
-
-    There is no public loop over time steps with masks, and that of `RNN` calls
-    `self.cell`. So it is called with a substitute for the layer (keras 3.0 to
-    3.15). If it needs more than attributes in a later Keras, it raises, and so
-    do float8 RNN layers. Expires with a public `ops.rnn`.
-
-    Args:
-        layer: An RNN layer.
-        step: Maps (inputs of a step, states) to (outputs, new states).
-        inputs: (batch, steps, ...).
-        initial_state: A list of states.
-        mask: None, or boolean (batch, steps).
-
-    Returns:
-        The last outputs, all outputs, and the last states.
-    """
-    return keras.layers.RNN.inner_loop(
-        _WithCell(layer, step), inputs, initial_state, mask
-    )

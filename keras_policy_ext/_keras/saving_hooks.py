@@ -269,27 +269,3 @@ def serialize_as(cls: type, original: type) -> None:
     names = getattr(object_registration, "GLOBAL_CUSTOM_NAMES", None)
     if isinstance(names, dict) and original in names:
         names[cls] = names[original]
-
-
-def is_default(method: object) -> bool:
-    """Return True if a method is Keras's default, such as `Layer.get_config`.
-
-    Keras marks it with `_is_default` (keras 3.0 to 3.15). A marked `get_config`
-    returns the arguments of the constructor. If the mark is missing, False.
-    """
-    return bool(getattr(method, "_is_default", False))
-
-
-def amend_compile_config(model: keras.Model, changes: dict[str, Any]) -> None:
-    """Change the `compile` arguments that a model's file will hold.
-
-    `get_compile_config` returns what `compile` was given, except for
-    `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that was
-    compiled with False would get a loss scaler when it is loaded. If the
-    attribute is missing, nothing changes, and files have what Keras saves.
-    Expires when Keras saves the argument, and public classes on torch.
-    """
-    kept = getattr(model, "_compile_config", None)
-    arguments = getattr(kept, "config", None)
-    if isinstance(arguments, dict):
-        arguments.update(changes)

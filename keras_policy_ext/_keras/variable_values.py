@@ -46,25 +46,6 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
         return variable.value
 
 
-def autocasts(variable: keras.Variable) -> bool:
-    """Return True if reads in an autocast scope cast this variable.
-
-    `autocast=` is an argument of `keras.Variable` and cannot be read back
-    publicly (`_autocast`, keras 3.0 to 3.15). If it is missing, True, which is
-    Keras's default.
-    """
-    return bool(getattr(variable, "_autocast", True))
-
-
-def set_autocasts(variable: keras.Variable, value: bool) -> None:
-    """Set whether reads in an autocast scope cast this variable.
-
-    If Keras stores it elsewhere, nothing changes.
-    """
-    if hasattr(variable, "_autocast"):
-        variable._autocast = value
-
-
 def has_value(variable: keras.Variable) -> bool:
     """Return True if a variable can be read now.
 
@@ -246,30 +227,6 @@ class ComputedVariable:
         made: Any = self
         shape = tuple(self.held.shape)
         return f"<Variable path={made.path}, shape={shape}, dtype={made.dtype}>"
-
-
-class StoredInParts:
-    """A variable that a `tf.train.Checkpoint` stores as other variables.
-
-    TensorFlow asks each variable for its tensors and hands them back, by
-    methods that Keras's variables have (`_serialize_to_tensors`,
-    `_restore_from_tensors`, keras 3.12 to 3.16, TensorFlow 2.21). They would
-    read the computed value. Without them, the checkpoint lacks the variable.
-    Expires with variables that have no value of their own.
-    """
-
-    stored_parts: dict[str, keras.Variable]
-    """The other variables, by the names of their entries in a checkpoint."""
-
-    def _serialize_to_tensors(self) -> dict[str, Any]:
-        found = {}
-        for name, part in self.stored_parts.items():
-            (found[name],) = part._serialize_to_tensors().values()
-        return found
-
-    def _restore_from_tensors(self, tensors: dict[str, Tensor]) -> None:
-        for name, part in self.stored_parts.items():
-            part.assign(tensors[name])
 
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:

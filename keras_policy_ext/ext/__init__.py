@@ -44,6 +44,7 @@ NAMES = {
 """By public name, the module that has it."""
 
 MODULES = (
+    "activations",
     "callbacks",
     "loops",
     "migration",
@@ -53,6 +54,7 @@ MODULES = (
 """Modules of the package that have names of extensions alone."""
 
 REGISTERING = (
+    "keras_policy_ext.activations",
     "keras_policy_ext.mixed_precision",
     "keras_policy_ext.optimizers",
     f"{_ROOT}.mixed.following",

@@ -24,10 +24,11 @@ from keras_policy_ext.ext.memory.measured_step import step_of
 from keras_policy_ext.ext.memory.optimizer_memory import Owned
 from keras_policy_ext.ext.memory.saved_tensors import Measured
 from keras_policy_ext.ext.sampling import symbolic_batches
+from keras_policy_ext.ext.sampling.captured import calls_undone
 from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import held, is_state
-from keras_policy_ext.layers.transaction import calls_undone, undone
+from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.numerics.stochastic import ROUNDABLE
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (

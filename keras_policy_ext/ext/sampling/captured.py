@@ -13,11 +13,13 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, contractions
+from keras_policy_ext._keras import walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.figures import Figures
 from keras_policy_ext.layers.controller import recipes_of_activations
-from keras_policy_ext.layers.transaction import calls_undone
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.seams import (
@@ -284,6 +286,32 @@ def synchronize(model: Any) -> None:
     """Put the values that a trainer of JAX holds into a model's variables."""
     if keras.backend.backend() == "jax" and isinstance(model, keras.Model):
         model.jax_state_sync()
+
+
+@contextlib.contextmanager
+def calls_undone(model: keras.Layer) -> Iterator[list[keras.Layer]]:
+    """On exit of the block, restore what calls of a model changed.
+
+    These are the attributes of its layers, and the counters and plans of its
+    float8 states. Values of variables are not restored.
+
+    Yields:
+        The layers in the model, without float8 states.
+    """
+    within = walking.layers_within(model)
+    states = [each for each in within if isinstance(each, Float8State)]
+    layers = [each for each in within if not isinstance(each, Float8State)]
+    plans = [state.last_call.plan for state in states]
+    matrices = [matrix for state in states for matrix in state.matrices]
+    uses = [matrix.uses for matrix in matrices]
+    try:
+        with undone(layers):
+            yield layers
+    finally:
+        for state, plan in zip(states, plans, strict=True):
+            state.last_call.plan = plan
+        for matrix, number in zip(matrices, uses, strict=True):
+            matrix.uses = number
 
 
 @contextlib.contextmanager

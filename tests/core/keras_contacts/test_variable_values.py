@@ -36,13 +36,6 @@ def test_keras_hands_out_casts_of_variables_and_offers_no_other_way():
     assert members_about(keras.Variable, "value") == ["value"]
 
 
-def test_a_variable_does_not_tell_whether_it_autocasts():
-    for value in (True, False):
-        variable = keras.Variable(1.0, autocast=value)
-        assert not hasattr(variable, "autocast")
-        assert variable_values.autocasts(variable) is value
-
-
 class ReadsInTraining(keras.callbacks.Callback):
     """Reads a variable before each step of `fit`.
 
