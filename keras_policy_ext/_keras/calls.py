@@ -12,7 +12,6 @@ import keras
 from keras import ops
 
 from keras_policy_ext._keras import versions
-from keras_policy_ext._types import Tensor
 
 # A method of a class is replaced for all threads, and acts in one.
 _REPLACED = threading.RLock()
@@ -155,11 +154,6 @@ try:
 except ImportError:  # Keras has moved it: see `are_shapes_alone_wanted`.
     _symbolic_scope = None
 
-try:
-    from keras.src.backend.common import masking as _masking
-except ImportError:  # Keras has moved it: see `keep_mask`.
-    _masking = None
-
 
 def training_of_call() -> bool | None:
     """Return the `training` argument of the layer call in progress, or None.
@@ -246,26 +240,6 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
             "reading variables in another dtype than that of the call",
         )
     return _AutocastScope(dtype)
-
-
-def keep_mask(old: Tensor, new: Tensor) -> Tensor:
-    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`.
-
-    Keras does so when it casts arguments. Masks are attributes of tensors
-    without public access (`masking`, keras 3.4 to 3.16). If the module is
-    missing, the mask is lost, with one warning.
-    """
-    if _masking is None and new is not old:
-        versions.warn_of_missing(
-            "keras.src.backend.common.masking",
-            "A mask is lost where a layer with AutocastMixin casts its "
-            "argument. Call the layer with `mask=`.",
-        )
-    elif new is not old:
-        mask = _masking.get_keras_mask(old)
-        if mask is not None:
-            _masking.set_keras_mask(new, mask)
-    return new
 
 
 def rematerialize_with_outer(layer: keras.Layer) -> None:

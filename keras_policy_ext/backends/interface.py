@@ -22,23 +22,6 @@ from keras_policy_ext.numerics.primitives import Primitives
 Shape = tuple[Any, ...]
 
 
-class SavedTensors(Protocol):
-    """The tensors that an operation saves for its backward pass.
-
-    Attributes:
-        shapes: The shapes of the inputs and of the kernel.
-    """
-
-    shapes: tuple[Shape, Shape]
-
-    def leaves(self, narrow: bool = True) -> list[Tensor]:
-        """Return the saved tensors in a fixed order.
-
-        Args:
-            narrow: Whether to store them in as few bytes as possible.
-        """
-
-
 class Operation(Hashable, Protocol):
     """A function of tensors with a gradient of its own; hashable data.
 
@@ -184,7 +167,6 @@ DIFFERENTIATED_AGAIN = (
 )
 
 Settle = Callable[[Tensor, Tensor], Tensor]
-Mark = Callable[[Tensor], Tensor]
 
 
 @functools.cache
@@ -452,26 +434,6 @@ class Gradients:
         """Run `operation.forward`; the gradient is `operation.inputs_grad`.
 
         Only the constants are saved for the gradient.
-        """
-        raise NotImplementedError
-
-    def marked_gradients(
-        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
-    ) -> tuple[Any, list[Tensor | None]]:
-        """Compute the gradients of a loss with respect to tensors inside it.
-
-        No gradient is stored with a variable.
-
-        Args:
-            run: Given a function that marks a tensor and returns an equal one
-                to go on with. Returns the loss, and nested tensors to keep.
-                JAX calls it twice, and takes the gradients of the second call.
-            step_by_step: Whether to run recurrent loops and the compiled
-                functions of layers eagerly.
-
-        Returns:
-            What was kept, and a gradient for each marked tensor, in the order
-            of marking; None if the loss does not depend on it. (JAX: zeros.)
         """
         raise NotImplementedError
 

@@ -18,7 +18,6 @@ from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
-    Mark,
     Operation,
     Shape,
 )
@@ -276,25 +275,6 @@ class JaxBackend(Backend):
         self, x: Tensor, gathering: Any, axes: Sequence[Any]
     ) -> Tensor:
         return gathered(x, gathering, axes)
-
-    @override
-    def marked_gradients(
-        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
-    ) -> tuple[Any, list[Tensor | None]]:
-        zeros: list[Tensor] = []
-
-        def mark(x: Tensor) -> Tensor:
-            zeros.append(jnp.zeros_like(x))
-            return x
-
-        def loss(probes: list[Tensor]) -> tuple[Tensor, Any]:
-            left = iter(probes)
-            return run(lambda x: x + next(left))
-
-        with jax.disable_jit(step_by_step):
-            run(mark)
-            found, kept = jax.grad(loss, has_aux=True)(zeros)
-        return kept, found
 
     @override
     def run(

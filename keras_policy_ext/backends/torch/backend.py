@@ -20,7 +20,6 @@ from keras_policy_ext.backends.flows import Flow
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
-    Mark,
     Operation,
     Settle,
     Shape,
@@ -446,25 +445,6 @@ class TorchBackend(Backend):
                 slot=operation.slot,
             )
             return outputs + bias if alone else outputs
-
-    @override
-    def marked_gradients(
-        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
-    ) -> tuple[Any, list[Tensor | None]]:
-        marked: list[Tensor] = []
-
-        def mark(x: Tensor) -> Tensor:
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            marked.append(x)
-            return x
-
-        with torch.enable_grad():
-            loss, kept = run(mark)
-            wanted = list(marked)
-            if not (wanted and loss.requires_grad):
-                return kept, [None] * len(wanted)
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return kept, list(found)
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _output_files
 from keras_policy_ext.conversion import (
     Converted,
     FrozenReport,
@@ -17,6 +16,7 @@ from keras_policy_ext.conversion import (
     freeze,
 )
 from keras_policy_ext.conversion.freezing import frozen_layers
+from keras_policy_ext.ext import output_files
 from keras_policy_ext.reports import (
     BaseReport,
     Column,
@@ -84,7 +84,7 @@ class Shrunk:
 
     def run(self) -> None:
         """Save the frozen model, and print the report and the file sizes."""
-        with _output_files.whole(self.output) as path:
+        with output_files.whole(self.output) as path:
             self.model.save(path)
         before, after = (
             readable_bytes(path.stat().st_size)
@@ -108,7 +108,7 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
             written, or the model cannot be frozen.
     """
     read, written = pathlib.Path(source), pathlib.Path(output)
-    _output_files.check_output(read, written, force)
+    output_files.check_output(read, written, force)
     try:
         model = load_model(read, compile=False)
     except (OSError, TypeError) as error:

@@ -8,11 +8,17 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import versions
+from keras_policy_ext._types import Tensor
 
 try:
     from keras.src.backend.common import global_state as _global_state
 except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
+
+try:
+    from keras.src.backend.common import masking as _masking
+except ImportError:  # Keras has moved it: see `keep_mask`.
+    _masking = None
 
 
 def stored_autocast_scope() -> object:
@@ -171,3 +177,23 @@ def excludes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
         getattr(optimizer, "_exclude_from_weight_decay", None)
         or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
     )
+
+
+def keep_mask(old: Tensor, new: Tensor) -> Tensor:
+    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`.
+
+    Keras does so when it casts arguments. Masks are attributes of tensors
+    without public access (`masking`, keras 3.4 to 3.16). If the module is
+    missing, the mask is lost, with one warning.
+    """
+    if _masking is None and new is not old:
+        versions.warn_of_missing(
+            "keras.src.backend.common.masking",
+            "A mask is lost where a layer with AutocastMixin casts its "
+            "argument. Call the layer with `mask=`.",
+        )
+    elif new is not old:
+        mask = _masking.get_keras_mask(old)
+        if mask is not None:
+            _masking.set_keras_mask(new, mask)
+    return new

@@ -635,7 +635,7 @@ class AutocastMixin(_keras.OwnArgumentConversion, _bases.MixedInto):
             if isinstance(x, keras.KerasTensor) and not symbolic:
                 return x
             new = policy.convert_input(x, cast, dtype)
-            return calls.keep_mask(x, new)
+            return _keras.keep_mask(x, new)
 
         if keras.tree.is_nested(argument):
             return keras.tree.map_structure(convert, argument)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -244,14 +245,37 @@ def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
     with _unchanged(model):
         for step_by_step in (False, True):
             with listing.listed():
-                (value, kept), gradients = framework.marked_gradients(
-                    run, step_by_step
-                )
+                (value, kept), gradients = marked_gradients(run, step_by_step)
             if not listing.traced:
                 break
     uses = tuple(_uses(listing.calls, kept, gradients))
     unexamined = _unexamined(model, uses, listing)
     return Captured(uses, unexamined, kind, _number(value))
+
+
+def marked_gradients(
+    run: Callable[[Callable[[Tensor], Tensor]], tuple[Tensor, Any]],
+    step_by_step: bool,
+) -> tuple[Any, list[Tensor | None]]:
+    """Compute the gradients of a loss with respect to tensors inside it.
+
+    No gradient is stored with a variable.
+
+    Args:
+        run: Given a function that marks a tensor and returns an equal one
+            to go on with. Returns the loss, and nested tensors to keep.
+            JAX calls it twice, and takes the gradients of the second call.
+        step_by_step: Whether to run recurrent loops and the compiled
+            functions of layers eagerly.
+
+    Returns:
+        What was kept, and a gradient for each marked tensor, in the order
+        of marking; None if the loss does not depend on it. (JAX: zeros.)
+    """
+    name = f"{__package__}.{keras.backend.backend()}.marked_gradients"
+    found: tuple[Any, list[Tensor | None]]
+    found = importlib.import_module(name).marked_gradients(run, step_by_step)
+    return found
 
 
 def _uses(

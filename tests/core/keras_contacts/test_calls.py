@@ -85,27 +85,6 @@ def test_keras_does_not_say_that_shapes_alone_are_wanted():
     assert members_about(keras.SymbolicScope, "entered", "active") == []
 
 
-class SeesMask(keras.layers.Layer):
-    """Remembers the mask of its argument."""
-
-    supports_masking = True
-
-    def call(self, inputs, mask=None):
-        self.seen = mask
-        return inputs
-
-
-def test_a_cast_loses_the_mask_and_keras_offers_no_way_to_give_it_one():
-    x = keras.layers.Masking()(np.ones((1, 2, 3), "float32"))
-    cast = ops.cast(x, "bfloat16")
-    layer = SeesMask(dtype="bfloat16")
-    layer(cast)
-    assert layer.seen is None
-    layer(calls.keep_mask(x, cast))
-    assert layer.seen is not None
-    assert functions_about("get_mask", "set_mask", "keras_mask") == []
-
-
 class Softmaxes(keras.layers.Layer):
     """Calls a softmax with a keyword argument, as attention does."""
 

@@ -256,7 +256,6 @@ def test_states_learn_though_nobody_tells_that_they_were_made(
         (calls, "_global_state"),
         (calls, "_AutocastScope"),
         (calls, "_symbolic_scope"),
-        (calls, "_masking"),
         (global_policy, "_global_state"),
         (variable_values, "_global_state"),
     ],
@@ -285,15 +284,6 @@ def test_without_autocast_scopes_mixed_layers_are_refused(monkeypatch):
     assert_names(error, "AutocastScope")
     with pytest.raises(ImportError):
         kpe.autocast_scope("float32")
-
-
-def test_a_mask_that_is_lost_is_said_once(monkeypatch):
-    monkeypatch.setattr(calls, "_masking", None)
-    monkeypatch.setattr(versions, "WARNED_OF", set())
-    old, new = (keras.ops.ones((1,), dtype) for dtype in ("float32", "float16"))
-    with pytest.warns(UserWarning, match="mask is lost"):
-        calls.keep_mask(old, new)
-    calls.keep_mask(old, new)  # warnings are errors here
 
 
 def test_what_needs_a_graph_is_refused():

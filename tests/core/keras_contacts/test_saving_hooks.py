@@ -163,26 +163,3 @@ def test_a_file_does_not_say_the_policy_of_a_model_itself(tmp_path):
     loaded = keras.saving.load_model(path)
     assert loaded.dtype_policy.name == "float32"
     assert kpe.load_model(path).dtype_policy.name == "mixed_bfloat16"
-
-
-class OwnCompile(keras.Sequential):
-    def compile(self, **kwargs):
-        super().compile(**kwargs)
-
-
-def test_keras_does_not_compile_a_model_with_its_own_compile(tmp_path):
-    model = OwnCompile([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(optimizer="adam", loss="mse")
-    model.optimizer.build(model.trainable_variables)
-    model.save(tmp_path / "model.keras")
-    custom = {"OwnCompile": OwnCompile}
-
-    def loaded():
-        return keras.saving.load_model(tmp_path / "model.keras", custom)
-
-    with pytest.warns(UserWarning, match="compile.* is custom"):
-        assert not hasattr(loaded(), "optimizer")
-    with saving_hooks.compiled_as_saved():
-        found = loaded()
-    assert isinstance(found.optimizer, keras.optimizers.Adam) and found.compiled
-    assert len(found.optimizer.variables) == len(model.optimizer.variables)

@@ -4,8 +4,10 @@ import inspect
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
+from keras_policy_ext._keras import versions
 from keras_policy_ext.ext.mixed import _keras
 from public_api import functions_about, lists_with, members_about
 
@@ -155,3 +157,33 @@ def test_an_optimizer_does_not_tell_what_it_excludes_from_weight_decay():
     _keras.follow_weight_decay_exclusions(optimizer, [(first, wide)])
     optimizer.apply([keras.ops.zeros(2)] * 2, [wide, other])
     assert keras.ops.max(other) < keras.ops.max(wide) == 1
+
+
+class SeesMask(keras.layers.Layer):
+    """Remembers the mask of its argument."""
+
+    supports_masking = True
+
+    def call(self, inputs, mask=None):
+        self.seen = mask
+        return inputs
+
+
+def test_a_cast_loses_the_mask_and_keras_offers_no_way_to_give_it_one():
+    x = keras.layers.Masking()(np.ones((1, 2, 3), "float32"))
+    cast = ops.cast(x, "bfloat16")
+    layer = SeesMask(dtype="bfloat16")
+    layer(cast)
+    assert layer.seen is None
+    layer(_keras.keep_mask(x, cast))
+    assert layer.seen is not None
+    assert functions_about("get_mask", "set_mask", "keras_mask") == []
+
+
+def test_a_mask_that_is_lost_is_said_once(monkeypatch):
+    monkeypatch.setattr(_keras, "_masking", None)
+    monkeypatch.setattr(versions, "WARNED_OF", set())
+    old, new = (keras.ops.ones((1,), dtype) for dtype in ("float32", "float16"))
+    with pytest.warns(UserWarning, match="mask is lost"):
+        _keras.keep_mask(old, new)
+    _keras.keep_mask(old, new)  # warnings are errors here
