@@ -9,8 +9,10 @@ import shutil
 
 MODULES = (
     "ext",
+    "activations.py",
     "callbacks.py",
     "export",
+    "loops.py",
     "migration.py",
     "mixed_precision",
     "optimizers.py",

@@ -25,7 +25,6 @@ except (ImportError, ValueError) as error:
 
 from keras_policy_ext import (
     _extensions,
-    activations,
     formats,
     layers,
     policies,
@@ -91,12 +90,11 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = ("conversion", "kernels", "loops", "numerics", "reference", "seams")
+_LAZY = ("conversion", "kernels", "numerics", "reference", "seams")
 
 # Names of the core that load on their first use, and their modules. Those of
 # extensions are in `ext`.
 _LAZY_NAMES = {
-    "calibrate": "conversion",
     "convert": "conversion",
     "filters": "conversion",
     "freeze": "conversion",
@@ -164,6 +162,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keras_policy_ext import (
+        activations,
         callbacks,
         conversion,
         kernels,
@@ -176,7 +175,6 @@ if TYPE_CHECKING:
         seams,
     )
     from keras_policy_ext.conversion import (
-        calibrate,
         convert,
         filters,
         freeze,
@@ -185,6 +183,7 @@ if TYPE_CHECKING:
         widen,
     )
     from keras_policy_ext.ext.audit.audit import audit
+    from keras_policy_ext.ext.calibrate.calibration import calibrate
     from keras_policy_ext.ext.inspect.inspection import inspect
     from keras_policy_ext.ext.memory.step_memory import memory
     from keras_policy_ext.ext.mixed.autocast import (

@@ -5,7 +5,8 @@ python tests/devices_page.py
 
 import pathlib
 
-from keras_policy_ext.backends.devices import KNOWN, PRODUCTS
+from keras_policy_ext.backends.devices import KNOWN
+from keras_policy_ext.ext.gain.products import PRODUCTS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "devices.md"
 START = "<!-- Written by tests/devices_page.py: do not edit. -->\n"

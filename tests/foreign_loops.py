@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 import keras_policy_ext as kpe
+from keras_policy_ext.layers.stored_weights import is_state
 from steps import gradients, mean_square, no_grad, normal, numpy
 
 BACKEND = keras.backend.backend()
@@ -46,7 +47,7 @@ def gradients_of(model, x):
 def update_weights(model, grads):
     with no_grad():
         for v, g in zip(model.trainable_variables, grads, strict=True):
-            if not kpe.loops.is_state(v):
+            if not is_state(v):
                 v.assign(v.value - RATE * g)
 
 
@@ -55,7 +56,7 @@ def values_of(model):
 
 
 def states_of(model):
-    return [numpy(v) for v in model.weights if kpe.loops.is_state(v)]
+    return [numpy(v) for v in model.weights if is_state(v)]
 
 
 def assert_same_bits(found, expected):

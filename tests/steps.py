@@ -4,6 +4,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import seams
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.numerics.observations import UNSEEN, VALID_MARK
 
 
@@ -124,6 +126,29 @@ def _torch_gradients(layer, x, loss, training):
     grads = {id(t): g for t, g in zip(needed, found, strict=True)}
     x_grad, *grads = (grads.get(id(tensor)) for tensor in wanted)
     return outputs.detach(), x_grad, grads
+
+
+def weights_of(model):
+    """All weights of a model but the states, as from `kpe.loops.weights`."""
+    return [v for v in model.weights if not is_state(v)]
+
+
+def observe_inputs(model, x):
+    """Enter the largest inputs of each kernel in a call into its state."""
+    seen = {}
+
+    def observe(call):
+        weight = call.weight
+        state = None if weight is None else call.layer.float8_state.of(weight)
+        if state is not None:
+            amax = np.abs(numpy(call.planned.inputs)).max()
+            seen[id(state)] = state, max(amax, seen.get(id(state), (0, 0))[1])
+        return call.run()
+
+    with seams.on_contraction(observe):
+        model(x, training=False)
+    for state, amax in seen.values():
+        state.observe("inputs", amax)
 
 
 def state_of(layer):

@@ -34,7 +34,7 @@ MODULES = {
 
 
 # Whose classes are Keras's own affair, or a framework's.
-OTHER_CLASSES = ("_keras/", "backends/", "__main")
+OTHER_CLASSES = ("backends/", "__main")
 
 # Private names of others than Keras.
 NOT_OF_KERAS = {
@@ -68,6 +68,13 @@ SOURCES = {
     path.relative_to(package_root()).as_posix(): path
     for path in sorted(package_root().rglob("*.py"))
 }
+
+
+def is_keras_room(name):
+    """Whether a file is for contacts with Keras: `_keras/`, or of `ext`."""
+    path = pathlib.PurePosixPath(name)
+    of_extension = path.parts[0] == "ext" and path.name.startswith("_keras")
+    return path.parts[0] == "_keras" or of_extension
 
 
 def imported_names(tree):
@@ -124,10 +131,10 @@ def parse(name):
 
 @functools.cache
 def names_of_this_package():
-    """Private names that it defines outside of `_keras/`."""
+    """Private names that it defines outside of the rooms for Keras."""
     found = {pathlib.PurePath(name).stem for name in SOURCES}
     for name in SOURCES:
-        if not name.startswith("_keras/"):
+        if not is_keras_room(name):
             found |= private_definitions(parse(name))
     return found
 
@@ -176,7 +183,7 @@ def names_shared_with_keras(cls):
     for base in cls.__mro__:
         if base.__module__.startswith("keras."):
             theirs |= private_definitions(class_tree(base))
-        elif base.__module__.startswith("keras_policy_ext._keras."):
+        elif "._keras" in base.__module__:
             continue
         elif base.__module__.startswith(("keras_policy_ext.", __name__)):
             tree = class_tree(base)
@@ -191,7 +198,7 @@ def offenders(rule, names=SOURCES):
     return {name: what for name, what in found.items() if what}
 
 
-OUTSIDE_THE_KERAS_ROOM = [x for x in SOURCES if not x.startswith("_keras/")]
+OUTSIDE_THE_KERAS_ROOM = [x for x in SOURCES if not is_keras_room(x)]
 
 
 def test_only_the_room_for_it_touches_keras_internals():
@@ -214,7 +221,9 @@ def test_classes_use_no_private_name_of_the_keras_class_below():
     classes = {
         f"{name}: {cls.__qualname__}": cls
         for name in SOURCES
-        if not name.startswith(OTHER_CLASSES) and not folder_of(name)
+        if not name.startswith(OTHER_CLASSES)
+        and not is_keras_room(name)
+        and not folder_of(name)
         for cls in classes_of(name)
     }
     found = offenders(lambda x: names_shared_with_keras(classes[x]), classes)

@@ -17,7 +17,8 @@ import keras_policy_ext as kpe
 from cases import mostly
 from conftest import visible_gpus
 from keras_policy_ext import backends, contractions, kernels
-from keras_policy_ext.conversion import filters
+from keras_policy_ext.ext.gain import auto
+from keras_policy_ext.ext.gain.estimate import BreakEven
 
 CHEAP = [check.__name__ for check in device_checks.CHEAP]
 OTHERS = ["other_layers", "memory_of_a_step"]
@@ -203,10 +204,10 @@ def test_a_file_that_comes_back_otherwise_is_noticed(monkeypatch):
 
 @pytest.mark.any_backend
 def test_a_filter_that_does_not_go_by_its_table_is_noticed(monkeypatch):
-    row = filters.BreakEven("any", "any", 64, "")
-    monkeypatch.setattr(filters, "here", lambda: row)
+    row = BreakEven("any", "any", 64, "")
+    monkeypatch.setattr(auto, "here", lambda: row)
     emulated = kernels.Choice("emulated", "none")
-    monkeypatch.setattr(filters, "choice_for", lambda c: emulated)
+    monkeypatch.setattr(auto, "choice_for", lambda c: emulated)
     assert "0 layers are converted" in broken(device_checks.auto_filter)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import recipes
-from keras_policy_ext.backends import devices, estimate
+from keras_policy_ext.ext.gain import estimate
+from keras_policy_ext.ext.gain.products import device_named
 
 pytestmark = pytest.mark.any_backend
 
@@ -43,7 +44,7 @@ def test_every_recipe_in_a_page_can_be_made(name):
 
 def test_the_sizes_of_the_example_are_those_of_the_card():
     text = (DOCS / "choose.md").read_text("utf-8")
-    card = devices.get("rtx4090")
+    card = device_named("rtx4090")
     jax, torch = (
         estimate.break_even(backend, card).size for backend in ("jax", "torch")
     )

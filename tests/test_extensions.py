@@ -4,6 +4,7 @@ import ast
 import importlib
 import pathlib
 
+import keras
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ TESTS = pathlib.Path(__file__).parent / "ext"
 FOLDERS = sorted(path.parent for path in (ROOT / "ext").glob("*/__init__.py"))
 PAGE = TESTS.parents[1] / "docs" / "internals" / "design.md"
 
-OTHER_NAMES = 138
+OTHER_NAMES = 142
 """Of the core, that extensions use and that are not public. Lower it."""
 
 
@@ -53,6 +54,19 @@ def test_a_new_row_makes_a_name_of_the_package(monkeypatch):
         kpe.ndarray  # noqa: B018
     _extensions.add({"ndarray": "numpy"}, ())
     assert kpe.ndarray is np.ndarray
+
+
+def test_without_its_extension_a_filter_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setattr(_extensions, "_homes", {})
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
+    for call in (
+        lambda: kpe.convert(model, filter="auto"),
+        lambda: kpe.filters.Auto(),
+    ):
+        with pytest.raises(AttributeError, match=r"filters\.Auto` belongs to"):
+            call()
+    assert type(model.layers[0]) is keras.layers.Dense
+    assert len(kpe.convert(model, filter="safe").skipped) == 1
 
 
 def is_public(module, name):

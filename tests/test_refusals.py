@@ -9,7 +9,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import kernels, numerics
-from keras_policy_ext.backends import devices
+from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.mixed import experimental
 from keras_policy_ext.mixed_precision import (
     LossScaleOptimizer,
@@ -143,7 +143,7 @@ REFUSED = {
         (ValueError, "different shapes", "(4,)", "equal shapes"),
     ),
     "device": (
-        lambda: devices.get("h300"),
+        lambda: device_named("h300"),
         (ValueError, "Did you mean", "'h300'", "h200"),
     ),
 }

@@ -21,7 +21,7 @@ import charts
 import counts
 from generated import write_or_check
 
-from keras_policy_ext.backends import estimate
+from keras_policy_ext.ext.gain import estimate
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 ROOT = pathlib.Path(__file__).parents[2]

@@ -4,7 +4,7 @@
 
 They are those of JAX's steps of square Dense layers on GPUs, from the committed
 results of `layer.py` and `jax_on_card.py`; of two measurements of the same, the
-later one. `keras_policy_ext/backends/estimate.py` reads them. `--check` writes
+later one. `keras_policy_ext/ext/gain/estimate.py` reads them. `--check` writes
 nothing, and fails where the table is another.
 """
 
@@ -14,11 +14,11 @@ import re
 
 from generated import write_or_check
 
-from keras_policy_ext.backends import estimate
+from keras_policy_ext.ext.gain import estimate
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGE = pathlib.Path(__file__).parents[2] / "keras_policy_ext"
-TABLE = PACKAGE / "backends" / "measured.json"
+TABLE = PACKAGE / "ext" / "gain" / "measured.json"
 OURS = ("float8 delayed", "float8 current", "float8 rowwise")
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from generated import write_or_check
 
 from keras_policy_ext import recipes
-from keras_policy_ext.backends import estimate
-from keras_policy_ext.backends.estimate import (
+from keras_policy_ext.ext.gain import estimate
+from keras_policy_ext.ext.gain.estimate import (
     CARDS,
     XLA_RESULTS,
     Card,
@@ -27,7 +27,7 @@ from keras_policy_ext.backends.estimate import (
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "plan.md"
-MODULE = ROOT / "keras_policy_ext" / "backends" / "estimate.py"
+MODULE = ROOT / "keras_policy_ext" / "ext" / "gain" / "estimate.py"
 
 OTHERS = {
     "H200 NVL": Card(835e12, 1671e12, 0, 4.8e12),

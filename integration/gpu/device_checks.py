@@ -37,7 +37,7 @@ from workloads import Llama, normal
 
 import keras_policy_ext as kpe
 from keras_policy_ext import contractions
-from keras_policy_ext.conversion import filters
+from keras_policy_ext.ext.gain import auto
 from keras_policy_ext.ext.moments import codes as moments
 from keras_policy_ext.numerics.stochastic import key_of_use
 from keras_policy_ext.reference import moments as moments_reference
@@ -47,7 +47,7 @@ CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
 
 def native_kernel():
     """A matmul is native exactly where the device has float8 units."""
-    choice = filters.choice_for(contractions.Einsum("ab,bc->ac"))
+    choice = auto.choice_for(contractions.Einsum("ab,bc->ac"))
     found = {"kernel": choice.kind, "reason": choice.reason}
     has = capability()
     if has is None and measuring.on_gpu():
@@ -359,7 +359,7 @@ def _mapped_functions(layer):
 
 def auto_filter():
     """`filter="auto"` converts large layers where float8 gains, else none."""
-    here = filters.here()
+    here = auto.here()
     models = made(
         lambda: _wide(8192 if measuring.on_gpu() else 64), ["bfloat16"]
     )

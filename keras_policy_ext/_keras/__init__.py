@@ -8,3 +8,40 @@ Keras has a public way to do the same. For each use, a test in
 `tests/core/keras_contacts` shows the behaviour of Keras that makes it
 necessary, and fails when Keras changes it.
 """
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+Stock = Callable[..., Any]
+"""A function of Keras, which its wrapper gets as the first argument."""
+
+_MARK = "_keras_policy_ext"
+"""An attribute of wrapped functions: the names of their wrappers."""
+
+
+def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
+    """Replace `owner.name` by `function`, which gets the original first.
+
+    The owner is a class or module. A class method stays one: the class comes
+    after the original. Each pair of functions is combined only once. Return
+    False, and do nothing, if there is no function of this name.
+    """
+    stock = getattr(owner, name, None)
+    if stock is None:
+        return False
+    of_class = inspect.ismethod(stock)
+    stock = getattr(stock, "__func__", stock)
+    given = f"{function.__module__}.{function.__qualname__}"
+    before = getattr(stock, _MARK, ())
+    if given in before:
+        return True
+
+    @functools.wraps(stock)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return function(stock, *args, **kwargs)
+
+    vars(around)[_MARK] = (*before, given)
+    setattr(owner, name, classmethod(around) if of_class else around)
+    return True

@@ -11,9 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext._keras import versions
-from keras_policy_ext._keras.around import Stock
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._keras import Stock, versions
 
 # A method of a class is replaced for all threads, and acts in one.
 _REPLACED = threading.RLock()
@@ -145,22 +143,6 @@ try:
 except ImportError:  # Keras has moved it: see `are_shapes_alone_wanted`.
     _symbolic_scope = None
 
-try:
-    from keras.src.backend.common import masking as _masking
-except ImportError:  # Keras has moved it: see `keep_mask`.
-    _masking = None
-
-
-PARTS_OF_LSTM_STEPS = (
-    "_compute_carry_and_output",
-    "_compute_carry_and_output_fused",
-)
-"""Methods that `LSTMCell.call` consists of (keras 3.0 to 3.15).
-
-A subclass that overrides one computes something else, and has no float8 form.
-If they are missing, no subclass overrides them. Expires when they are public.
-"""
-
 
 def training_of_call() -> bool | None:
     """Return the `training` argument of the layer call in progress, or None.
@@ -212,16 +194,6 @@ def are_shapes_alone_wanted() -> bool:
     return False if entered is None else bool(entered())
 
 
-def is_in_a_call() -> bool:
-    """Return True if this thread is inside the call of a layer, or may be.
-
-    It is read from the same context as in `training_of_call`.
-    """
-    if _global_state is None:
-        return True
-    return _global_state.get_global_attribute("current_call_ctx") is not None
-
-
 def instead_of_each_call(
     function: Callable[..., Any],
 ) -> AbstractContextManager[None]:
@@ -245,66 +217,6 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     return _AutocastScope(dtype)
 
 
-def stored_autocast_scope() -> object:
-    """Return Keras's autocast scope that is active in this thread, or None."""
-    # It is in Keras's thread-local state (keras 3.0 to 3.15). Without it, a
-    # layer that is not mixed leaves the scope of its caller unchanged.
-    if _global_state is None:
-        return None
-    return _global_state.get_global_attribute("autocast_scope")
-
-
-def store_autocast_scope(scope: object) -> None:
-    """Set Keras's autocast scope of this thread; None for no scope."""
-    if _global_state is None:
-        raise versions.missing(
-            "keras.src.backend.common.global_state", "an autocast scope"
-        )
-    _global_state.set_global_attribute("autocast_scope", scope)
-
-
-class OwnArgumentConversion:
-    """A layer that casts its call arguments itself, instead of Keras.
-
-    Keras's `__call__` casts every floating argument unless the layer sets
-    `_convert_input_args = False`, as Keras's preprocessing layers do (keras
-    3.0 to 3.15). Here Keras always reads False, and `converts_arguments` has
-    the value that the layer set. If Keras no longer reads it, all arguments
-    are cast a second time.
-    """
-
-    @property
-    def converts_arguments(self) -> bool:
-        """True if the layer may cast its call arguments."""
-        return bool(self.__dict__.get("_converts_arguments", True))
-
-    @property
-    def _convert_input_args(self) -> int:
-        # Not False: TensorFlow skips the setter for the object that is there.
-        return 0
-
-    @_convert_input_args.setter
-    def _convert_input_args(self, value: bool) -> None:
-        self.__dict__["_converts_arguments"] = bool(value)
-
-
-def keep_mask(old: Tensor, new: Tensor) -> Tensor:
-    """Copy the Keras mask of tensor `old` to tensor `new`; return `new`."""
-    # Keras does so when it casts arguments (`masking`, keras 3.4 to 3.16).
-    # Without that module the mask is lost, with one warning.
-    if _masking is None and new is not old:
-        versions.warn_of_missing(
-            "keras.src.backend.common.masking",
-            "A mask is lost where a layer with AutocastMixin casts its "
-            "argument. Call the layer with `mask=`.",
-        )
-    elif new is not old:
-        mask = _masking.get_keras_mask(old)
-        if mask is not None:
-            _masking.set_keras_mask(new, mask)
-    return new
-
-
 def rematerialize_with_outer(layer: keras.Layer) -> None:
     """Turn off rematerialization of a layer that an outer layer rematerializes.
 
@@ -315,42 +227,3 @@ def rematerialize_with_outer(layer: keras.Layer) -> None:
     mode = getattr(layer, "_remat_mode", None)
     if getattr(mode, "mode", None) == "full":
         layer._remat_mode = None
-
-
-class _WithCell:
-    """A substitute for an RNN layer that has another cell."""
-
-    def __init__(self, layer: keras.layers.RNN, cell: Callable[..., object]):
-        self._layer = layer
-        self.cell = cell
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
-def run_recurrent_loop(
-    layer: keras.layers.RNN,
-    step: Callable[..., object],
-    inputs: Tensor,
-    initial_state: list[Tensor],
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run the loop of an RNN layer over time, with `step` as the cell.
-
-    There is no public loop over time steps with masks, and that of `RNN` calls
-    `self.cell`. So it is called with a substitute for the layer (keras 3.0 to
-    3.15). If it needs more than attributes in a later Keras, it raises.
-
-    Args:
-        layer: An RNN layer.
-        step: Maps (inputs of a step, states) to (outputs, new states).
-        inputs: (batch, steps, ...).
-        initial_state: A list of states.
-        mask: None, or boolean (batch, steps).
-
-    Returns:
-        The last outputs, all outputs, and the last states.
-    """
-    return keras.layers.RNN.inner_loop(
-        _WithCell(layer, step), inputs, initial_state, mask
-    )

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras.around import Stock, put_around
+from keras_policy_ext._keras import Stock, put_around
 
 try:
     from keras.src import dtype_policies as _dtype_policies

@@ -1,14 +1,16 @@
 """The variables that an optimizer was built with, and their slots."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import variable_values, versions
-from keras_policy_ext._keras.around import Stock, put_around
+from keras_policy_ext._keras import (
+    Stock,
+    put_around,
+    variable_values,
+    versions,
+)
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -119,7 +121,7 @@ def _has_slots_for_all(
     return any(
         _are_slots(value, place) and value[0] is not None
         for name, value in vars(other).items()
-        if name not in (*_NO_SLOTS, _AVERAGES, "_accumulated_gradients")
+        if name not in NO_SLOTS
     )
 
 
@@ -137,7 +139,7 @@ def _build_again(
     own: set[int] = set()
     for name, new in list(vars(other).items()):
         old: Any = getattr(optimizer, name, None)
-        if name in _NO_SLOTS or not _are_slots(new, after):
+        if name in _KNOWN or not _are_slots(new, after):
             continue
         if not _are_slots(old, before):
             continue
@@ -174,8 +176,11 @@ def _replace_variables(
     tracked["variables"] = (tracked["variables"][0], optimizer._variables)
 
 
-_NO_SLOTS = ("_variables", "_trainable_variables")
+_KNOWN = ("_variables", "_trainable_variables")
 _AVERAGES = "_model_variables_moving_average"
+
+NO_SLOTS = (*_KNOWN, _AVERAGES, "_accumulated_gradients")
+"""The lists of variables that an optimizer has besides those of slots."""
 
 
 def _are_slots(candidate: object, before: dict[int, int]) -> bool:
@@ -228,58 +233,11 @@ def _replace_list(
         setattr(owner, name, values)
 
 
-def follow_weight_decay_exclusions(
-    optimizer: keras.optimizers.Optimizer,
-    pairs: Iterable[tuple[keras.Variable, object]],
-) -> None:
-    """Exclude the substitutes of excluded variables from weight decay too.
-
-    `pairs` has variables, each with its substitute.
-    `exclude_from_weight_decay( var_list=…)` stores the keys of variables, and
-    on JAX and torch a substitute has another key (keras 3.12 to 3.15). If
-    Keras stores them otherwise, nothing happens: exclude through the wrapper,
-    or by `var_names`.
-    """
-    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
-    key = getattr(optimizer, "_var_key", None)
-    if not isinstance(excluded, set) or key is None:
-        return
-    for variable, stand_in in pairs:
-        if key(variable) in excluded:
-            excluded.add(key(stand_in))
-
-
-def excludes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return True if an optimizer excludes weights from weight decay."""
-    # On PyTorch Keras fails if all weights of a step are excluded (keras 3.15;
-    # `_exclude_from_weight_decay` and `_exclude_from_weight_decay_pattern`,
-    # keras 3.0 to 3.16).
-    return bool(
-        getattr(optimizer, "_exclude_from_weight_decay", None)
-        or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-    )
-
-
 def untracked() -> Any:
     """Return a scope in which attributes of an optimizer are not tracked."""
     if _tracking is None:
         return contextlib.nullcontext()
     return _tracking.DotNotTrackScope()
-
-
-def track(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> None:
-    """Add a variable to those of an optimizer."""
-    # Public `add_variable` makes the variable itself (`_track_variable`, keras
-    # 3.0 to 3.16).
-    if not hasattr(optimizer, "_track_variable"):
-        raise versions.missing(
-            "Optimizer._track_variable",
-            "an optimizer whose state is stored in one byte a number",
-            "Use the optimizer as it is.",
-        )
-    optimizer._track_variable(variable)
 
 
 def replace_slots(
@@ -301,20 +259,6 @@ def replace_slots(
     tracker = tracker_of(optimizer)
     tracker.stored_ids["variables"] = {id(v) for v in variables}
     _replace_variables(optimizer, variables)
-
-
-def around_loading(function: Callable[..., None]) -> None:
-    """Let `function` load optimizers; its first argument is Keras's method."""
-    # That is `Optimizer.load_own_variables` (public). A stock optimizer asks
-    # nobody about the entries of a file that it reads.
-    put_around(keras.optimizers.Optimizer, "load_own_variables", function)
-
-
-def around_making(function: Callable[..., Any]) -> None:
-    """Let `function` make optimizers; its first argument is Keras's method."""
-    # That is the class method `from_config` (public). A stock class is asked
-    # for a config that is not its own, and refuses its entries.
-    put_around(keras.optimizers.Optimizer, "from_config", function)
 
 
 def without_states_that_lack_gradients() -> None:
@@ -339,86 +283,3 @@ def _without_states(
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
     return stock(optimizer, gradients, variables)
-
-
-def own_variables(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.Variable]:
-    """Return the variables that an optimizer tracks itself, slots included."""
-    # Public `variables` is another list where a class says so (`_variables`,
-    # keras 3.0 to 3.16).
-    return optimizer._variables
-
-
-def steps_made(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Return the variable that counts the calls of `apply`."""
-    # Public `iterations` counts the updates, and of a wrapper those inside
-    # (`_iterations`, keras 3.0 to 3.16).
-    return optimizer._iterations
-
-
-def replicas_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Return the `tf.distribute` scope that made an optimizer, if any."""
-    # A slot that is made elsewhere is no variable of each replica: all would
-    # update the same one. The strategy has no public name
-    # (`_distribution_strategy`, on TensorFlow, keras 3.0 to 3.16).
-    strategy = getattr(optimizer, "_distribution_strategy", None)
-    return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
-def layout_of(variable: keras.Variable) -> dict[str, Any]:
-    """Return the layout of a variable as an argument of `keras.Variable`."""
-    # It has no public name (`_layout`, on JAX, keras 3.0 to 3.16). Without it
-    # a distribution of Keras chooses one by the path.
-    layout = getattr(variable, "_layout", None)
-    return {} if layout is None else {"layout": layout}
-
-
-class KnowsParts:
-    """A mixin for optimizers whose `update_step` may get a part of a weight.
-
-    A part has the weight as `whole`. An optimizer finds the slots of a weight
-    by `_var_key` (keras 3.0 to 3.16). `takes_parts` says if it still does.
-    """
-
-    def _var_key(self, variable: Any) -> Any:
-        return super()._var_key(getattr(variable, "whole", variable))  # type: ignore[misc]
-
-
-def takes_parts() -> bool:
-    """Return True if slots are found by what `KnowsParts` changes."""
-    names = "_get_variable_index", "_var_key"
-    return all(hasattr(keras.optimizers.Optimizer, name) for name in names)
-
-
-def slots_of_variable(
-    optimizer: keras.optimizers.Optimizer, variable: Any
-) -> list[keras.Variable]:
-    """Return the slots of a variable, but no averages and accumulators."""
-    # Where Keras lacks what `takes_parts` looks for, there are none.
-    if not takes_parts():
-        return []
-    # Only at one place of each list: a step asks this for each variable.
-    count = len(optimizer._trainable_variables)
-    index = optimizer._get_variable_index(variable)
-    others = (*_NO_SLOTS, _AVERAGES, "_accumulated_gradients")
-    slots = [
-        value[index]
-        for name, value in vars(optimizer).items()
-        if name not in others and isinstance(value, list)
-        if len(value) == count
-    ]
-    return [x for x in slots if x is None or isinstance(x, keras.Variable)]
-
-
-@functools.cache
-def fused_update(cls: Any) -> Callable[..., None] | None:
-    """Return how Keras updates several weights of a class at once, or None.
-
-    On PyTorch an object of a public class is one of a private class, with
-    `_parallel_update_step` (keras 3.0 to 3.16): `update(optimizer, gradients,
-    variables, learning_rate)`, in place. It takes a tenth of the calls of
-    `update_step`, which is used where it is missing.
-    """
-    made = type(cls.__new__(cls))
-    return getattr(made, "_parallel_update_step", None)

@@ -6,15 +6,13 @@ import contextlib
 import contextvars
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
 from keras_policy_ext import _user_code
-from keras_policy_ext._keras import versions
-from keras_policy_ext._keras.around import Stock, put_around
-from keras_policy_ext._keras.calls import in_place_of
+from keras_policy_ext._keras import Stock, put_around, versions
 
 try:
     from keras.src.utils import summary_utils as _summary_utils
@@ -180,26 +178,6 @@ def load_assets(model: keras.Model, folder: Any) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def compiled_as_saved() -> Iterator[None]:
-    """In the block, compile loaded models whose class has its own `compile`."""
-
-    # Keras does not compile such a model (3.12 to 3.15), and warns. A task of
-    # KerasHub then has the default optimizer of its class. The file has the
-    # arguments of `keras.Model.compile`, which is called with them again.
-    def compiled(stock: Stock, model: Any, config: dict[str, Any]) -> None:
-        if type(model).compile is keras.Model.compile:
-            stock(model, config)
-            return
-        arguments = keras.saving.deserialize_keras_object(config)
-        keras.Model.compile(model, **arguments)
-        if model.built:
-            model.optimizer.build(model.trainable_variables)
-
-    with in_place_of("compile_from_config", compiled, keras.Model):
-        yield
-
-
 def before_export(check: Callable[[keras.Model, str], None]) -> None:
     """Make `Model.export` call `check` with the model and the format's name.
 
@@ -233,22 +211,3 @@ def serialize_as(cls: type, original: type) -> None:
     names = getattr(object_registration, "GLOBAL_CUSTOM_NAMES", None)
     if isinstance(names, dict) and original in names:
         names[cls] = names[original]
-
-
-def is_default(method: object) -> bool:
-    """Return True if a method is Keras's default, such as `get_config`."""
-    # Keras marks it with `_is_default` (keras 3.0 to 3.15). A marked
-    # `get_config` returns the arguments of the constructor.
-    return bool(getattr(method, "_is_default", False))
-
-
-def amend_compile_config(model: keras.Model, changes: dict[str, Any]) -> None:
-    """Change the `compile` arguments that a model's file will hold."""
-    # `get_compile_config` returns what `compile` was given, except for
-    # `auto_scale_loss` (`_compile_config`, keras 3.0 to 3.15): a model that
-    # was compiled with False would get a loss scaler when it is loaded.
-    # Expires when Keras saves the argument, and public classes on torch.
-    stored = getattr(model, "_compile_config", None)
-    arguments = getattr(stored, "config", None)
-    if isinstance(arguments, dict):
-        arguments.update(changes)

@@ -10,8 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import calls, versions
-from keras_policy_ext._keras.around import Stock, put_around
+from keras_policy_ext._keras import Stock, calls, put_around, versions
 from keras_policy_ext._types import Tensor
 
 try:
@@ -39,19 +38,6 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
         # On TensorFlow ops.convert_to_tensor would return the Keras variable,
         # to be read, and autocast, after this scope.
         return variable.value
-
-
-def autocasts(variable: keras.Variable) -> bool:
-    """Return True if reads in an autocast scope cast this variable."""
-    # `autocast=` is an argument of `keras.Variable`, True by default, and
-    # cannot be read back publicly (`_autocast`, keras 3.0 to 3.15).
-    return bool(getattr(variable, "_autocast", True))
-
-
-def set_autocasts(variable: keras.Variable, value: bool) -> None:
-    """Set whether reads in an autocast scope cast this variable."""
-    if hasattr(variable, "_autocast"):
-        variable._autocast = value
 
 
 def has_value(variable: keras.Variable) -> bool:
@@ -157,27 +143,6 @@ def replace(variable: keras.Variable, value: Tensor) -> None:
     variable._value = value
 
 
-@contextlib.contextmanager
-def dtypes_replaced(
-    dtypes: Sequence[tuple[keras.Variable, str]],
-) -> Iterator[None]:
-    """In the block, variables say to have other dtypes than their tensors.
-
-    In a stateless scope they then read as variables of these dtypes, since
-    Keras casts the values that are passed to the scope (`_dtype`, keras 3.0 to
-    3.16). If Keras stores it elsewhere, nothing changes.
-    """
-    pairs = [pair for pair in dtypes if hasattr(pair[0], "_dtype")]
-    before = [variable._dtype for variable, _ in pairs]
-    try:
-        for variable, dtype in pairs:
-            variable._dtype = dtype
-        yield
-    finally:
-        for (variable, _), dtype in zip(pairs, before, strict=True):
-            variable._dtype = dtype
-
-
 class ComputedVariable:
     """A variable whose value is computed from another variable, `held`.
 
@@ -212,29 +177,6 @@ class ComputedVariable:
         made: Any = self
         shape = tuple(self.held.shape)
         return f"<Variable path={made.path}, shape={shape}, dtype={made.dtype}>"
-
-
-class StoredInParts:
-    """A variable that a `tf.train.Checkpoint` stores as other variables.
-
-    TensorFlow asks each variable for its tensors and hands them back, by
-    methods that Keras's variables have (`_serialize_to_tensors`,
-    `_restore_from_tensors`, keras 3.12 to 3.16, TensorFlow 2.21). They would
-    read the computed value. Without them, the checkpoint lacks the variable.
-    """
-
-    stored_parts: dict[str, keras.Variable]
-    """The other variables, by the names of their entries in a checkpoint."""
-
-    def _serialize_to_tensors(self) -> dict[str, Any]:
-        tensors = {}
-        for name, part in self.stored_parts.items():
-            (tensors[name],) = part._serialize_to_tensors().values()
-        return tensors
-
-    def _restore_from_tensors(self, tensors: dict[str, Tensor]) -> None:
-        for name, part in self.stored_parts.items():
-            part.assign(tensors[name])
 
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:

@@ -22,22 +22,6 @@ STEPS = (
 )
 
 
-class OwnReturnedLogs:
-    """A model that chooses which logs `train_on_batch` returns as a list.
-
-    Keras lists all logs of `train_step` (`_flatten_metrics_in_order`, keras
-    3.0 to 3.15).
-    """
-
-    def returned_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the logs to list; subclasses may leave some out."""
-        return logs
-
-    def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
-        above: Any = super()
-        return above._flatten_metrics_in_order(self.returned_logs(logs))
-
-
 def forget_compiled_functions(model: keras.Model) -> None:
     """Make a model trace its training, test and prediction steps again."""
     # `compile` does this too, but needs the loss and the metrics again (keras
@@ -190,11 +174,3 @@ def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
             (getattr(given, "args", ()), getattr(given, "kwargs", {}))
         )
     return [each for each in values if isinstance(each, keras.Variable)]
-
-
-def tracked_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """Return the metrics of a layer, without those of inner layers."""
-    # `metrics` of a custom model is often a property that may read attributes
-    # which the constructor has not set yet (`_metrics`, keras 3.0 to 3.15).
-    # Without it, metrics are updated as in Keras.
-    return list(getattr(layer, "_metrics", ()))

@@ -174,7 +174,6 @@ DIFFERENTIATED_AGAIN = (
 )
 
 Settle = Callable[[Tensor, Tensor], Tensor]
-Mark = Callable[[Tensor], Tensor]
 
 
 @functools.cache
@@ -406,26 +405,6 @@ class Gradients:
         """Run a frozen operation; save only the constants for the gradient."""
         raise NotImplementedError
 
-    def marked_gradients(
-        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
-    ) -> tuple[Any, list[Tensor | None]]:
-        """Compute the gradients of a loss with respect to tensors inside it.
-
-        No gradient is stored with a variable.
-
-        Args:
-            run: Given a function that marks a tensor and returns an equal one
-                to go on with. Returns the loss, and nested tensors to keep. JAX
-                calls it twice: first for the shapes of the marked tensors.
-            step_by_step: Whether to run recurrent loops and the compiled
-                functions of layers eagerly.
-
-        Returns:
-            What was kept, and a gradient for each marked tensor, in the order
-            of marking; None (JAX: zeros) if the loss does not depend on it.
-        """
-        raise NotImplementedError
-
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
         """Return a context that restores the framework's random state."""
         # Keras draws from it on PyTorch alone, for layers without a seed.
@@ -529,57 +508,6 @@ class States(Replicas):
     def known_value(self, variable: keras.Variable) -> Tensor | None:
         """Return a state's value; None while it is traced or slow to read."""
         return None
-
-    def follow_shards(
-        self,
-        variables: Sequence[keras.Variable],
-        modules: Sequence[keras.Layer],
-    ) -> None:
-        """Make variables read the sharded parameters of `fully_shard`.
-
-        Raises:
-            ValueError: If `fully_shard` has sharded no parameter, or one in a
-                way that cannot be trained.
-        """
-        raise ValueError(
-            "`fully_shard` works only on PyTorch. Received: the backend "
-            f"{self.name!r}. Allowed: 'torch'. Do not call `follow_shards` "
-            "here; on JAX use keras.distribution.ModelParallel."
-        )
-
-    def gather_float8(
-        self, kernels: Sequence[Any], modules: Sequence[keras.Layer]
-    ) -> None:
-        """Make `fully_shard` gather kernels as float8.
-
-        Args:
-            kernels: Objects with the attributes `variable`, `quantization`,
-                `source` (of its scales), and `state`, which may be None.
-            modules: The layers of the model.
-
-        Raises:
-            ValueError: On another framework than PyTorch, or if a kernel is
-                sharded already. Nothing is changed then.
-        """
-        raise ValueError(
-            "`fully_shard` works only on PyTorch. Received: the backend "
-            f"{self.name!r}. Allowed: 'torch'. Do not call `gather_float8` "
-            "here; on JAX `ModelParallel` gathers float8 without it."
-        )
-
-    def settle_observed(self, variables: Sequence[keras.Variable]) -> None:
-        """Update state variables with the observations stored for them.
-
-        Raises:
-            ValueError: If the framework returns gradients instead of storing
-                them in the variables.
-        """
-        raise ValueError(
-            f"On {self.name} gradients are not stored in the variables. "
-            "Received: no gradients. Allowed: gradients for all of "
-            "`model.trainable_variables`, from your training step. Pass them "
-            "as the second argument."
-        )
 
 
 class Backend(Arithmetic, Tracing, Gradients, States):

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.both_layouts import BothLayouts
+from keras_policy_ext.backends.both_layouts import BothLayouts, RowCasts
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
-from keras_policy_ext.backends.row_casts import RowCasts
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.casting import Cast, Codec
 from keras_policy_ext.numerics.quantized import Quantized

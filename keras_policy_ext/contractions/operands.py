@@ -14,11 +14,11 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends import emulated
 from keras_policy_ext.backends.both_layouts import (
     QuantizedForBoth,
+    RowCast,
     Wanted,
     read_both,
 )
 from keras_policy_ext.backends.matmuls import ROW, Choice, Engine
-from keras_policy_ext.backends.row_casts import RowCast
 from keras_policy_ext.contractions.kinds import AxisNames, Contraction
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.casting import Cast

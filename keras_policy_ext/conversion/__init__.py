@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from keras_policy_ext import _extensions
 from keras_policy_ext.conversion import filters
-from keras_policy_ext.conversion.calibration import calibrate
 from keras_policy_ext.conversion.freezing import freeze, thaw, widen
 from keras_policy_ext.conversion.in_place import convert, revert
 from keras_policy_ext.conversion.report import (
@@ -22,6 +21,7 @@ from keras_policy_ext.conversion.report import (
 )
 
 if TYPE_CHECKING:
+    from keras_policy_ext.ext.calibrate.calibration import calibrate
     from keras_policy_ext.ext.smoothing.eight_bits import eight_bit_rules
     from keras_policy_ext.ext.smoothing.smoothing import (
         Smoothed,

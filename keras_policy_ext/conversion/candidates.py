@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -71,6 +71,31 @@ class Candidate:
     def size(self) -> int:
         """The number of entries of the largest kernel."""
         return max((int(np.prod(k.shape)) for k in self.kernels), default=0)
+
+
+class SizeFilter:
+    """The base class of filters that compare all candidates of a model."""
+
+    def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        """Return the reason for each layer that this filter leaves out.
+
+        Args:
+            candidates: All that could be converted, in the model's order.
+
+        Returns:
+            A reason by the index of each candidate that is left out.
+        """
+        raise NotImplementedError
+
+
+def not_multiples(summed: int, free: int, multiple: int) -> str | None:
+    """Return why a matmul of these sizes is left out, or None."""
+    if not (summed % multiple or free % multiple):
+        return None
+    return (
+        f"its product sums over {summed} and yields {free}, not both multiples "
+        f"of {multiple}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

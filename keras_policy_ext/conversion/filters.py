@@ -4,144 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from keras_policy_ext import _extensions
+from keras_policy_ext.conversion.candidates import (
+    Candidate,
+    SizeFilter,
+    not_multiples,
+)
 
-from keras_policy_ext import backends, contractions, recipes
-from keras_policy_ext.backends.estimate import BreakEven, Matmuls, break_even
-from keras_policy_ext.conversion.candidates import Candidate
+if TYPE_CHECKING:
+    from keras_policy_ext.ext.gain.auto import Auto
 
-
-def here() -> BreakEven:
-    """Return the break-even size of this machine, or of the simulated device.
-
-    Where float8 matmuls are emulated, no size gains.
-    """
-    backend, device = backends.current.name, backends.engine.device()
-    choice = choice_for(contractions.Einsum("ab,bc->ac"))
-    if choice.native and device.float8:
-        return break_even(backend, device)
-    reason = f"{device.title} has no float8 matmul"
-    if device.float8:
-        reason = f"matmuls are emulated: {choice.reason}"
-    return BreakEven(backend, device.title, None, reason)
-
-
-def choice_for(
-    contraction: contractions.Einsum | contractions.Conv,
-) -> contractions.Choice:
-    """Return the matmul kernel that a compiled step gets for a contraction.
-
-    Scaling is per tensor.
-    """
-    recipe = recipes.get("current")
-    plan = contractions.make_plan(contraction, recipe, "bfloat16", "float32")
-    # `fit` compiles for a GPU on TensorFlow, and a model is converted before.
-    return dataclasses.replace(plan, for_xla=True).resolved().choice
+__all__ = ["Auto", "Safe"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Auto:
-    """A filter that leaves out layers that float8 would slow down or hurt.
-
-    Hardware multiplies float8 matrices whose sizes are multiples of 16. In a
-    small matmul the time saved is less than the time of amaxes and casts. The
-    size from which float8 gains depends on the device: see
-    `keras-policy-ext doctor`. Emulated matmuls never gain, so without
-    `smallest` no layer is converted on a CPU.
-
-    Attributes:
-        multiple: Both the summed and the output size must be multiples of it.
-        smallest: Neither may be below it, on any device. None: the size comes
-            from the table of the device, and emulated matmuls are left out.
-        first: Whether the first layer of the model is converted.
-        last: Whether the last layer is converted, which computes the logits.
-        rows: How many rows the inputs of a layer have in a step, such as
-            batch times positions. Used if `smallest` is None.
-
-    Examples:
-        >>> layers = [keras.layers.Dense(64), keras.layers.Dense(8)]
-        >>> model = keras.Sequential([keras.Input((32,)), *layers])
-        >>> report = kpe.convert(model, filter=kpe.filters.Auto(smallest=32))
-        >>> len(report.converted), len(report.skipped)
-        (1, 1)
-    """
-
-    multiple: int = 16
-    smallest: int | None = None
-    first: bool = True
-    last: bool = True
-    rows: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("multiple", "smallest", "rows"):
-            value = getattr(self, name)
-            if value is None and name == "smallest":
-                continue
-            is_int = isinstance(value, (int, np.integer))
-            if isinstance(value, bool) or not is_int:
-                raise TypeError(_wrong(name, value))
-            if value < 1:
-                raise ValueError(_wrong(name, value))
-
-    def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """Return the reason for each layer that this filter leaves out.
-
-        Args:
-            candidates: All that could be converted, in the model's order.
-
-        Returns:
-            A reason by the index of each candidate that is left out.
-        """
-        known = here() if self.smallest is None else None
-        found = {
-            number: reason
-            for number, candidate in enumerate(candidates)
-            if (reason := self._reason(candidate, known))
-        }
-        if candidates and not self.first:
-            found[0] = "it is the first layer"
-        if candidates and not self.last:
-            found[len(candidates) - 1] = "it is the last layer"
-        return found
-
-    def _reason(
-        self, candidate: Candidate, here: BreakEven | None
-    ) -> str | None:
-        if here is not None and here.size is None:
-            return f"float8 saves no time on this device: {here.origin}"
-        if here is not None:
-            choice = choice_for(contraction_of(candidate.layer))
-            if not choice.native:
-                return f"its product would be emulated: {choice.reason}"
-        for summed, free in candidate.sizes:
-            product = f"its product sums over {summed} and yields {free}"
-            if reason := _not_multiples(summed, free, self.multiple):
-                return reason
-            if self.smallest is not None and (
-                min(summed, free) < self.smallest
-            ):
-                return f"{product}, one of them below {self.smallest}"
-            if here is not None and (
-                reason := self._too_small(here, summed, free)
-            ):
-                return f"{product}, {reason}"
-        return None
-
-    def _too_small(self, here: BreakEven, summed: int, free: int) -> str | None:
-        """Return why float8 slows down a matmul of this size, or None."""
-        size = Matmuls.of(self.rows, summed, free).size
-        if here.size is None or size >= here.size:
-            return None
-        return (
-            f"which with {self.rows} rows gains as much as one of "
-            f"{round(size)}³; float8 pays from {here.size}³ on here"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Safe:
+class Safe(SizeFilter):
     """The filter `"safe"`: it leaves out what other libraries leave out.
 
     These are the first layer; heads, and the last layer if no head is known;
@@ -190,32 +69,15 @@ class Safe:
             number: reason
             for number, candidate in enumerate(candidates)
             for summed, free in candidate.sizes[::-1]
-            if (reason := _not_multiples(summed, free, self.multiple))
+            if (reason := not_multiples(summed, free, self.multiple))
         }
 
 
-def _not_multiples(summed: int, free: int, multiple: int) -> str | None:
-    if not (summed % multiple or free % multiple):
-        return None
-    return (
-        f"its product sums over {summed} and yields {free}, not both multiples "
-        f"of {multiple}"
-    )
+def __getattr__(name: str) -> Any:
+    if name == "Auto":
+        return _extensions.get("conversion.filters.Auto")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def contraction_of(layer: Any) -> contractions.Einsum | contractions.Conv:
-    """Return a layer's contraction, reduced to what a kernel choice needs."""
-    if hasattr(layer, "kernel_size"):
-        ones = (1,) * len(layer.kernel_size)
-        return contractions.Conv(ones, "valid", ones, "channels_last")
-    equation = getattr(layer, "equation", "ab,bc->ac")
-    return contractions.Einsum(equation.replace("...", "").replace(" ", ""))
-
-
-def _wrong(name: str, value: object) -> str:
-    none = " or None" if name == "smallest" else ""
-    return (
-        f"`{name}` of a filter must be an int >= 1{none}. Received: {value!r} "
-        f"(of type {type(value).__name__}). Allowed: 1, 2, 3, …{none}. Leave "
-        f"out `{name}` for the default."
-    )
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -24,7 +24,6 @@ from keras_policy_ext.conversion.candidates import (
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.filters import Auto, Safe
 from keras_policy_ext.conversion.model_calls import ModelCall
 from keras_policy_ext.conversion.report import (
     FrozenReport,
@@ -140,8 +139,8 @@ def freeze(
         weights=weights, per=granularity, activations=activations
     )
     _check_trained(trained_scales, granularity)
-    selection = Selection.read(include, exclude, filter)
-    if isinstance(selection.filter, (Auto, Safe)):
+    selection = Selection.read(include, exclude, filter, None)
+    if isinstance(selection.filter, candidates.SizeFilter):
         raise ValueError(_no_filter(filter))
     candidates.check(model)
     eligible, skipped = freezable(model)

@@ -10,14 +10,21 @@ from typing import Any, Literal, Protocol, TypeAlias
 import keras
 import numpy as np
 
-from keras_policy_ext import _user_code, policies, policy_names, recipes
+from keras_policy_ext import (
+    _extensions,
+    _user_code,
+    policies,
+    policy_names,
+    recipes,
+)
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion.candidates import (
     Candidate,
+    SizeFilter,
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.filters import Auto, Safe
+from keras_policy_ext.conversion.filters import Safe
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._source_map import is_stock_map
@@ -70,7 +77,7 @@ PathPatterns: TypeAlias = (
 """One regular expression or several, searched in the path of a layer."""
 
 LayerFilter: TypeAlias = (
-    Callable[[Any], bool] | Auto | Safe | Literal["all", "auto", "safe"]
+    Callable[[Any], bool] | SizeFilter | Literal["all", "auto", "safe"]
 )
 """A function of a layer that returns a bool, a filter by size, or a name."""
 
@@ -87,8 +94,8 @@ class Selection:
     # Patterns, one of which must be found in the path; None: any.
     include: Patterns | None
     exclude: Patterns  # Patterns none of which may be found there.
-    # A predicate of a layer, an `Auto` or a `Safe`; None: any layer.
-    filter: Callable[[Any], bool] | Auto | Safe | None
+    # A predicate of a layer, or one by size; None: any layer.
+    filter: Callable[[Any], bool] | SizeFilter | None
     min_size: int  # The fewest entries of a kernel.
     # Whether layers that decide, such as routers, and tied heads are
     # converted. They are if a predicate or `"all"` says which layers are.
@@ -137,7 +144,7 @@ class Selection:
             reason = reason or self._tied_head(candidate)
             if reason is not None:
                 reasons[number] = reason
-        if isinstance(self.filter, (Auto, Safe)):
+        if isinstance(self.filter, SizeFilter):
             numbers = [
                 number
                 for number, candidate in enumerate(candidates)
@@ -236,8 +243,10 @@ def _filter(given: object) -> Any:
     if given is None or _is_all(given):
         return None
     if isinstance(given, str) and given in _FILTERS:
-        return Auto() if given == "auto" else Safe()
-    if isinstance(given, (Auto, Safe)):
+        if given == "safe":
+            return Safe()
+        return _extensions.get("conversion.filters.Auto")()
+    if isinstance(given, SizeFilter):
         return given
     if callable(given) and not isinstance(given, type):
         return given

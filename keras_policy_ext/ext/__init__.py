@@ -14,8 +14,11 @@ NAMES = {
         "audit": "audit.audit",
         "autocast_scope": "mixed.autocast",
         "autopilot": "watch.autopilot",
+        "calibrate": "calibrate.calibration",
+        "conversion.calibrate": "calibrate.calibration",
         "conversion.Smoothed": "smoothing.smoothing",
         "conversion.eight_bit_rules": "smoothing.eight_bits",
+        "conversion.filters.Auto": "gain.auto",
         "conversion.smooth_swiglu": "smoothing.smoothing",
         "inspect": "inspect.inspection",
         "is_autocast_variable": "mixed.autocast",
@@ -40,10 +43,18 @@ NAMES = {
 }
 """By public name, the module that has it."""
 
-MODULES = ("callbacks", "migration", "mixed_precision", "optimizers")
+MODULES = (
+    "activations",
+    "callbacks",
+    "loops",
+    "migration",
+    "mixed_precision",
+    "optimizers",
+)
 """Modules of the package that have names of extensions alone."""
 
 REGISTERING = (
+    "keras_policy_ext.activations",
     "keras_policy_ext.mixed_precision",
     "keras_policy_ext.optimizers",
     f"{_ROOT}.count.counter",

@@ -27,6 +27,10 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.contractions.weighted_sum import (
+    WeightedSum,
+    weighted_sum_of,
+)
 from keras_policy_ext.layers import saved_weights, stored_weights
 from keras_policy_ext.layers.operands import MovedKernel
 from keras_policy_ext.layers.state import Float8State, has_state
@@ -36,10 +40,6 @@ from keras_policy_ext.numerics.observations import numbered_row
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
 from keras_policy_ext.recipes import Recipe, scales_whole_tensors
-from keras_policy_ext.recipes.weighted_sum import (
-    WeightedSum,
-    weighted_sum_of,
-)
 
 #: Float32 holds all integers below.
 _EXACT_INTEGERS = 2**24

@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_policy_ext import _bases, backends, contractions, policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
+from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import (
     saved_weights,
@@ -30,7 +31,6 @@ from keras_policy_ext.layers.operands import (
     is_floating,
     no_operands,
 )
-from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 from keras_policy_ext.layers.stored_weights import (
     in_place_of_codes,
     is_state,

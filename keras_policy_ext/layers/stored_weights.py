@@ -17,9 +17,9 @@ from keras_policy_ext._keras import (
     variable_values,
     walking,
 )
+from keras_policy_ext._keras.built_layers import scope_of_path
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.operands import is_floating
-from keras_policy_ext.layers.paths import scope_of_path
 from keras_policy_ext.layers.state_variable import (
     StateVariable,
     on_every_device,

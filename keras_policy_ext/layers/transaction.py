@@ -17,8 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import built_layers, variable_values, walking
-from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext._keras import built_layers, variable_values
 
 # Their own methods are used, not those of the subclasses of Keras and
 # TensorFlow, which would track what is put back as if it were new.
@@ -71,32 +70,6 @@ def undone(things: Iterable[Any]) -> Iterator[None]:
 
 class _Over(Exception):
     """The exception that ends the block of `undone`."""
-
-
-@contextlib.contextmanager
-def calls_undone(model: keras.Layer) -> Iterator[list[keras.Layer]]:
-    """On exit of the block, restore what calls of a model changed.
-
-    These are the attributes of its layers, and the counters and plans of its
-    float8 states. Values of variables are not restored.
-
-    Yields:
-        The layers in the model, without float8 states.
-    """
-    within = walking.layers_within(model)
-    states = [each for each in within if isinstance(each, Float8State)]
-    layers = [each for each in within if not isinstance(each, Float8State)]
-    plans = [state.last_call.plan for state in states]
-    matrices = [matrix for state in states for matrix in state.matrices]
-    uses = [matrix.uses for matrix in matrices]
-    try:
-        with undone(layers):
-            yield layers
-    finally:
-        for state, plan in zip(states, plans, strict=True):
-            state.last_call.plan = plan
-        for matrix, number in zip(matrices, uses, strict=True):
-            matrix.uses = number
 
 
 class _Memory:

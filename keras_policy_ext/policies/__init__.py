@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_policy_ext import _extensions
-from keras_policy_ext._keras import global_policy
+from keras_policy_ext import _extensions, policy_names
+from keras_policy_ext._keras import global_policy, names
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
-from keras_policy_ext.policies._in_keras import names_in_keras
 from keras_policy_ext.policies._plain import FLOATS, actual_dtype
 from keras_policy_ext.policies._source_map import SourceMap
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
@@ -208,3 +207,42 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_names_are_read = True
+
+
+def names_in_keras(read: bool) -> None:
+    """Set whether Keras accepts names of float8 policies, in all threads.
+
+    Keras accepts them once this package is imported.
+    `keras.layers.Dense(8, dtype="mixed_float8")` and
+    `keras.config.set_dtype_policy("float8/current_from_float32")` then work as
+    with the policy object. `"float8_from_<source>"` still means Keras's own
+    float8 there. Under Keras's own float8 policy, layers without float8 then
+    compute as its source policy says.
+
+    Args:
+        read: False for Keras's behavior without this package; True to accept
+            the names again.
+    """
+    global _names_are_read
+    _names_are_read = bool(read)
+
+
+def _policy_of_name(name: str) -> keras.DTypePolicy | None:
+    """Return the policy of a name of this package; None for any other name."""
+    if not policy_names.is_ours(name):
+        return None
+    if _names_are_read:
+        return get(name)
+    raise ValueError(
+        f"{name!r} is a policy name of keras_policy_ext, and Keras does not "
+        "read such names now. Allowed: a policy of Keras, or the policy "
+        f"object: dtype=keras_policy_ext.get({name!r}). To let Keras read the "
+        "names, call keras_policy_ext.policies.names_in_keras(True)."
+    )
+
+
+names.read_names(_policy_of_name)
+names.call_without_float8(lambda: _names_are_read)

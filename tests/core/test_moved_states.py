@@ -19,8 +19,9 @@ from foreign_loops import (
     update_weights,
     values_of,
 )
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.numerics.observations import VALID_MARK
-from steps import no_grad, normal, numpy, state_of
+from steps import no_grad, normal, numpy, state_of, weights_of
 
 
 def move(variable):
@@ -38,7 +39,7 @@ def moved(model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX: said as it is assigned
         for variable in model.trainable_variables:
-            if kpe.loops.is_state(variable):
+            if is_state(variable):
                 move(variable)
                 variable._has_warned, variable._checked_value = False, None
                 if BACKEND == "torch":
@@ -54,13 +55,14 @@ def without_state(model):
     fresh = network()
     pairs = zip(model.weights, fresh.weights, strict=True)
     for variable, other in pairs:
-        if not kpe.loops.is_state(variable):
+        if not is_state(variable):
             other.assign(numpy(variable))
     return fresh
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The float8 state of a layer was changed")
+@pytest.mark.extension("loops")
 def test_a_state_that_was_moved_counts_as_never_observed():
     model = moved(trained_by_keras([16 * x for x in batches()]))
     fresh = without_state(model)
@@ -118,7 +120,7 @@ def test_arrays_of_a_state_that_was_moved_are_refused():
     model = trained_by_keras(batches(1))
     arrays = model.get_weights()
     before = values_of(model)
-    places = [kpe.loops.is_state(v) for v in model.weights]
+    places = [is_state(v) for v in model.weights]
     arrays[places.index(True)] *= 0.75
     with pytest.raises(ValueError, match=r"not (a|the) float8 state"):
         model.layers[0].set_weights(arrays[:3])
@@ -158,6 +160,7 @@ def averaged_by_arrays(model, average, part):
 @pytest.mark.parametrize(
     "averaged", [averaged_by_variables, averaged_by_arrays]
 )
+@pytest.mark.extension("loops")
 def test_a_moving_average_from_the_start_cuts_nothing(averaged):
     """A target network follows from before its model has observed anything."""
     model, average = network(), network()
@@ -189,7 +192,7 @@ def test_weights_of_a_model_and_its_copy_are_not_paired_wrong(converted):
     fault = "are not those of layer" if converted else "weight list of length"
     with pytest.raises(ValueError, match=fault):
         average.set_weights(net.get_weights())
-    pairs = zip(kpe.loops.weights(net), kpe.loops.weights(average), strict=True)
+    pairs = zip(weights_of(net), weights_of(average), strict=True)
     for w, other in pairs:
         other.assign(numpy(w))
     for first, second in zip(net.layers, average.layers, strict=True):

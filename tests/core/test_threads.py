@@ -379,6 +379,7 @@ def test_models_converted_and_trained_at_once_get_what_each_gets_alone():
 
 
 @pytest.mark.full
+@pytest.mark.extension("calibrate")
 def test_one_model_is_calibrated_while_another_trains():
     x, _ = data(2)
     models = [model(seed) for seed in (0, 0, 0, 1, 1)]

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("loop", [plain, with_zeros, accumulated])
+@pytest.mark.extension("loops")
 def test_a_loop_over_all_parameters_has_the_bits_of_kpe_loops(loop, make):
     found = trained(loop, make, 12, unmodified=True)
     assert_same_bits(found, trained(loop, make, 12, unmodified=False))
@@ -51,12 +52,14 @@ def assert_observed_and_as_exact(model, loop, make):
 @pytest.mark.parametrize(
     ("loop", "make"), [(plain, adamw), (clipped, momentum), (scaled, adam)]
 )
+@pytest.mark.extension("loops")
 def test_after_1000_steps_float8_is_as_exact_as_with_kpe_loops(loop, make):
     found = trained(loop, make, 1000, unmodified=True)
     assert_observed_and_as_exact(found, loop, make)
 
 
 @pytest.mark.full
+@pytest.mark.extension("loops")
 def test_after_1000_compiled_steps_float8_is_as_exact():
     import torch
 
@@ -66,6 +69,7 @@ def test_after_1000_compiled_steps_float8_is_as_exact():
 
 
 @pytest.mark.parametrize("loop", [clipped, scaled])
+@pytest.mark.extension("loops")
 def test_what_is_done_to_gradients_is_not_done_to_observations(loop):
     """The order of a sum over parameters is all that differs."""
     found = trained(loop, momentum, 4, unmodified=True)
@@ -74,6 +78,7 @@ def test_what_is_done_to_gradients_is_not_done_to_observations(loop):
         np.testing.assert_allclose(numpy(a), numpy(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.extension("loops")
 def test_the_norm_of_gradients_is_that_of_the_weights():
     import torch
 
@@ -163,6 +168,7 @@ def test_an_optimizer_of_the_kernels_alone_enters_what_they_saw():
 
 
 @pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.extension("loops")
 def test_fit_and_a_loop_take_turns(steps):
     model, other = network(), network()
     xs, ys = (np.concatenate(part) for part in zip(*batches(6), strict=True))

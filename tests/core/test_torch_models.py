@@ -92,6 +92,7 @@ def test_an_averaged_model_follows():
         np.testing.assert_array_equal(numpy(state)[:, 0], VALID_MARK)
 
 
+@pytest.mark.extension("loops")
 def test_an_averaged_module_follows_a_layer_in_it():
     import torch
 

@@ -17,7 +17,6 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
-    Mark,
     Operation,
     Settle,
     Shape,
@@ -254,25 +253,6 @@ class JaxBackend(Backend):
         bits = _sharded(bits, gathering.mesh, list(axes))
         bits = _sharded(bits, gathering.mesh, whole)
         return lax.bitcast_convert_type(bits, x.dtype)
-
-    @override
-    def marked_gradients(
-        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
-    ) -> tuple[Any, list[Tensor | None]]:
-        zeros: list[Tensor] = []
-
-        def mark(x: Tensor) -> Tensor:
-            zeros.append(jnp.zeros_like(x))
-            return x
-
-        def loss(probes: list[Tensor]) -> tuple[Tensor, Any]:
-            left = iter(probes)
-            return run(lambda x: x + next(left))
-
-        with jax.disable_jit(step_by_step):
-            run(mark)
-            gradients, results = jax.grad(loss, has_aux=True)(zeros)
-        return results, gradients
 
     @override
     def run(

@@ -19,6 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.both_layouts import (
+    RowCast,
+    RowCasts,
+    RowCastsOfBoth,
+)
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.jax import partitioned
 from keras_policy_ext.backends.jax.pallas_casts import (
@@ -32,11 +37,6 @@ from keras_policy_ext.backends.jax.pallas_casts import (
     triton,
 )
 from keras_policy_ext.backends.jax.partitioned import Shards
-from keras_policy_ext.backends.row_casts import (
-    RowCast,
-    RowCasts,
-    RowCastsOfBoth,
-)
 from keras_policy_ext.numerics import casting, scaling
 from keras_policy_ext.numerics.tiles import scales_of
 from keras_policy_ext.recipes import Quantization

@@ -17,7 +17,6 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
-    Mark,
     Operation,
     Settle,
     Shape,
@@ -304,25 +303,6 @@ class TensorFlowBackend(Backend):
         if self.on_cpu(x) and not (is_gelu and x.dtype.size == 2):
             return activation(x)
         return gradients.recomputed(activation, x)
-
-    @override
-    def marked_gradients(
-        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
-    ) -> tuple[Any, list[Tensor | None]]:
-        marked: list[Tensor] = []
-        with contextlib.ExitStack() as stack:
-            if step_by_step:
-                stack.enter_context(self.functions_step_by_step())
-            tape = stack.enter_context(tf.GradientTape())
-
-            def mark(x: Tensor) -> Tensor:
-                tape.watch(x)
-                marked.append(x)
-                return x
-
-            loss, results = run(mark)
-        wanted = list(marked)
-        return results, list(tape.gradient(loss, wanted))
 
     @override
     def run(

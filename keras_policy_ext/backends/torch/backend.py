@@ -20,7 +20,6 @@ from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
-    Mark,
     Operation,
     Settle,
     saved_dtype,
@@ -28,7 +27,6 @@ from keras_policy_ext.backends.interface import (
 from keras_policy_ext.backends.torch import (
     observations,
     operators,
-    shards,
     traced_programs,
     transforms,
 )
@@ -174,6 +172,9 @@ def _multiplies_bfloat16() -> bool:
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 LARGEST = torch.finfo(torch.float32).max
+
+GATHERS = "fsdp_pre_all_gather"
+"""The name of a method of parameters that `fully_shard` has not gathered."""
 
 FULLY_SHARD = (
     "Under fully_shard a Keras layer is not trained, in float8 or not: its "
@@ -379,41 +380,8 @@ class TorchBackend(Backend):
         return observations.changed_value(variable)
 
     @override
-    def follow_shards(
-        self,
-        variables: Sequence[keras.Variable],
-        modules: Sequence[keras.Layer],
-    ) -> None:
-        # Tensors in parts are not in every build of PyTorch.
-        pass
-
-        cut = shards.follow(variables, modules)
-        if not cut:
-            raise ValueError(
-                "Nothing of this model is sharded. Received: a model without "
-                "fully_shard, or one whose weights are all in ignored_params. "
-                "Allowed: a model that fully_shard was called on, or on a "
-                "layer of it. Call torch.distributed.fsdp.fully_shard first."
-            )
-        group = shards.group_of(cut[0])
-        observations.know_group(variables, group)
-
-    @override
-    def gather_float8(
-        self, kernels: Sequence[Any], modules: Sequence[keras.Layer]
-    ) -> None:
-        # Here, since most programs have one process.
-        from keras_policy_ext.backends.torch import float8_gathers
-
-        float8_gathers.prepare(kernels, modules)
-
-    @override
     def gathering_of(self, variable: keras.Variable) -> Any:
         return getattr(variable, "float8_gathering", None)
-
-    @override
-    def settle_observed(self, variables: Sequence[keras.Variable]) -> None:
-        observations.enter(variables)
 
     @override
     def on_cpu(self, x: Tensor) -> bool:
@@ -457,7 +425,7 @@ class TorchBackend(Backend):
             _refuse_torchscript()
         # `fully_shard` marks the parameter that it replaces (torch 2.13), and
         # Keras goes on reading that one (keras 3.15).
-        if hasattr(kernel, "_fsdp_orig_uid") or hasattr(kernel, shards.GATHERS):
+        if hasattr(kernel, "_fsdp_orig_uid") or hasattr(kernel, GATHERS):
             raise NotImplementedError(FULLY_SHARD)
         operation = operation.resolved()
         tensors = (inputs, kernel, *state)
@@ -484,25 +452,6 @@ class TorchBackend(Backend):
                 slot=operation.slot,
             )
             return outputs + bias if alone else outputs
-
-    @override
-    def marked_gradients(
-        self, run: Callable[[Mark], tuple[Tensor, Any]], step_by_step: bool
-    ) -> tuple[Any, list[Tensor | None]]:
-        marked: list[Tensor] = []
-
-        def mark(x: Tensor) -> Tensor:
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            marked.append(x)
-            return x
-
-        with torch.enable_grad():
-            loss, results = run(mark)
-            wanted = list(marked)
-            if not (wanted and loss.requires_grad):
-                return results, [None] * len(wanted)
-            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return results, list(gradients)
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:

@@ -13,7 +13,6 @@ from keras import ops
 
 from keras_policy_ext import _user_code, backends
 from keras_policy_ext.conversion import candidates
-from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.audit.shared_scales import (
     FACTOR,
@@ -23,7 +22,8 @@ from keras_policy_ext.ext.audit.shared_scales import (
     product_of,
     shared_in,
 )
-from keras_policy_ext.layers.transaction import calls_undone
+from keras_policy_ext.ext.sampling.captured import calls_undone
+from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 AXES = ("batch", "position")

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import keras
 
-from keras_policy_ext import _output_files, recipes
+from keras_policy_ext import recipes
 from keras_policy_ext._version import __version__
 from keras_policy_ext.backends import devices
 from keras_policy_ext.export import FORMATS, export
-from keras_policy_ext.ext import demo
+from keras_policy_ext.ext import demo, output_files
+from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.reports import BaseReport
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS, wrapped
@@ -225,7 +226,7 @@ def _recipe(text: str) -> str:
 def _device(text: str) -> str:
     """Return a device name; raise if it is unknown. For `type=` of argparse."""
     try:
-        devices.get(text)
+        device_named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -338,7 +339,7 @@ def _page(
     if asked is None:
         return None
     output, force = pathlib.Path(asked), given.get("force", False)
-    _output_files.check_output(None, output, force, ".html")
+    output_files.check_output(None, output, force, ".html")
     return output
 
 
@@ -355,7 +356,7 @@ def _show(
     print(report.table(full, every))
     if output is not None:
         text = page(title, report.html(full=True))
-        with _output_files.whole(output) as part:
+        with output_files.whole(output) as part:
             part.write_text(text, encoding="utf-8")
         print(f"written: {output}")
 
@@ -404,7 +405,7 @@ def _report(given: Given) -> Callable[[], object]:
 
 
 def _shrink(given: Given) -> Callable[[], object]:
-    from keras_policy_ext.saving import shrinking
+    from keras_policy_ext.ext.cli import shrinking
 
     activations = given["activations"]
     return shrinking.prepare(

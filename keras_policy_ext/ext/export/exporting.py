@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import keras_hub as hub
 from keras_policy_ext.conversion import candidates
+from keras_policy_ext.ext.export import _keras_hub as hub
 from keras_policy_ext.ext.export import (
     exported_kernels,
     hugging_face,

@@ -13,10 +13,10 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _input_files
-from keras_policy_ext._keras import calls, keras_hub, walking
-from keras_policy_ext._keras.symbolic import Symbols
+from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place
-from keras_policy_ext.ext.export import safetensors_files
+from keras_policy_ext.ext.export import _keras_hub, safetensors_files
+from keras_policy_ext.ext.export._keras_symbolic import Symbols
 from keras_policy_ext.ext.export.safetensors_files import OF_DAMAGE, Slot
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
@@ -175,7 +175,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     place = pathlib.Path(path)
     folder = QuantizedFolder.read(place)
     slots = safetensors_files.read_folder(place)
-    converter = keras_hub.Converter(place, folder.config)
+    converter = _keras_hub.Converter(place, folder.config)
 
     def freeze(layer: keras.Layer) -> None:
         form = _form(layer)
@@ -197,7 +197,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     thawed = _thawed(backbone, asked)
     for port in asked.ports:
         _fill(thawed.get(id(port.variable), port.variable), port, slots)
-    return keras_hub.language_model_of(backbone)
+    return _keras_hub.language_model_of(backbone)
 
 
 def _form(layer: keras.Layer) -> Any:

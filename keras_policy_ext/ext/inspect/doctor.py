@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_policy_ext import backends, contractions, recipes, stored_kernels
-from keras_policy_ext.backends import devices, estimate
+from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.matmuls import Choice
-from keras_policy_ext.conversion import filters
+from keras_policy_ext.ext.gain import auto, estimate
+from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.policies._plain import for_this_device
 from keras_policy_ext.reports import BaseReport, Column, Table
@@ -86,13 +87,14 @@ def report(device: str | None = None) -> DoctorReport:
     """Return a `DoctorReport` on this machine or on a simulated device.
 
     Args:
-        device: The name of a device to simulate, as `devices.get` takes it.
+        device: The name of a device to simulate, as `device_named` takes it.
             None for the device of this machine.
 
     Raises:
         ValueError: If a device of this name is not known.
     """
-    with devices.pretend(device) if device else contextlib.nullcontext():
+    there = devices.pretend(device_named(device)) if device else None
+    with there or contextlib.nullcontext():
         found = backends.engine.device()
         return DoctorReport(
             verdict=verdict(),
@@ -112,8 +114,8 @@ def report(device: str | None = None) -> DoctorReport:
 
 def verdict() -> str:
     """Return a sentence on whether float8 speeds up training on this device."""
-    row = filters.here()
-    choice = filters.choice_for(CONTRACTIONS["matmul (Dense)"])
+    row = auto.here()
+    choice = auto.choice_for(CONTRACTIONS["matmul (Dense)"])
     device = backends.engine.device()
     title = device.title
     where = f"{title[0].upper()}{title[1:]} with {machine.backend()}"
@@ -226,7 +228,7 @@ def frozen_rows() -> list[Cells]:
 
 def break_even_rows() -> Iterator[Cells]:
     """Yield the rows of the break-even table, beginning with this device."""
-    here = filters.here()
+    here = auto.here()
     mark = "(asked)" if devices.pretended() else "(here)"
     others = [row for row in estimate.break_evens() if row != here]
     for row in [here, *others]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import keras
 
 from keras_policy_ext import _user_code, policies, recipes
-from keras_policy_ext._keras import global_policy, variable_values, walking
+from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion import candidates, in_place
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.requested import (
@@ -20,14 +20,16 @@ from keras_policy_ext.conversion.requested import (
     PolicyLike,
 )
 from keras_policy_ext.ext.memory import optimizer_memory, saved_tensors
+from keras_policy_ext.ext.memory._keras import dtypes_replaced
 from keras_policy_ext.ext.memory.measured_step import step_of
 from keras_policy_ext.ext.memory.optimizer_memory import Owned
 from keras_policy_ext.ext.memory.saved_tensors import Measured
 from keras_policy_ext.ext.sampling import symbolic_batches
+from keras_policy_ext.ext.sampling.captured import calls_undone
 from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.stored_weights import held, is_state
-from keras_policy_ext.layers.transaction import calls_undone, undone
+from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.numerics.stochastic import ROUNDABLE
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
@@ -465,7 +467,7 @@ def _narrow_weights(
             if layer.compute_dtype in ROUNDABLE
             for weight in _weights_of(layer, ["float32"])
         ]
-    with variable_values.dtypes_replaced(found):
+    with dtypes_replaced(found):
         yield
 
 
@@ -489,7 +491,7 @@ def _float32_weights(
                 if policy.variable_dtype in ROUNDABLE:
                     mixed = keras.DTypePolicy(f"mixed_{policy.compute_dtype}")
                     global_policy.replace_layer_policy(layer, mixed)
-        with variable_values.dtypes_replaced(found):
+        with dtypes_replaced(found):
             yield
 
 

@@ -8,8 +8,8 @@ import warnings
 
 import keras
 
-from keras_policy_ext._output_files import check_output, whole
 from keras_policy_ext.ext.migration.loading import load_legacy_model
+from keras_policy_ext.ext.output_files import check_output, whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import activations
 from keras_policy_ext.ext.migration import classes, files, graphs
 from keras_policy_ext.ext.migration.classes import (
     Config,
@@ -17,6 +16,9 @@ from keras_policy_ext.ext.migration.classes import (
     Rewriting,
     is_custom,
     named,
+)
+from keras_policy_ext.ext.migration.old_activations import (
+    tf_keras_hard_sigmoid,
 )
 from keras_policy_ext.ext.mixed import loss_scales
 from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
@@ -176,9 +178,7 @@ class Rewriter:
         if not isinstance(name, str):
             return copy.deepcopy(value)
         if name == "hard_sigmoid":
-            return keras.saving.serialize_keras_object(
-                activations.tf_keras_hard_sigmoid
-            )
+            return keras.saving.serialize_keras_object(tf_keras_hard_sigmoid)
         renamed = _RENAMED_ACTIVATIONS.get(name, name)
         return self.rewrite_function(renamed, where)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import symbolic
 from keras_policy_ext.ext.migration import classes
+from keras_policy_ext.ext.migration._keras import operation_class
 from keras_policy_ext.ext.migration.classes import (
     Config,
     Rewriting,
@@ -289,7 +289,7 @@ def _operation(
         return None
     if isinstance(first, list) != counterpart.takes_list:
         return None
-    operation = symbolic.operation_class(
+    operation = operation_class(
         getattr(keras.ops, counterpart.name),
         operands=1 + len(operands),
         takes_list=counterpart.takes_list,
@@ -306,7 +306,7 @@ def _slice(name: str, call: Config) -> Operation | None:
     key = [_slice_entry(entry) for entry in entries]
     if any(entry is NotImplemented for entry in key):
         return None
-    operation = symbolic.operation_class(lambda x: x[0])(name=name)
+    operation = operation_class(lambda x: x[0])(name=name)
     config = keras.saving.serialize_keras_object(operation)
     return config, [{"args": [first, key], "kwargs": {}}]
 

@@ -17,11 +17,10 @@ from keras import ops
 from keras_policy_ext import _bases, _scopes, policies
 from keras_policy_ext._keras import (
     calls,
-    saving_hooks,
-    variable_values,
     walking,
 )
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.ext.mixed import _keras
 from keras_policy_ext.policies import FLOATS
 
 __all__ = ["AutocastMixin"]
@@ -183,7 +182,7 @@ def _once(name: str, kwargs: dict[str, Any], how: str) -> None:
 
 
 _SCOPES = _scopes.Scopes(
-    "autocast_scope", calls.stored_autocast_scope, calls.store_autocast_scope
+    "autocast_scope", _keras.stored_autocast_scope, _keras.store_autocast_scope
 )
 
 
@@ -270,7 +269,7 @@ class AutocastVariable(keras.Variable):
 
     def follow(self, mixed: bool) -> None:
         """Autocast from now on if that was requested and `mixed` is True."""
-        variable_values.set_autocasts(self, self.asked and mixed)
+        _keras.set_autocasts(self, self.asked and mixed)
 
 
 def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
@@ -285,7 +284,7 @@ def own(variable: keras.Variable, layer: keras.Layer, mixed: bool) -> None:
         return
     variable.__class__ = AutocastVariable
     variable.owner = layer
-    variable.asked = variable_values.autocasts(variable)
+    variable.asked = _keras.autocasts(variable)
     variable.follow(mixed)
 
 
@@ -314,10 +313,10 @@ def is_autocast_variable(variable: object) -> bool:
         return False
     with calls.autocast_scope(None):
         dtype = variable.dtype
-    return variable_values.autocasts(variable) and dtype in FLOATS
+    return _keras.autocasts(variable) and dtype in FLOATS
 
 
-class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
+class AutocastMixin(_keras.OwnArgumentConversion, _bases.MixedInto):
     """A mixin for layers that choose which arguments and variables are cast.
 
     ```python
@@ -394,7 +393,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         super().__init_subclass__(**kwargs)
         _bases.check_before(cls, AutocastMixin, keras.Layer, "keras.Layer")
         inherited = getattr(super(), "get_config", None)
-        marked = saving_hooks.is_default(inherited)
+        marked = _keras.is_default(inherited)
         if cls.get_config is AutocastMixin.get_config and not marked:
             cls.get_config = _unmarked_get_config(cls)  # type: ignore[method-assign]
 
@@ -582,9 +581,9 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
                 own(variable, self, self._is_mixed())
         # A metric writes what it reads. On torch what is assigned to a cast
         # variable is lost, and float16 has not every integer above 2048.
-        for metric in walking.tracked_metrics(self):
+        for metric in _keras.tracked_metrics(self):
             for variable in metric.variables:
-                variable_values.set_autocasts(variable, False)
+                _keras.set_autocasts(variable, False)
 
     def _follow_policy(self) -> None:
         """Update the variables' autocasting after a change of policy."""
@@ -602,7 +601,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
         dtype = self.compute_dtype
         if not self.autocast or not keras.backend.is_float_dtype(dtype):
             return calls.autocast_scope(None)
-        if self._is_mixed() or calls.stored_autocast_scope():
+        if self._is_mixed() or _keras.stored_autocast_scope():
             return calls.autocast_scope(dtype)
         return contextlib.nullcontext()
 
@@ -636,7 +635,7 @@ class AutocastMixin(calls.OwnArgumentConversion, _bases.MixedInto):
             if isinstance(x, keras.KerasTensor) and not symbolic:
                 return x
             new = policy.convert_input(x, cast, dtype)
-            return calls.keep_mask(x, new)
+            return _keras.keep_mask(x, new)
 
         if keras.tree.is_nested(argument):
             return keras.tree.map_structure(convert, argument)

@@ -14,7 +14,7 @@ from keras import ops
 from keras_policy_ext import backends
 from keras_policy_ext._keras import optimizer_facts, optimizer_variables
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.mixed import inner_optimizers
+from keras_policy_ext.ext.mixed import _keras, inner_optimizers
 from keras_policy_ext.ext.mixed.float32_views import (
     Float32View,
     Float32Views,
@@ -110,7 +110,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             return
         super().build(variables)
         views = self._views.of(variables)
-        optimizer_variables.follow_weight_decay_exclusions(
+        _keras.follow_weight_decay_exclusions(
             self.inner_optimizer, zip(variables, views, strict=True)
         )
         self.inner_optimizer.build(views)
@@ -182,7 +182,7 @@ class StochasticRounding(keras.optimizers.Optimizer):
             and not inner.use_ema
             and not inner.global_clipnorm
             and not inner.gradient_accumulation_steps
-            and not optimizer_variables.excludes_weights(inner)
+            and not _keras.excludes_weights(inner)
         )
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:

@@ -12,10 +12,9 @@ from keras_policy_ext import _bases, policies
 from keras_policy_ext._keras import (
     optimizer_facts,
     optimizer_variables,
-    saving_hooks,
     walking,
 )
-from keras_policy_ext.ext.mixed import inner_optimizers, scaler_settings
+from keras_policy_ext.ext.mixed import _keras, inner_optimizers, scaler_settings
 from keras_policy_ext.ext.mixed.loss_scale_monitor import (
     LossScaleMonitor,
     log_values,
@@ -169,7 +168,7 @@ def remember_compiled(model: keras.Model) -> None:
         changes["optimizer"] = optimizer_facts.with_public_class(
             config, optimizer
         )
-    saving_hooks.amend_compile_config(model, changes)
+    _keras.amend_compile_config(model, changes)
 
 
 def _wrapped(
@@ -260,7 +259,7 @@ def _has_float16(policy: keras.DTypePolicy) -> bool:
     return any(_has_float16(policy[key]) for key in policy)
 
 
-class LossScaleMixin(walking.OwnReturnedLogs, _bases.MixedInto):
+class LossScaleMixin(_keras.OwnReturnedLogs, _bases.MixedInto):
     """A mixin for models whose `compile` scales the loss for float16.
 
     ```python

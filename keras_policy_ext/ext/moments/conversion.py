@@ -13,6 +13,7 @@ from keras import ops
 from keras_policy_ext import _user_code
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._keras.optimizer_facts import public_class
+from keras_policy_ext.ext.moments import _keras
 from keras_policy_ext.ext.moments.quantized import (
     QuantizedState,
     make_quantized,
@@ -146,7 +147,7 @@ def _tell_of_traces(changed: list[Any]) -> None:
     if keras.backend.backend() != "tensorflow":
         return
     for each in changed:
-        steps = optimizer_variables.steps_made(each)
+        steps = _keras.steps_made(each)
         if each.built and np.any(ops.convert_to_numpy(steps) > 0):
             _user_code.warn(
                 f"The optimizer {each.name!r} has new slots, and has made "
@@ -230,12 +231,10 @@ def _move(optimizer: Any, make: Callable[..., keras.Variable | None]) -> None:
     """Replace the slots of an optimizer by those that a function makes."""
     replaced = {}
     with (
-        optimizer_variables.replicas_of(optimizer),
+        _keras.replicas_of(optimizer),
         keras.name_scope(optimizer.name, caller=optimizer),
     ):
-        for number, variable in enumerate(
-            optimizer_variables.own_variables(optimizer)
-        ):
+        for number, variable in enumerate(_keras.own_variables(optimizer)):
             made = make(optimizer, variable, number)
             if made is not None:
                 made.assign(variable.value)
@@ -261,7 +260,7 @@ def _quantized_slot(
         number=number,
         step=optimizer._state_step,
         aggregation=variable.aggregation,
-        **optimizer_variables.layout_of(variable),
+        **_keras.layout_of(variable),
     )
 
 
@@ -278,7 +277,7 @@ def _float_slot(
         autocast=True,
         aggregation=variable.codes.aggregation,
         name=variable.name,
-        **optimizer_variables.layout_of(variable.codes),
+        **_keras.layout_of(variable.codes),
     )
 
 
@@ -305,12 +304,10 @@ def _check(optimizer: Any, settings: Settings) -> None:
             "makes again. Write both methods for it."
         ) from error
     slots = [
-        v
-        for v in optimizer_variables.own_variables(copy)
-        if isinstance(v, QuantizedSlot)
+        v for v in _keras.own_variables(copy) if isinstance(v, QuantizedSlot)
     ]
     if not slots:
-        names = [v.name for v in optimizer_variables.own_variables(stock)]
+        names = [v.name for v in _keras.own_variables(stock)]
         # Of some of Keras's classes it is known that no slot may be rounded.
         kept = dataclasses.replace(settings, slots=()).for_optimizer(optimizer)
         advice = "Keep it as it is"
@@ -379,8 +376,8 @@ def _check_steps(stock: Any, copy: Any, cls: type) -> None:
         reason = f"its step fails: {error}"
     else:
         for one, other in zip(
-            optimizer_variables.own_variables(stock),
-            optimizer_variables.own_variables(copy),
+            _keras.own_variables(stock),
+            _keras.own_variables(copy),
             strict=True,
         ):
             a, b = (np.asarray(ops.convert_to_numpy(v)) for v in (one, other))

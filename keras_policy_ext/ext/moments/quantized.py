@@ -19,7 +19,7 @@ from keras_policy_ext._keras.optimizer_facts import (
     updates_elementwise,
 )
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.moments import moment_kernels
+from keras_policy_ext.ext.moments import _keras, moment_kernels
 from keras_policy_ext.ext.moments.codes import BLOCKS, numbers_in_file
 from keras_policy_ext.ext.moments.settings import Settings
 from keras_policy_ext.ext.moments.slots import (
@@ -37,9 +37,7 @@ SCALE = ".scale"
 
 
 @keras.saving.register_keras_serializable("keras_policy_ext")
-class QuantizedState(
-    optimizer_variables.KnowsParts, keras.optimizers.Optimizer
-):
+class QuantizedState(_keras.KnowsParts, keras.optimizers.Optimizer):
     """A mixin for optimizers whose moments are stored in one byte a number.
 
     `quantize_state` makes optimizers of it; their class also derives from the
@@ -85,19 +83,19 @@ class QuantizedState(
                 dtype,
                 kind=kind,
                 form=self._state_settings.moments,
-                number=len(optimizer_variables.own_variables(self)),
+                number=len(_keras.own_variables(self)),
                 step=self._state_step,
                 aggregation=aggregation,
                 **options,
             )
-        optimizer_variables.track(self, slot)
+        _keras.track(self, slot)
         return slot
 
     @property
     def variables(self) -> list[keras.Variable]:
         """The variables of the optimizer: of a quantized slot its two."""
         found: list[keras.Variable] = []
-        for each in optimizer_variables.own_variables(self):
+        for each in _keras.own_variables(self):
             quantized = isinstance(each, QuantizedSlot)
             found += each.parts if quantized else (each,)
         return found
@@ -114,7 +112,7 @@ class QuantizedState(
         """
         if self._update_in_parts(gradient, variable, learning_rate):
             return None
-        with self._state_step.running(optimizer_variables.steps_made(self)):
+        with self._state_step.running(_keras.steps_made(self)):
             return self._stock_step(gradient, variable, learning_rate)
 
     def _stock_step(
@@ -126,7 +124,7 @@ class QuantizedState(
         # A computed variable has to be assigned to.
         computed = isinstance(variable, variable_values.ComputedVariable)
         if updates_apart(self) and not computed:
-            fused = optimizer_variables.fused_update(cls)
+            fused = _keras.fused_update(cls)
         if fused is None:
             return super().update_step(gradient, variable, learning_rate)
         with moment_kernels.current.in_place():
@@ -142,10 +140,10 @@ class QuantizedState(
         """
         if not updates_elementwise(self):
             return False
-        slots = optimizer_variables.slots_of_variable(self, variable)
+        slots = _keras.slots_of_variable(self, variable)
         if not slots or not all(isinstance(s, QuantizedSlot) for s in slots):
             return False
-        step = as_step(optimizer_variables.steps_made(self))
+        step = as_step(_keras.steps_made(self))
         keys = [slot.key(step) for slot in slots]
 
         def update(
@@ -264,9 +262,7 @@ class QuantizedState(
     ) -> None:
         """Write codes and scales to a file's store, and how they are read."""
         slots: dict[str, list[str]] = {}
-        for index, variable in enumerate(
-            optimizer_variables.own_variables(self)
-        ):
+        for index, variable in enumerate(_keras.own_variables(self)):
             if isinstance(variable, QuantizedSlot):
                 slots[str(index)] = [variable.kind, variable.form]
                 codes, scale = map(ops.convert_to_numpy, variable.parts)
@@ -285,7 +281,7 @@ class QuantizedState(
         Slots that the file has in the same form keep their bits.
         """
         slots, values = read_slots(store)
-        own = optimizer_variables.own_variables(self)
+        own = _keras.own_variables(self)
         wrong = _why_not(values, own)
         if wrong is not None:
             _user_code.warn(
@@ -423,7 +419,7 @@ def _load_float(
     stock(optimizer, values)
 
 
-optimizer_variables.around_loading(_load_float)
+_keras.around_loading(_load_float)
 
 
 def _made(
@@ -443,4 +439,4 @@ def _made(
     return make_quantized(made, Settings.read(**stored))
 
 
-optimizer_variables.around_making(_made)
+_keras.around_making(_made)

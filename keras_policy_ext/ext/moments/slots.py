@@ -10,9 +10,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext._keras import optimizer_variables, variable_values
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.moments import moment_kernels
+from keras_policy_ext.ext.moments import _keras, moment_kernels
 from keras_policy_ext.ext.moments.codes import (
     blocks_of,
     dequantize_moments,
@@ -100,7 +100,7 @@ class WeightPart:
 
 class QuantizedSlot(
     variable_values.ComputedVariable,
-    variable_values.StoredInParts,
+    _keras.StoredInParts,
     keras.Variable,
 ):
     """A slot that is read and assigned as a float variable of its shape.
@@ -143,7 +143,7 @@ class QuantizedSlot(
             part(0), shape=shape, dtype="uint8", name=name, **made, **options
         )
         # Without one, a distribution would choose it by the path of the slot.
-        layout = optimizer_variables.layout_of(self.codes).get("layout")
+        layout = _keras.layout_of(self.codes).get("layout")
         if layout is not None:
             mesh = layout.device_mesh
             options["layout"] = keras.distribution.TensorLayout((None,), mesh)

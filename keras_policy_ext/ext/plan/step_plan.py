@@ -13,26 +13,27 @@ import keras
 
 from keras_policy_ext import _user_code, contractions
 from keras_policy_ext.backends import devices
-from keras_policy_ext.backends.estimate import (
+from keras_policy_ext.conversion import (
+    candidates,
+    in_place,
+    traced_calls,
+)
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
+from keras_policy_ext.conversion.work import scalars
+from keras_policy_ext.ext.count import counter
+from keras_policy_ext.ext.gain.auto import contraction_of
+from keras_policy_ext.ext.gain.estimate import (
     HOST,
     Estimator,
     Matmuls,
     estimator_of,
     product_named,
 )
-from keras_policy_ext.conversion import (
-    candidates,
-    filters,
-    in_place,
-    traced_calls,
-)
-from keras_policy_ext.conversion.calibration import map_arrays
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
-from keras_policy_ext.conversion.work import scalars
-from keras_policy_ext.ext.count import counter
+from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import symbolic_batches
+from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
 from keras_policy_ext.ext.what_if.what_if import what_if
 from keras_policy_ext.policies import Float8DTypePolicy
@@ -252,7 +253,7 @@ def plan(
             "name of one, such as 'h200': a plan is for one device, without "
             "communication. On several, pass the batch of one of them."
         )
-    there = devices.get(device)
+    there = device_named(device)
     product = product_named(there, device)
     candidates.check_is_layer(model, "have a training step", "")
     candidates.check(model)
@@ -267,7 +268,7 @@ def plan(
     narrow = bool(trained) and all(v.dtype == "bfloat16" for v in trained)
     source = "bfloat16" if narrow else "mixed_bfloat16"
     tensors = symbolic_batches.read(model, batch)
-    with devices.pretend(device):
+    with devices.pretend(there):
         used = [for_this_device(each) for each in wanted]
         work = _work(model, source, tensors, 2 if narrow else 4, options)
         natives = [_native(work, each) for each in used]
@@ -537,7 +538,7 @@ def _native(
     known: dict[Any, tuple[tuple[str, ...], str]] = {}
     found = {}
     for layer, *_ in work.low:
-        contraction = filters.contraction_of(layer)
+        contraction = contraction_of(layer)
         if contraction not in known:
             # A step on a GPU with TensorFlow is compiled by XLA.
             made = contractions.make_plan(

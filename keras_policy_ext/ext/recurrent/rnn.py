@@ -9,14 +9,18 @@ import keras
 from keras import ops
 
 from keras_policy_ext import _bases, contractions, policies
-from keras_policy_ext._keras import built_layers, calls, stock_float8
+from keras_policy_ext._keras import built_layers, stock_float8
+from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.kinds import in_one_scale
+from keras_policy_ext.ext.recurrent._keras import (
+    PARTS_OF_LSTM_STEPS,
+    run_recurrent_loop,
+)
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.paths import BuiltUnderSavedPath
 from keras_policy_ext.numerics.quantized import Quantized
 
 
@@ -326,7 +330,7 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
     float8_gates = 4
     float8_replaces: tuple[str, ...] = (
         *Float8Cell.float8_replaces,
-        *calls.PARTS_OF_LSTM_STEPS,
+        *PARTS_OF_LSTM_STEPS,
     )
 
     @override
@@ -455,7 +459,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
         def step(projected: Tensor, states: Any) -> tuple[Tensor, Any]:
             return cell.float8_step(projected, states, training)
 
-        return calls.run_recurrent_loop(
+        return run_recurrent_loop(
             self,
             step,
             cell.float8_projection(sequences, training),

@@ -15,7 +15,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _input_files, _output_files, backends
+from keras_policy_ext import _input_files, backends
+from keras_policy_ext.ext import output_files
 
 VERSION = 1
 """It rises when older versions of the package would misread a file."""
@@ -171,7 +172,7 @@ def write(path: pathlib.Path, model: pathlib.Path, found: Recording) -> None:
     }
     text = json.dumps(record)
     with (
-        _output_files.whole(path) as part,
+        output_files.whole(path) as part,
         zipfile.ZipFile(part, "w") as archive,
     ):
         archive.writestr(_RECORD, text)

@@ -16,11 +16,10 @@ from typing import Any
 import keras
 
 from keras_policy_ext import backends
-from keras_policy_ext._keras import saving_hooks
 from keras_policy_ext.conversion import candidates, convert, revert
-from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.ext.replay import recording_files
+from keras_policy_ext.ext.replay._keras import compiled_as_saved
 from keras_policy_ext.ext.replay.flight_recorder import is_spike
 from keras_policy_ext.ext.replay.recording_files import (
     RandomState,
@@ -29,6 +28,7 @@ from keras_policy_ext.ext.replay.recording_files import (
 )
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.ext.sampling.captured import as_tensor
+from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 from keras_policy_ext.ext.sampling.recipes_compared import (
     NOTHING_ROUNDED,
     read_recipes,
@@ -281,7 +281,7 @@ def replay(
     with (
         tempfile.TemporaryDirectory() as name,
         backends.current.unchanged_random_state(),
-        saving_hooks.compiled_as_saved(),
+        compiled_as_saved(),
     ):
         folder = pathlib.Path(name)
         recording = recording_files.read(pathlib.Path(path), folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -13,11 +14,13 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, contractions
+from keras_policy_ext._keras import walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.figures import Figures
 from keras_policy_ext.layers.controller import recipes_of_activations
-from keras_policy_ext.layers.transaction import calls_undone
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.seams import (
@@ -242,14 +245,37 @@ def captured(model: keras.Layer, batch: Batch, loss: Loss | None) -> Captured:
     with _unchanged(model):
         for step_by_step in (False, True):
             with listing.listed():
-                (value, kept), gradients = framework.marked_gradients(
-                    run, step_by_step
-                )
+                (value, kept), gradients = marked_gradients(run, step_by_step)
             if not listing.traced:
                 break
     uses = tuple(_uses(listing.calls, kept, gradients))
     unexamined = _unexamined(model, uses, listing)
     return Captured(uses, unexamined, kind, _number(value))
+
+
+def marked_gradients(
+    run: Callable[[Callable[[Tensor], Tensor]], tuple[Tensor, Any]],
+    step_by_step: bool,
+) -> tuple[Any, list[Tensor | None]]:
+    """Compute the gradients of a loss with respect to tensors inside it.
+
+    No gradient is stored with a variable.
+
+    Args:
+        run: Given a function that marks a tensor and returns an equal one
+            to go on with. Returns the loss, and nested tensors to keep.
+            JAX calls it twice, and takes the gradients of the second call.
+        step_by_step: Whether to run recurrent loops and the compiled
+            functions of layers eagerly.
+
+    Returns:
+        What was kept, and a gradient for each marked tensor, in the order
+        of marking; None if the loss does not depend on it. (JAX: zeros.)
+    """
+    name = f"{__package__}.{keras.backend.backend()}.marked_gradients"
+    found: tuple[Any, list[Tensor | None]]
+    found = importlib.import_module(name).marked_gradients(run, step_by_step)
+    return found
 
 
 def _uses(
@@ -284,6 +310,32 @@ def synchronize(model: Any) -> None:
     """Put the values that a trainer of JAX holds into a model's variables."""
     if keras.backend.backend() == "jax" and isinstance(model, keras.Model):
         model.jax_state_sync()
+
+
+@contextlib.contextmanager
+def calls_undone(model: keras.Layer) -> Iterator[list[keras.Layer]]:
+    """On exit of the block, restore what calls of a model changed.
+
+    These are the attributes of its layers, and the counters and plans of its
+    float8 states. Values of variables are not restored.
+
+    Yields:
+        The layers in the model, without float8 states.
+    """
+    within = walking.layers_within(model)
+    states = [each for each in within if isinstance(each, Float8State)]
+    layers = [each for each in within if not isinstance(each, Float8State)]
+    plans = [state.last_call.plan for state in states]
+    matrices = [matrix for state in states for matrix in state.matrices]
+    uses = [matrix.uses for matrix in matrices]
+    try:
+        with undone(layers):
+            yield layers
+    finally:
+        for state, plan in zip(states, plans, strict=True):
+            state.last_call.plan = plan
+        for matrix, number in zip(matrices, uses, strict=True):
+            matrix.uses = number
 
 
 @contextlib.contextmanager

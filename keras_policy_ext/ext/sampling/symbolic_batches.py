@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.conversion.calibration import map_arrays
 from keras_policy_ext.conversion.saved_input_bytes import itemsize
+from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 
 _ALLOWED = (
     "Allowed: what the model is called on, as arrays; keras.KerasTensor or "

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_policy_ext import _input_files, _output_files, _user_code
+from keras_policy_ext import _input_files, _user_code
 from keras_policy_ext.conversion import candidates
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.ext import output_files
 from keras_policy_ext.ext.sampling.captured import (
     Batch,
     Loss,
@@ -134,7 +135,7 @@ class Tuned(BaseReport):
             for name, value in self.as_dict().items()
         )
         text = "{\n" + ",\n".join(entries) + "\n}\n"
-        with _output_files.whole(pathlib.Path(path)) as part:
+        with output_files.whole(pathlib.Path(path)) as part:
             part.write_text(text)
 
     @classmethod

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from keras_policy_ext.layers.stored_weights import is_state
+from steps import weights_of
 
 if keras.backend.backend() != "torch":
     pytest.skip(
@@ -88,7 +90,7 @@ MODELS = [
 
 
 def float8_states(model):
-    return [v for v in model.trainable_variables if kpe.loops.is_state(v)]
+    return [v for v in model.trainable_variables if is_state(v)]
 
 
 def loss_and_gradients(model, loss, x):
@@ -149,7 +151,7 @@ def test_steps_with_an_optimizer_compile_once():
     x = torch.ones(shape)
     with torch.no_grad():
         model(x)  # Keras makes its store of scopes, which would be a change.
-    weights = [v.value for v in kpe.loops.weights(model)]
+    weights = [v.value for v in weights_of(model)]
     optimizer = torch.optim.SGD(weights, 0.1)
     graphs = []
 

@@ -219,6 +219,7 @@ def test_loading_that_is_interrupted_leaves_a_stock_model_as_it_was(weights):
 
 @pytest.mark.slow_except()
 @pytest.mark.full
+@pytest.mark.extension("calibrate")
 def test_what_is_interrupted_leaves_a_converted_model_as_it_was(weights):
     victim, twin = converted(), converted()
     x, _ = data()

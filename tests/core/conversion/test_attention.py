@@ -48,6 +48,7 @@ def test_attention_stays_where_projections_do():
 
 
 @pytest.mark.filterwarnings(LITTLE)
+@pytest.mark.extension("gain")
 def test_the_projection_of_an_embedding_is_its_one_product():
     for tie in (True, False):
         layer = keras.layers.ReversibleEmbedding(32, 16, tie_weights=tie)

@@ -9,7 +9,14 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from steps import gradients, mean_square, normal, numpy, relative_rms
+from steps import (
+    gradients,
+    mean_square,
+    normal,
+    numpy,
+    relative_rms,
+    weights_of,
+)
 
 WIDTH = 16
 SOURCE = "float8/current_from_float32"
@@ -239,7 +246,7 @@ def test_it_trains_observes_and_comes_back(name, tmp_path):
     np.testing.assert_array_equal(numpy(loaded(X)), numpy(model(X)))
     for one, other in zip(loaded.variables, model.variables, strict=True):
         np.testing.assert_array_equal(numpy(one), numpy(other))
-    kept = [numpy(v) for v in kpe.loops.weights(model)]
+    kept = [numpy(v) for v in weights_of(model)]
     kpe.revert(model)
     assert type(model.layers[0]) is Own
     for one, other in zip(model.weights, kept, strict=True):

@@ -248,22 +248,6 @@ def test_a_layer_that_a_rule_leaves_out_is_reported_in_the_dtypes_it_keeps():
             "`filter` returned False",
         ),
         ({"min_size": 90}, ["Conv1D"], "has 10 entries, fewer than 90"),
-        ({"filter": kpe.filters.Auto(smallest=1)}, [], "multiples of 16"),
-        (
-            {"filter": kpe.filters.Auto(multiple=1, smallest=5)},
-            ["Conv1D"],
-            "sums over 5 and yields 2, one of them below 5",
-        ),
-        (
-            {"filter": kpe.filters.Auto(multiple=1, smallest=1, first=False)},
-            ["Dense"],
-            "first layer",
-        ),
-        (
-            {"filter": kpe.filters.Auto(multiple=1, smallest=1, last=False)},
-            ["Conv1D"],
-            "last layer",
-        ),
     ],
 )
 def test_what_is_left_out_says_why(arguments, converted, reason):

@@ -9,7 +9,7 @@ import keras_policy_ext as kpe
 from keras_policy_ext._keras.optimizer_variables import known_to_optimizer
 from keras_policy_ext._keras.walking import layers_within
 from keras_policy_ext.conversion import training
-from steps import normal, numpy, state_of
+from steps import normal, numpy, observe_inputs, state_of
 
 POLICY = "float8/4_from_float32"
 BACKEND = keras.backend.backend()
@@ -88,6 +88,7 @@ def test_a_call_that_was_set_in_the_layer_stays():
 # Order
 
 
+@pytest.mark.extension("gain")
 def test_the_first_and_the_last_layer_are_so_in_nested_models_too():
     names = ["one", "two", "three", "four", "five"]
     one, two, three, four, five = (
@@ -110,6 +111,7 @@ def test_the_first_and_the_last_layer_are_so_in_nested_models_too():
 
 
 @pytest.mark.full
+@pytest.mark.extension("calibrate")
 def test_numpy_bools_and_ints_are_bools_and_ints():
     model = stack(keras.layers.Dense(6))
     report = kpe.convert(
@@ -120,12 +122,11 @@ def test_numpy_bools_and_ints_are_bools_and_ints():
     )
     assert report.converted
     kpe.calibrate(model, X, steps=np.int64(1))
-    assert kpe.filters.Auto(smallest=np.int64(16)).smallest == 16
 
 
 def test_a_class_or_an_array_is_no_filter():
     model = stack(keras.layers.Dense(6))
-    for wrong in (kpe.filters.Auto, np.zeros(3)):
+    for wrong in (kpe.filters.Safe, np.zeros(3)):
         with pytest.raises(TypeError, match=r"Auto\(\.\.\.\)"):
             kpe.convert(model, POLICY, filter=wrong)
     assert type(model.layers[0]) is keras.layers.Dense
@@ -146,6 +147,7 @@ def test_only_keras_layers_are_looked_at(name):
         function("model.keras", *arguments)
 
 
+@pytest.mark.extension("loops")
 def test_a_library_may_put_a_class_of_its_own_for_keras_layer(monkeypatch):
     own = type("Layer", (keras.layers.Layer,), {})
     model = stack(keras.layers.Dense(2))
@@ -155,6 +157,7 @@ def test_a_library_may_put_a_class_of_its_own_for_keras_layer(monkeypatch):
     assert len(kpe.revert(model).converted) == 1
 
 
+@pytest.mark.extension("calibrate")
 def test_a_tuple_of_arrays_is_the_inputs_of_one_model():
     first, second = keras.Input((6,)), keras.Input((6,))
     one, two = keras.layers.Dense(2), keras.layers.Dense(2)
@@ -181,7 +184,7 @@ def test_a_conversion_that_fails_changes_nothing():
     mapped = keras.layers.Dense(6, dtype=policies)
     made = kpe.layers.Dense(6, dtype="float8/2_from_float32")
     model = stack(mapped, made, keras.layers.Dense(6))
-    kpe.calibrate(model, X)
+    observe_inputs(model, X)
     weights = [numpy(v) for v in model.variables]
     outer = stack(model, Twins(), keras.layers.Dense(6))
     outputs = numpy(outer(X))

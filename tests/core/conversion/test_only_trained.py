@@ -162,7 +162,8 @@ def test_a_model_with_a_call_is_converted_once_its_parts_are_built():
     model.second.build((None, 4))
     assert not model.built
     assert len(kpe.convert(model, POLICY).converted) == 2
-    assert len(kpe.calibrate(model, normal(8, 3))) == 2
+    outputs = model(normal(8, 3))
+    assert outputs.shape == (8, 2)
 
 
 def test_a_built_model_with_an_unused_part_is_converted_but_for_that_part():
@@ -197,6 +198,7 @@ def test_nothing_to_convert_is_refused_as_before():
 
 @pytest.mark.slow_except()
 @pytest.mark.full
+@pytest.mark.extension("calibrate")
 def test_the_parts_are_calibrated_by_a_function_or_one_by_one():
     some, others = gan(), gan()
     for model in (some, others):
@@ -215,6 +217,7 @@ def test_the_parts_are_calibrated_by_a_function_or_one_by_one():
 
 @pytest.mark.slow_except()
 @pytest.mark.full
+@pytest.mark.extension("calibrate")
 def test_a_function_gets_batches_as_they_are_and_no_more_than_steps():
     model, seen = gan(), []
     kpe.convert(model, POLICY)
@@ -230,6 +233,7 @@ def test_a_function_gets_batches_as_they_are_and_no_more_than_steps():
     assert tuple(seen[0].shape) == (8, 6)
 
 
+@pytest.mark.extension("calibrate")
 def test_a_model_without_a_call_says_how_it_is_calibrated():
     model = gan()
     kpe.convert(model, POLICY)
@@ -349,6 +353,7 @@ def test_a_model_and_its_copy_are_converted_in_either_order(order, together):
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["model", "ema"])
+@pytest.mark.extension("loops")
 def test_the_weights_of_a_model_and_its_copy_are_paired_without_states(number):
     network, ema = pair = twins()
     expected = [numpy(w) for w in network.weights]
@@ -389,6 +394,7 @@ def test_a_copy_made_of_a_converted_model_takes_its_weights_with_the_states():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.extension("loops")
 def test_weights_of_a_module_are_those_of_the_layers_in_it():
     if keras.backend.backend() != "torch":
         pytest.skip("torch.nn.Module is PyTorch's")

@@ -11,7 +11,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext.conversion import in_place
-from steps import numpy, relative_rms
+from steps import numpy, relative_rms, weights_of
 
 WIDTH, TOKENS, LENGTH = 16, 32, 4
 SOURCE = "float8/current_from_float32"
@@ -192,7 +192,7 @@ def test_it_trains_observes_and_comes_back(include, tmp_path):
     for one, other in zip(loaded.variables, model.variables, strict=True):
         np.testing.assert_array_equal(numpy(one), numpy(other))
 
-    kept = [numpy(v) for v in kpe.loops.weights(model)]
+    kept = [numpy(v) for v in weights_of(model)]
     kpe.revert(model)
     assert type(model.get_layer("first")) is Block
     assert not states(model) and len(model.weights) == len(before)
@@ -230,7 +230,7 @@ def test_weights_of_a_plain_model_load(tmp_path):
     train(plain, steps=1)
     plain.save_weights(tmp_path / "plain.weights.h5")
     model.load_weights(tmp_path / "plain.weights.h5")
-    for one, other in zip(kpe.loops.weights(model), plain.weights, strict=True):
+    for one, other in zip(weights_of(model), plain.weights, strict=True):
         np.testing.assert_array_equal(numpy(one), numpy(other))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from frozen_models import dequantized, outputs_of, rounded_inputs
-from steps import gradients, normal, numpy
+from steps import gradients, normal, numpy, observe_inputs
 
 LAYERS = keras.layers
 DELAYED = "float8/4_from_float32"
@@ -116,7 +116,7 @@ def test_dynamic_scales_inputs_and_states_of_a_recurrent_layer():
 def calibrated(x):
     model = sequential((4, 6), LAYERS.Dense(5))
     kpe.convert(model, DELAYED)
-    kpe.calibrate(model, x)
+    observe_inputs(model, x)
     return model
 
 
@@ -139,7 +139,7 @@ def test_static_takes_the_largest_amax_of_the_history():
     model = sequential((6,), LAYERS.Dense(5))
     kpe.convert(model, DELAYED)
     for factor in (1, 3, 2):
-        kpe.calibrate(model, factor * np.ones((2, 6), "float32"))
+        observe_inputs(model, factor * np.ones((2, 6), "float32"))
     kpe.freeze(model, activations="static", granularity="tensor")
     scale = numpy(model.layers[0]._kernel.inputs_scale)
     assert scale == np.float32(3) / np.float32(448)

@@ -9,7 +9,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from frozen_models import outputs_of
-from steps import normal
+from steps import normal, observe_inputs
 
 LAYERS = keras.layers
 SERIALIZE = keras.saving.register_keras_serializable("left_out")
@@ -237,7 +237,7 @@ def test_what_logits_are_computed_of_stays_where_inputs_are_rounded(
     ids = np.arange(8, dtype="int32").reshape(2, 4)
     if activations == "static":
         kpe.convert(model, "float8/4_from_float32")
-        kpe.calibrate(model, ids)
+        observe_inputs(model, ids)
     report = kpe.freeze(model, activations=activations, include=include)
     stays = activations is not None and include is None
     named = [s.path for s in report.skipped if "logits" in s.reason]

@@ -9,7 +9,7 @@ import pytest
 import keras_policy_ext as kpe
 from converted_models import BUILDERS, batch_for, randomized
 from frozen_models import JIT, frozen_layers, outputs_of
-from steps import normal, numpy
+from steps import normal, numpy, observe_inputs
 
 LAYERS = keras.layers
 
@@ -288,7 +288,7 @@ def test_inspect_says_how_kernels_are_stored():
 def test_inspect_says_the_scale_of_static_inputs():
     model = sequential((6,), LAYERS.Dense(4))
     kpe.convert(model, "float8/4_from_float32")
-    kpe.calibrate(model, normal(8, 6))
+    observe_inputs(model, normal(8, 6))
     kpe.freeze(model, activations="static")
     (entry,) = kpe.inspect(model).layers
     scale = numpy(model.layers[0]._kernel.inputs_scale)
@@ -305,6 +305,7 @@ def test_parameters_are_counted_without_scales():
     assert model.count_params() == 64 * 96 + 2 * 96
 
 
+@pytest.mark.extension("loops")
 def test_loops_have_what_trains_and_no_codes():
     model = sequential((6,), LAYERS.Dense(4), LAYERS.Dense(2))
     kpe.freeze(model)
@@ -317,6 +318,7 @@ def test_loops_have_what_trains_and_no_codes():
 
 
 @pytest.mark.full
+@pytest.mark.extension("calibrate")
 def test_doctor_and_calibrate_pass_frozen_layers_by():
     model = sequential((6,), LAYERS.Dense(4, name="a"), LAYERS.Dense(2))
     kpe.freeze(model, include="/a", activations="dynamic")

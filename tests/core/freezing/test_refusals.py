@@ -316,6 +316,7 @@ def test_codes_that_mean_nothing_are_not_set():
     layer.set_weights(values)
 
 
+@pytest.mark.extension("calibrate")
 def test_calibrate_says_that_frozen_layers_see_no_amaxes():
     model = frozen(activations="dynamic")
     way = "kpe.thaw(model)", "kpe.convert(model)", "activations='static'"
@@ -324,6 +325,7 @@ def test_calibrate_says_that_frozen_layers_see_no_amaxes():
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+@pytest.mark.extension("calibrate")
 def test_the_way_to_input_scales_of_other_data_keeps_the_codes(granularity):
     model, options = two_layers(), dict(granularity=granularity)
     kpe.convert(model)

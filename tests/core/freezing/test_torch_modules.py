@@ -7,7 +7,7 @@ import pytest
 import keras_policy_ext as kpe
 from frozen_models import outputs_of
 from keras_policy_ext.layers.stored_weights import StoredConstant
-from steps import normal
+from steps import normal, observe_inputs
 
 torch = pytest.importorskip("torch", reason="modules are of torch")
 pytestmark = pytest.mark.skipif(
@@ -84,7 +84,7 @@ def test_scales_that_were_cast_are_refused(cast, tmp_path):
 def test_the_scale_of_inputs_that_was_cast_is_refused():
     model = stock()
     kpe.convert(model, "float8/4_from_float32")
-    kpe.calibrate(model, X)
+    observe_inputs(model, X)
     kpe.freeze(model, activations="static")
     scale = model.layers[0]._kernel.inputs_scale
     scale.value.data = scale.value.data.half()

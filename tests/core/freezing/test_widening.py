@@ -9,7 +9,7 @@ import pytest
 import keras_policy_ext as kpe
 from frozen_models import JIT, frozen_layers, outputs_of
 from keras_policy_ext import backends
-from steps import normal, numpy
+from steps import normal, numpy, observe_inputs, weights_of
 
 LAYERS = keras.layers
 
@@ -47,7 +47,7 @@ def frozen(build, **options):
     model = build()
     if options.get("activations") == "static":
         kpe.convert(model)
-        kpe.calibrate(model, batch(model, 5))
+        observe_inputs(model, batch(model, 5))
     kpe.freeze(model, **options)
     return model
 
@@ -150,12 +150,10 @@ def test_what_is_widened_follows_the_codes(tmp_path):
 
 def test_it_is_no_weight_and_gone_after_thaw():
     model = frozen(dense)
-    weights = kpe.loops.weights(model)
+    weights = weights_of(model)
     sizes = [layer.count_params() for layer in model.layers]
     kpe.widen(model)
-    assert [v.path for v in kpe.loops.weights(model)] == [
-        v.path for v in weights
-    ]
+    assert [v.path for v in weights_of(model)] == [v.path for v in weights]
     assert [layer.count_params() for layer in model.layers] == sizes
     codes = [each._kernel.stored.dequantized() for each in model.layers]
     kpe.thaw(model)

@@ -1,8 +1,8 @@
-"""What `_keras/around.py` does. See `_keras/__init__.py`."""
+"""What `put_around` of `_keras/__init__.py` does."""
 
 import types
 
-from keras_policy_ext._keras.around import put_around
+from keras_policy_ext._keras import put_around
 
 
 def test_a_function_is_put_around_another_once():

@@ -1,6 +1,5 @@
 """Why `_keras/calls.py` is needed. See `_keras/__init__.py`."""
 
-import inspect
 import threading
 
 import keras
@@ -9,7 +8,6 @@ import pytest
 from keras import ops
 
 from keras_policy_ext._keras import calls, versions
-from keras_policy_ext.layers.drop_in import form_of
 from public_api import functions_about, members_about
 
 BACKEND = keras.backend.backend()
@@ -20,8 +18,6 @@ class Asks(keras.layers.Layer):
 
     def call(self, inputs):
         self.training = calls.training_of_call()
-        self.in_scope = calls.stored_autocast_scope()
-        self.in_a_call = calls.is_in_a_call()
         self.root = (calls.root_of_call(),)
         return inputs
 
@@ -89,66 +85,6 @@ def test_keras_does_not_say_that_shapes_alone_are_wanted():
     assert members_about(keras.SymbolicScope, "entered", "active") == []
 
 
-def test_keras_offers_no_public_way_to_ask_whether_a_call_is_under_way():
-    layer = Asks()
-    layer(np.ones((1, 2), "float32"))
-    assert layer.in_a_call is True
-    assert calls.is_in_a_call() is False
-    assert functions_about("call_context", "in_call") == []
-    assert members_about(keras.layers.Layer, "in_call", "call_ctx") == []
-
-
-def test_keras_offers_no_public_scope_of_autocasting():
-    layer = Asks(dtype="mixed_bfloat16")
-    layer(np.ones((1, 2), "float32"))
-    assert layer.in_scope is not None
-    assert calls.stored_autocast_scope() is None
-    assert functions_about("autocast", "cast_scope") == []
-
-
-class Takes(keras.layers.Layer):
-    """Remembers the dtypes of its arguments."""
-
-    def call(self, first, second):
-        self.dtypes = [
-            keras.backend.standardize_dtype(x.dtype) for x in (first, second)
-        ]
-        return first
-
-
-def test_keras_casts_all_arguments_of_a_call_or_none():
-    x = ops.ones((1, 2))
-    for autocast, dtype in [(True, "bfloat16"), (False, "float32")]:
-        layer = Takes(dtype="mixed_bfloat16", autocast=autocast)
-        layer(x, x)
-        assert layer.dtypes == [dtype, dtype]
-    words = ("cast", "convert")
-    arguments = inspect.signature(keras.layers.Layer.__init__).parameters
-    assert members_about(keras.layers.Layer, *words) == []
-    assert [x for x in arguments if any(w in x for w in words)] == ["autocast"]
-
-
-class SeesMask(keras.layers.Layer):
-    """Remembers the mask of its argument."""
-
-    supports_masking = True
-
-    def call(self, inputs, mask=None):
-        self.seen = mask
-        return inputs
-
-
-def test_a_cast_loses_the_mask_and_keras_offers_no_way_to_give_it_one():
-    x = keras.layers.Masking()(np.ones((1, 2, 3), "float32"))
-    cast = ops.cast(x, "bfloat16")
-    layer = SeesMask(dtype="bfloat16")
-    layer(cast)
-    assert layer.seen is None
-    layer(calls.keep_mask(x, cast))
-    assert layer.seen is not None
-    assert functions_about("get_mask", "set_mask", "keras_mask") == []
-
-
 class Softmaxes(keras.layers.Layer):
     """Calls a softmax with a keyword argument, as attention does."""
 
@@ -183,29 +119,6 @@ def test_keras_cannot_rematerialize_a_softmax_with_its_mask_on_tensorflow():
     else:
         rematerialized()
     rematerialized(calls.rematerialize_with_outer)
-
-
-@pytest.mark.parametrize("name", calls.PARTS_OF_LSTM_STEPS)
-@pytest.mark.extension("recurrent")
-def test_an_lstm_cell_computes_in_private_methods(name):
-    assert callable(getattr(keras.layers.LSTMCell, name))
-    assert members_about(keras.layers.LSTMCell, "carry", "output") == [
-        "compute_output_shape",
-        "compute_output_spec",
-        "output",
-    ]
-    changed = {name: lambda self, *args: None}
-    assert form_of(type("Other", (keras.layers.LSTMCell,), {})) is not None
-    with pytest.raises(TypeError, match=name):
-        form_of(type("Other", (keras.layers.LSTMCell,), changed))
-
-
-def test_keras_offers_no_public_loop_over_time_steps():
-    places = {name.rpartition(".")[0] for name in functions_about("rnn")}
-    assert places == {"keras.layers"}
-    assert members_about(keras.layers.RNN, "loop") == ["inner_loop"]
-    called = inspect.signature(keras.layers.RNN.inner_loop).parameters
-    assert "cell" not in called and "step" not in called
 
 
 def test_each_call_of_a_layer_is_replaced_on_this_thread():

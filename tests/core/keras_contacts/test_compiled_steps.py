@@ -11,39 +11,6 @@ BACKEND = keras.backend.backend()
 X = np.ones((2, 2), "float32")
 
 
-class LogsMore(keras.Model):
-    """Logs a number that is no metric."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(2)
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-    def train_step(self, *args):
-        result = super().train_step(*args)
-        if BACKEND == "jax":
-            logs, state = result
-            return {**logs, "more": 1.0}, state
-        return {**result, "more": 1.0}
-
-
-class ReturnsLoss(walking.OwnReturnedLogs, LogsMore):
-    """Returns the loss alone."""
-
-    def returned_logs(self, logs):
-        return {"loss": logs["loss"]}
-
-
-def test_train_on_batch_returns_whatever_a_training_step_logs():
-    for cls, returned in [(LogsMore, 2), (ReturnsLoss, 1)]:
-        model = cls()
-        model.compile("sgd", "mse")
-        assert np.size(model.train_on_batch(X, X)) == returned
-    assert members_about(keras.Model, "log", "flatten") == []
-
-
 def test_a_traced_step_is_kept_when_a_layer_changes():
     """PyTorch traces nothing: each step asks the layer."""
     dense = keras.layers.Dense(2, kernel_initializer="ones")

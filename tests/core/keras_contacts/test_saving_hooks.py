@@ -96,42 +96,6 @@ def test_to_register_a_class_under_a_name_takes_it_from_the_class_before():
         keras.saving.register_keras_serializable("contacts")(Original)
 
 
-class Takes(keras.layers.Layer):
-    """Has an argument and leaves the config to Keras."""
-
-    def __init__(self, size=2, **kwargs):
-        super().__init__(**kwargs)
-
-
-class Overrides(Takes):
-    """Overrides `get_config` and adds nothing."""
-
-    def __init__(self, size=3, **kwargs):
-        super().__init__(**kwargs)
-
-    def get_config(self):
-        return super().get_config()
-
-
-def test_keras_takes_an_overridden_get_config_for_one_of_the_author():
-    """Without its mark the arguments of the constructor are not saved."""
-    assert Takes().get_config()["size"] == 2
-    assert saving_hooks.is_default(Takes.get_config)
-    assert "size" not in Overrides().get_config()
-    assert not saving_hooks.is_default(Overrides.get_config)
-
-
-def test_a_file_does_not_say_whether_the_loss_is_scaled():
-    assert (
-        "auto_scale_loss" in inspect.signature(keras.Model.compile).parameters
-    )
-    model = dense_model()
-    model.compile("sgd", "mse", auto_scale_loss=False)
-    assert "auto_scale_loss" not in model.get_compile_config()
-    saving_hooks.amend_compile_config(model, {"auto_scale_loss": False})
-    assert model.get_compile_config()["auto_scale_loss"] is False
-
-
 def test_a_file_written_on_torch_names_a_private_class_of_optimizer():
     model = dense_model()
     model.compile("sgd", "mse")
@@ -199,26 +163,3 @@ def test_a_file_does_not_say_the_policy_of_a_model_itself(tmp_path):
     loaded = keras.saving.load_model(path)
     assert loaded.dtype_policy.name == "float32"
     assert kpe.load_model(path).dtype_policy.name == "mixed_bfloat16"
-
-
-class OwnCompile(keras.Sequential):
-    def compile(self, **kwargs):
-        super().compile(**kwargs)
-
-
-def test_keras_does_not_compile_a_model_with_its_own_compile(tmp_path):
-    model = OwnCompile([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(optimizer="adam", loss="mse")
-    model.optimizer.build(model.trainable_variables)
-    model.save(tmp_path / "model.keras")
-    custom = {"OwnCompile": OwnCompile}
-
-    def loaded():
-        return keras.saving.load_model(tmp_path / "model.keras", custom)
-
-    with pytest.warns(UserWarning, match="compile.* is custom"):
-        assert not hasattr(loaded(), "optimizer")
-    with saving_hooks.compiled_as_saved():
-        found = loaded()
-    assert isinstance(found.optimizer, keras.optimizers.Adam) and found.compiled
-    assert len(found.optimizer.variables) == len(model.optimizer.variables)

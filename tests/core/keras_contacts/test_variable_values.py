@@ -36,13 +36,6 @@ def test_keras_hands_out_casts_of_variables_and_offers_no_other_way():
     assert members_about(keras.Variable, "value") == ["value"]
 
 
-def test_a_variable_does_not_tell_whether_it_autocasts():
-    for value in (True, False):
-        variable = keras.Variable(1.0, autocast=value)
-        assert not hasattr(variable, "autocast")
-        assert variable_values.autocasts(variable) is value
-
-
 class ReadsInTraining(keras.callbacks.Callback):
     """Reads a variable before each step of `fit`.
 
@@ -194,16 +187,3 @@ def test_a_variable_makes_a_tensor_and_has_no_numbers_but_its_own():
     with calls.autocast_scope("bfloat16"):
         assert twice.dtype == "bfloat16" and held.dtype == "uint8"
     assert vars(twice).keys() == {"held", "_dtype", "_autocast"}
-
-
-def test_a_scope_reads_variables_in_the_dtype_that_they_say_to_have():
-    variable = keras.Variable(np.ones(2, "float32"))
-    with (
-        variable_values.dtypes_replaced([(variable, "bfloat16")]),
-        keras.StatelessScope([(variable, keras.ops.zeros((2,)))]),
-    ):
-        assert variable.dtype == "bfloat16"
-        assert dtype_of(variable.value) == "bfloat16"
-    assert variable.dtype == dtype_of(variable.value) == "float32"
-    assert members_about(keras.Variable, "dtype") == ["dtype"]
-    assert keras.Variable.dtype.fset is None

@@ -1,7 +1,6 @@
 """Which Keras was tested, and what users of another one are told."""
 
 import configparser
-import importlib
 import pathlib
 import re
 import warnings
@@ -9,7 +8,7 @@ import warnings
 import keras
 import pytest
 
-from keras_policy_ext._keras import keras_hub, versions
+from keras_policy_ext._keras import versions
 from processes import run
 
 pytestmark = pytest.mark.any_backend
@@ -81,30 +80,3 @@ def test_an_import_under_a_newer_keras_warns_once_and_goes_on():
     first, second = run(keras.backend.backend(), code).splitlines()
     assert first.count("Keras 3.99.0 is newer t") == 1
     assert second == "1"
-
-
-@pytest.mark.parametrize(
-    ("error", "package"),
-    [
-        (ModuleNotFoundError("none", name="keras_hub"), "keras-hub 0.3"),
-        (ModuleNotFoundError("none", name="keras_hub.src.a"), "keras-hub 0.3"),
-        (ImportError("no name 'x'", name="safetensors"), "keras-hub 0.3"),
-        (ImportError("for a reason"), "keras-hub 0.3"),
-        (ModuleNotFoundError("none", name="safetensors"), "safetensors."),
-        (ModuleNotFoundError("none", name="tensorflow.io"), "tensorflow."),
-    ],
-)
-def test_what_keras_hub_lacks_is_named_as_what_to_install(
-    error, package, monkeypatch
-):
-    def fails(name):
-        raise error
-
-    monkeypatch.setattr(importlib, "import_module", fails)
-    for use in (
-        lambda: keras_hub.Converter("folder", {}),
-        lambda: keras_hub.write_tokenizer(None, "folder"),
-    ):
-        with pytest.raises(ImportError) as raised:
-            use()
-        assert f"Install {package}" in str(raised.value)

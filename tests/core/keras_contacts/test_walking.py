@@ -58,14 +58,6 @@ def test_weights_of_a_layer_include_those_of_the_layers_in_it():
     assert walking.tracked_variables(layer) == []
 
 
-def test_metrics_of_a_layer_include_those_of_the_layers_in_it():
-    inner, outer = keras.layers.Layer(), keras.layers.Layer()
-    inner.metric, outer.inner = keras.metrics.Mean(), inner
-    assert lists_with(outer, inner.metric) == ["metrics"]
-    assert walking.tracked_metrics(inner) == [inner.metric]
-    assert walking.tracked_metrics(outer) == []
-
-
 def test_keras_has_no_functions_to_look_into_layers():
     assert functions_about("submodule", "sublayer", "walk", "flatten_l") == []
 

@@ -8,9 +8,12 @@ from keras import ops
 import keras_policy_ext as kpe
 from attention_layers import LAYERS, PRODUCTS_ONLY, float_weights, policy
 from keras_policy_ext import recipes, reference
+from keras_policy_ext.contractions.weighted_sum import (
+    WeightedSum,
+    weighted_sum_of,
+)
 from keras_policy_ext.numerics import quantized
 from keras_policy_ext.recipes import Quantization, Tile
-from keras_policy_ext.recipes.weighted_sum import WeightedSum, weighted_sum_of
 from steps import gradients, mean_square, no_grad, normal, numpy, relative_rms
 from ways import FASTEST, compiled
 

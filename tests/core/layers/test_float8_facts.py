@@ -13,6 +13,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from float8_dense import dense, policy, same_state
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 from steps import mean_square, normal, numpy, state_of, step
 
@@ -124,7 +125,7 @@ def test_totals_of_a_model_include_the_state_as_those_of_keras_do():
     ]
     model = keras.Sequential([keras.Input((3,)), *layers])
     assert [layer.count_params() for layer in layers] == [104, 81]
-    states = [v for v in model.weights if kpe.loops.is_state(v)]
+    states = [v for v in model.weights if is_state(v)]
     numbers = sum(math.prod(v.shape) for v in states)
     assert model.count_params() == 185 + numbers > 185
     inspection = kpe.inspect(model)

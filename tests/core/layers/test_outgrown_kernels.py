@@ -16,6 +16,7 @@ from steps import (
     relative_rms,
     state_of,
     step,
+    weights_of,
 )
 from ways import BACKEND, FASTEST, compiled
 
@@ -37,7 +38,7 @@ def converted(seed=0, **how):
 
 def error_of(outputs, model, x=X):
     """How far outputs are off those of the weights of a model."""
-    kernel, bias = (numpy(v) for v in kpe.loops.weights(model))
+    kernel, bias = (numpy(v) for v in weights_of(model))
     return relative_rms(numpy(outputs), x @ kernel + bias)
 
 
@@ -123,7 +124,7 @@ def test_a_student_called_after_its_frozen_teacher_is_not_cut(training):
     for _ in range(4):
         step(model, optimizer, X, far_away, training=training)
     step(model, keras.optimizers.SGD(0.0), X, far_away, training=training)
-    kernel, bias = (numpy(v) for v in kpe.loops.weights(model.student))
+    kernel, bias = (numpy(v) for v in weights_of(model.student))
     outputs = numpy(model(X, training=False))
     assert relative_rms(outputs, X @ kernel + bias) < ROUNDED
 
@@ -151,7 +152,7 @@ def test_fit_of_a_trainable_backbone_called_without_training():
 def test_an_optimizer_that_is_handed_kernels_alone_cuts_nothing(training):
     model, optimizer = converted(), keras.optimizers.SGD(1.0)
     before = amax(model)
-    weights = kpe.loops.weights(model)
+    weights = weights_of(model)
     for _ in range(4):
         _, _, grads = gradients(model, X, far_away, training)
         with no_grad():
@@ -187,7 +188,7 @@ def test_a_graph_whose_optimizer_is_handed_kernels_alone_cuts_nothing(jit):
     import tensorflow as tf
 
     model, optimizer = converted(), keras.optimizers.SGD(1.0)
-    weights = kpe.loops.weights(model)
+    weights = weights_of(model)
     optimizer.build(weights)
 
     @tf.function(jit_compile=jit)
@@ -265,7 +266,7 @@ def set_weights(model, kernel):
 def follow(model, kernel):
     other = converted()
     other.weights[0].assign(kernel)
-    pairs = zip(kpe.loops.weights(model), kpe.loops.weights(other), strict=True)
+    pairs = zip(weights_of(model), weights_of(other), strict=True)
     for mine, others in pairs:
         mine.assign(others)
 

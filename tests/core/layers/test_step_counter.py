@@ -171,7 +171,7 @@ def test_the_count_of_many_uses_is_exact():
 
 
 @slow
-@pytest.mark.extension("inspect")
+@pytest.mark.extension("calibrate", "inspect")
 def test_reports_calibration_and_conversion_leave_it_alone():
     model = counting(3)
     assert "nvfp4" in str(kpe.inspect(model))

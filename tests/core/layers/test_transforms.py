@@ -8,7 +8,8 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import needs_whole_graphs
 from keras_policy_ext import recipes
-from steps import normal, numpy
+from keras_policy_ext.layers.stored_weights import is_state
+from steps import normal, numpy, observe_inputs
 
 BACKEND = keras.backend.backend()
 
@@ -188,9 +189,7 @@ def test_weights_are_trained_through_transforms(kind):
         sum(function(x) for x in xs)
         + (slope(function, again=True)(xs[0])[0] ** 2).sum(),
     ]
-    weights = [
-        v.value for v in layer.trainable_weights if not kpe.loops.is_state(v)
-    ]
+    weights = [v.value for v in layer.trainable_weights if not is_state(v)]
     pairs = zip(*(torch.autograd.grad(x, weights) for x in losses), strict=True)
     for found, expected in pairs:
         same(found, expected)
@@ -220,7 +219,7 @@ def test_a_frozen_model_is_transformed(scales):
     kpe.convert(model, "delayed")
     xs = ops.convert_to_tensor(normal(3, 16))
     if scales == "static":
-        kpe.calibrate(model, numpy(xs))
+        observe_inputs(model, numpy(xs))
     kpe.freeze(model, activations=scales)
     same(vmap(of_one(model))(xs), one_by_one(of_one(model), xs))
     for name in ("grad", "grad of grad"):

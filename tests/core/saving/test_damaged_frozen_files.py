@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from steps import normal, numpy
+from steps import normal, numpy, observe_inputs
 
 WEIGHTS = "model.weights.h5"
 GROUP = "layers/dense/vars"
@@ -26,7 +26,7 @@ def static_model(seed=0):
     layers = [keras.layers.Dense(5), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *layers], name="model")
     kpe.convert(model, "float8/4_from_float32")
-    kpe.calibrate(model, normal(8, 6, seed=seed))
+    observe_inputs(model, normal(8, 6, seed=seed))
     kpe.freeze(model, activations="static")
     return model
 

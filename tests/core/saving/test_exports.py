@@ -11,7 +11,7 @@ import keras_policy_ext as kpe
 from cases import needs_whole_graphs
 from keras_policy_ext._keras import saving_hooks
 from keras_policy_ext.saving import keras_hooks
-from steps import numpy
+from steps import numpy, observe_inputs
 
 BACKEND = keras.backend.backend()
 FORMATS = ("tf_saved_model", "onnx", "litert", "openvino", "torch")
@@ -61,7 +61,7 @@ def model_of(kind, policy, observed=True):
     products = {"attention": "float8"} if kind == "attention" else {}
     kpe.convert(model, name, **products)
     if observed:
-        kpe.calibrate(model, X, steps=1)
+        observe_inputs(model, X)
     return model
 
 

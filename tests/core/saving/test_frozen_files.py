@@ -19,7 +19,7 @@ from frozen_models import (
 )
 from keras_policy_ext._keras import calls
 from keras_policy_ext.saving import frozen_files
-from steps import normal, numpy
+from steps import normal, numpy, observe_inputs
 
 LAYERS = keras.layers
 DELAYED = "float8/4_from_float32"
@@ -41,7 +41,7 @@ def trained(**kwargs):
     model = stack()
     if kwargs.get("activations") == "static":
         kpe.convert(model, DELAYED)
-        kpe.calibrate(model, normal(8, 6))
+        observe_inputs(model, normal(8, 6))
     kpe.freeze(model, **kwargs)
     model.fit(normal(16, 6), normal(16, 3), verbose=0)
     return model

@@ -9,8 +9,10 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext import recipes
-from keras_policy_ext.backends import devices, estimate
-from keras_policy_ext.backends.estimate import CARDS, Estimator, Matmuls
+from keras_policy_ext.backends import devices
+from keras_policy_ext.ext.gain import estimate
+from keras_policy_ext.ext.gain.estimate import CARDS, Estimator, Matmuls
+from keras_policy_ext.ext.gain.products import device_named
 
 LARGE = Matmuls.of(16384, 16384, 16384)
 
@@ -97,7 +99,7 @@ def test_speed_grows_with_the_size_and_emulation_never_gains():
     ],
 )
 def test_speeds_are_found_by_the_names_of_devices(name, key):
-    assert estimate.product_named(devices.get(name), name) == key
+    assert estimate.product_named(device_named(name), name) == key
 
 
 @pytest.mark.any_backend
@@ -130,7 +132,7 @@ def measured(monkeypatch):
 
 @pytest.mark.any_backend
 def test_where_a_step_was_measured_the_estimate_is_its_speed(measured):
-    estimator = estimate.estimator_of("jax", "H200", devices.get("h200"))
+    estimator = estimate.estimator_of("jax", "H200", device_named("h200"))
 
     def speed(size, recipe="delayed"):
         return estimator.speed(Matmuls.square(size), recipes.get(recipe))
@@ -151,15 +153,15 @@ def test_where_a_step_was_measured_the_estimate_is_its_speed(measured):
     assert speed(2048, "current") == pytest.approx(expected)
     # An H100 runs the programs of an H200; PyTorch runs others.
     for backend, product in (("jax", "B200"), ("torch", "H200")):
-        device = devices.get(product)
+        device = device_named(product)
         assert not estimate.estimator_of(backend, product, device).corrections
-    h100 = estimate.estimator_of("tensorflow", "H100", devices.get("h100"))
+    h100 = estimate.estimator_of("tensorflow", "H100", device_named("h100"))
     assert set(h100.corrections) == {"delayed", "rowwise", ""}
 
 
 @pytest.mark.any_backend
 def test_from_the_break_even_on_both_recipes_are_faster(measured):
-    device = devices.get("h200")
+    device = device_named("h200")
     row = estimate.break_even("jax", device)
     estimator = estimate.estimator_of("jax", "H200", device)
 
@@ -179,7 +181,7 @@ def test_from_the_break_even_on_both_recipes_are_faster(measured):
     assert estimate.break_even("jax", unknown).origin.startswith("assumed")
     # The host of eager PyTorch takes longer than the GPU.
     torch, xla = (
-        estimate.break_even(backend, devices.get("b200")).size
+        estimate.break_even(backend, device_named("b200")).size
         for backend in ("torch", "jax")
     )
     assert torch > xla

@@ -10,9 +10,9 @@ import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
-from keras_policy_ext import backends
 from keras_policy_ext._keras import calls
 from keras_policy_ext.conversion.in_place import converted
+from keras_policy_ext.ext.sampling import captured
 from keras_policy_ext.ext.tune.tune import choose
 from steps import normal, numpy
 
@@ -179,13 +179,13 @@ def test_convert_follows_the_policy():
 @pytest.mark.full
 def test_the_search_costs_one_backward_and_three_forward_passes(monkeypatch):
     backward = []
-    stock = backends.current.marked_gradients
+    stock = captured.marked_gradients
 
     def counted(*args):
         backward.append(1)
         return stock(*args)
 
-    monkeypatch.setattr(backends.current, "marked_gradients", counted)
+    monkeypatch.setattr(captured, "marked_gradients", counted)
     model = one(Counting())
     CALLS.clear()
     kpe.tune(model, (X, Y), {"bytes": 0.9}, "mxfp8")

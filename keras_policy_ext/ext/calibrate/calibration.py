@@ -15,6 +15,7 @@ from keras import ops
 from keras_policy_ext import backends, seams
 from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
@@ -103,16 +104,6 @@ def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
         model(batch, training=False)
     else:
         call(keras.tree.map_structure(_as_tensor, batch))
-
-
-def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:
-    """Apply a function to each array of nested ones; None stays None.
-
-    A model may have an optional input.
-    """
-    return keras.tree.map_structure(
-        lambda x: None if x is None else function(x), nested
-    )
 
 
 def _seen(

@@ -1,4 +1,4 @@
-"""Call functions with symbolic tensors, and find classes of operations."""
+"""Layers whose weights are symbolic tensors."""
 
 from __future__ import annotations
 
@@ -8,33 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import variable_values, versions
-
-
-def operation_class(
-    function: Callable[..., Any],
-    operands: int = 1,
-    takes_list: bool = False,
-    **options: Any,
-) -> Any:
-    """Return the operation class behind a function such as `keras.ops.add`.
-
-    `keras.ops` exports only the functions, but a saved graph names the classes
-    (keras 3.0 to 3.15). The class is read from the history of a symbolic
-    result. The function takes so many `operands`, perhaps as a list, and
-    requires `options`.
-    """
-    # A square shape: a matrix product takes it too.
-    tensors = [keras.KerasTensor((3, 3)) for _ in range(operands)]
-    result = function(tensors) if takes_list else function(*tensors, **options)
-    history = getattr(result, "_keras_history", None)
-    if history is None:
-        raise versions.missing(
-            "KerasTensor._keras_history",
-            "the migration of TensorFlow operations",
-        )
-    return type(history.operation)
-
+from keras_policy_ext._keras import variable_values
 
 Array = np.ndarray[Any, Any]
 

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_policy_ext import formats, recipes
-from keras_policy_ext.backends import devices
+from keras_policy_ext.backends.devices import Device
+from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -121,7 +122,7 @@ def product_of(title: str) -> str | None:
     return None
 
 
-def product_named(device: devices.Device, name: str) -> str:
+def product_named(device: Device, name: str) -> str:
     """Return the key of `CARDS` for a device.
 
     Args:
@@ -464,7 +465,7 @@ def measured() -> tuple[Measured, ...]:
 
     `integration/benchmarks/break_even.py` writes them.
     """
-    package = importlib.resources.files("keras_policy_ext.backends")
+    package = importlib.resources.files("keras_policy_ext.ext.gain")
     text = package.joinpath("measured.json").read_text(encoding="utf-8")
     return tuple(Measured(**row) for row in json.loads(text))
 
@@ -485,9 +486,7 @@ def measured_on(product: str) -> tuple[Measured, ...]:
 
 
 @functools.cache
-def estimator_of(
-    backend: str, product: str, device: devices.Device
-) -> Estimator:
+def estimator_of(backend: str, product: str, device: Device) -> Estimator:
     """Return the `Estimator` of a framework on a device.
 
     Args:
@@ -538,7 +537,7 @@ class BreakEven:
 def break_evens() -> tuple[BreakEven, ...]:
     """Return the break-even sizes of usual devices with each framework."""
     return tuple(
-        break_even(backend, devices.get(name))
+        break_even(backend, device_named(name))
         for name in ("H100", "H200", "B200")
         for backend in ("jax", "tensorflow", "torch")
     )
@@ -549,7 +548,7 @@ LARGEST = 2**15
 
 
 @functools.cache
-def break_even(backend: str, device: devices.Device) -> BreakEven:
+def break_even(backend: str, device: Device) -> BreakEven:
     """Return the break-even size of a device whose float8 matmuls are native.
 
     Args:

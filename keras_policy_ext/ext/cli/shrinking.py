@@ -9,13 +9,14 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._output_files import check_output, whole
-from keras_policy_ext.conversion.freezing import freeze, frozen_layers
-from keras_policy_ext.conversion.report import (
+from keras_policy_ext.conversion import (
     Converted,
     FrozenReport,
     Skipped,
+    freeze,
 )
+from keras_policy_ext.conversion.freezing import frozen_layers
+from keras_policy_ext.ext import output_files
 from keras_policy_ext.reports import (
     BaseReport,
     Column,
@@ -23,7 +24,7 @@ from keras_policy_ext.reports import (
     counted,
     readable_bytes,
 )
-from keras_policy_ext.saving.loading import load_model
+from keras_policy_ext.saving import load_model
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -83,7 +84,7 @@ class Shrunk:
 
     def run(self) -> None:
         """Save the frozen model, and print the report and the file sizes."""
-        with whole(self.output) as path:
+        with output_files.whole(self.output) as path:
             self.model.save(path)
         before, after = (
             readable_bytes(path.stat().st_size)
@@ -107,7 +108,7 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
             written, or the model cannot be frozen.
     """
     read, written = pathlib.Path(source), pathlib.Path(output)
-    check_output(read, written, force)
+    output_files.check_output(read, written, force)
     try:
         model = load_model(read, compile=False)
     except (OSError, TypeError) as error:

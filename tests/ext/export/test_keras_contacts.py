@@ -1,4 +1,6 @@
-"""What `_keras/symbolic.py` makes of Keras's functions."""
+"""Why `ext/export/_keras_symbolic.py` and `_keras_hub.py` are needed."""
+
+import importlib
 
 import keras
 import numpy as np
@@ -6,7 +8,9 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext._keras.symbolic import Symbols, sources
+from hidden_names import hidden
+from keras_policy_ext.ext.export import _keras_hub
+from keras_policy_ext.ext.export._keras_symbolic import Symbols, sources
 
 
 class Attention(keras.layers.Layer):
@@ -109,3 +113,43 @@ def test_keras_says_where_a_tensor_comes_from():
     x = keras.KerasTensor((2, 3))
     assert ops.transpose(x)._keras_history.operation._inbound_nodes
     assert [id(s) for s in sources(ops.transpose(x))] == [id(x)]
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (ModuleNotFoundError("none", name="keras_hub"), "keras-hub 0.3"),
+        (ModuleNotFoundError("none", name="keras_hub.src.a"), "keras-hub 0.3"),
+        (ImportError("no name 'x'", name="safetensors"), "keras-hub 0.3"),
+        (ImportError("for a reason"), "keras-hub 0.3"),
+        (ModuleNotFoundError("none", name="safetensors"), "safetensors."),
+        (ModuleNotFoundError("none", name="tensorflow.io"), "tensorflow."),
+    ],
+)
+def test_what_keras_hub_lacks_is_named_as_what_to_install(
+    error, package, monkeypatch
+):
+    def fails(name):
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    for use in (
+        lambda: _keras_hub.Converter("folder", {}),
+        lambda: _keras_hub.write_tokenizer(None, "folder"),
+    ):
+        with pytest.raises(ImportError) as raised:
+            use()
+        assert f"Install {package}" in str(raised.value)
+
+
+def test_what_needs_a_history_is_refused():
+    symbols = Symbols()
+    dense = keras.layers.Dense(2)
+    dense.build((None, 2))
+    kernel = symbols.tensor(dense.kernel)
+    with (
+        hidden(keras.KerasTensor, "_keras_history"),
+        pytest.raises(TypeError, match=keras.__version__),
+    ):
+        symbols.variables(ops.transpose(kernel))

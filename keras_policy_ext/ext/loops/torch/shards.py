@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from keras_policy_ext._keras import variable_values
-
-GATHERS = "fsdp_pre_all_gather"
-"""The name of a method of parameters that are not yet gathered."""
+from keras_policy_ext.backends.torch import observations
+from keras_policy_ext.backends.torch.backend import GATHERS
 
 
 class Gathering(NamedTuple):
@@ -26,7 +25,7 @@ class Gathering(NamedTuple):
     is_quantized: bool = True
 
 
-def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
+def follow(variables: Sequence[Any], modules: Iterable[Any]) -> None:
     """Make variables read the sharded parameters of `fully_shard`.
 
     Keras stores the parameters of a layer in a dict, by variable path.
@@ -37,18 +36,22 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
         variables: The variables of one model.
         modules: Its layers.
 
-    Returns:
-        The variables that are sharded.
-
     Raises:
-        ValueError: If a variable is sharded twice, or is not trainable.
-            Nothing is changed then.
+        ValueError: If no variable is sharded, or one is sharded twice or is
+            not trainable. Nothing is changed then.
     """
     dicts = parameters_of(modules)
     holders = holders_of_parts(dicts)
     cut = [v for v in variables if v.path in holders]
     for variable in cut:
         _check(variable, holders[variable.path])
+    if not cut:
+        raise ValueError(
+            "Nothing of this model is sharded. Received: a model without "
+            "fully_shard, or one whose weights are all in ignored_params. "
+            "Allowed: a model that fully_shard was called on, or on a "
+            "layer of it. Call torch.distributed.fsdp.fully_shard first."
+        )
     for variable in cut:
         holder = holders[variable.path][0]
         if hasattr(holder[variable.path].to_local(), GATHERS):
@@ -60,12 +63,8 @@ def follow(variables: Iterable[Any], modules: Iterable[Any]) -> list[Any]:
         for each in dicts:
             if variable.path in each and each not in holders[variable.path]:
                 each[variable.path] = holder[variable.path]
-    return cut
-
-
-def group_of(variable: Any) -> Any:
-    """Return the process group over which a variable is sharded."""
-    return variable.value.device_mesh.get_group()
+    group = cut[0].value.device_mesh.get_group()
+    observations.know_group(variables, group)
 
 
 def parameters_of(modules: Iterable[Any]) -> list[Any]:

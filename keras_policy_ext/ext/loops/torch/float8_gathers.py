@@ -23,7 +23,7 @@ from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import Shape, saved_dtype
-from keras_policy_ext.backends.torch import shards
+from keras_policy_ext.ext.loops.torch import shards
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
@@ -345,8 +345,9 @@ def prepare(kernels: Iterable[Any], modules: Iterable[torch.nn.Module]) -> None:
     """Replace the parameters of kernels by ones that are gathered as float8.
 
     Args:
-        kernels: See `Backend.gather_float8`. Those that were replaced before
-            are left as they are.
+        kernels: Objects with the attributes `variable`, `quantization`,
+            `source` (of its scales), and `state`, which may be None. Those
+            that were replaced before are left as they are.
         modules: The layers of the model.
 
     Raises:

@@ -1,8 +1,10 @@
-"""Why `_keras/operation_classes.py` is needed. See `_keras/__init__.py`."""
+"""Why `ext/migration/_keras.py` is needed."""
 
 import keras
+import pytest
 
-from keras_policy_ext._keras import symbolic
+from hidden_names import hidden
+from keras_policy_ext.ext.migration._keras import operation_class
 
 
 def test_keras_ops_has_functions_and_no_classes():
@@ -16,4 +18,12 @@ def test_a_saved_graph_names_the_class():
     config = keras.Model(x, keras.ops.add(x, x)).get_config()
     (add,) = (each for each in config["layers"] if each["name"] == "add")
     assert add["class_name"] == "Add"
-    assert symbolic.operation_class(keras.ops.add, 2).__name__ == "Add"
+    assert operation_class(keras.ops.add, 2).__name__ == "Add"
+
+
+def test_what_needs_a_history_is_refused():
+    with (
+        hidden(keras.KerasTensor, "_keras_history"),
+        pytest.raises(ImportError, match=r"KerasTensor\._keras_history"),
+    ):
+        operation_class(keras.ops.add, 2)

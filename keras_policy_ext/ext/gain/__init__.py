@@ -1,0 +1,1 @@
+"""Estimate which layers float8 makes faster on a device."""

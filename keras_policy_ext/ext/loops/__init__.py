@@ -1,0 +1,1 @@
+"""Training loops with optimizers other than Keras's, and `fully_shard`."""

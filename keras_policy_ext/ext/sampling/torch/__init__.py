@@ -1,0 +1,1 @@
+"""Gradients of marked tensors on PyTorch."""
