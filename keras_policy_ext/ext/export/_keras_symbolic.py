@@ -120,11 +120,8 @@ def _attribute(layer: keras.Layer, name: str) -> Any:
 
 
 def _float_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """Return a layer's weights in the order in which a stock layer has them.
-
-    In a layer with adapters, or whose kernel does not train, another weight is
-    first.
-    """
+    """Return a layer's weights in the order in which a stock layer has them."""
+    # In a layer with adapters, or an untrained kernel, another weight is first.
     found = [
         variable
         for name in ("_kernel", "_embeddings", "reverse_embeddings", "bias")
