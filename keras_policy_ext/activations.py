@@ -1,7 +1,24 @@
 """Activation functions that only models of earlier Keras versions use."""
 
-from keras_policy_ext.ext.migration.old_activations import (
-    tf_keras_hard_sigmoid,
-)
+from typing import Any
+
+import keras
+from keras import ops
 
 __all__ = ["tf_keras_hard_sigmoid"]
+
+
+@keras.saving.register_keras_serializable(package="keras_policy_ext")
+def tf_keras_hard_sigmoid(x: Any) -> Any:
+    """Compute `"hard_sigmoid"` of Keras 1 and 2: 0.2 · x + 0.5, in [0, 1].
+
+    In Keras 3 the name means x / 6 + 0.5 (`activations.py` of tf_keras 2.21
+    and keras 3.15).
+
+    Args:
+        x: Tensor of any shape and floating dtype.
+
+    Returns:
+        A tensor of the same shape and dtype.
+    """
+    return ops.clip(0.2 * x + 0.5, 0.0, 1.0)

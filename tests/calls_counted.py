@@ -98,7 +98,8 @@ NO_CORE = (
     "reference",
     "mixed_precision",
     "export",
-    *("callbacks.py", "migration.py", "optimizers.py"),
+    *("activations.py", "callbacks.py", "loops.py"),
+    *("migration.py", "optimizers.py"),
 )
 """Extensions, the modules of their names, and the judge."""
 

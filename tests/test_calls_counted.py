@@ -20,7 +20,7 @@ print(json.dumps(calls_counted.all_counts()))
 FILES, LINES = 296, 61_500
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 158, 40_900
+CORE_FILES, CORE_LINES = 141, 38_604
 """Of what is neither an extension nor the judge."""
 
 SHARE_OF_ANY = 0.13

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_policy_ext import _extensions
+from keras_policy_ext._types import override
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     SizeFilter,
@@ -56,15 +57,8 @@ class Safe(SizeFilter):
 
     multiple: int = 16
 
+    @override
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """Return the reason for each layer that its sizes leave out.
-
-        Args:
-            candidates: All that could be converted, in the model's order.
-
-        Returns:
-            A reason by the index of each candidate that is left out.
-        """
         return {
             number: reason
             for number, candidate in enumerate(candidates)

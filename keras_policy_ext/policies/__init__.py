@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import keras
 
 from keras_policy_ext import _extensions, policy_names
-from keras_policy_ext._keras import global_policy, names
+from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
 from keras_policy_ext.policies._plain import FLOATS, actual_dtype
@@ -244,5 +244,5 @@ def _policy_of_name(name: str) -> keras.DTypePolicy | None:
     )
 
 
-names.read_names(_policy_of_name)
-names.call_without_float8(lambda: _names_are_read)
+global_policy.read_names(_policy_of_name)
+global_policy.call_without_float8(lambda: _names_are_read)

@@ -23,7 +23,7 @@ from keras_policy_ext.ext.audit.shared_scales import (
     shared_in,
 )
 from keras_policy_ext.ext.sampling.captured import calls_undone
-from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
+from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 AXES = ("batch", "position")

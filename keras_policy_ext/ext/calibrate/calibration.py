@@ -15,7 +15,7 @@ from keras import ops
 from keras_policy_ext import backends, seams
 from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
+from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.numerics import scaling
@@ -109,10 +109,7 @@ def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
 def _seen(
     run: Run, batches: Iterable[Any], states: list[StateVariable]
 ) -> dict[int, list[np.ndarray]] | None:
-    """Return the amaxes that each contraction saw, one per batch, by state id.
-
-    Return None if there is no batch.
-    """
+    """Return, by state id, the amax of each batch; None without a batch."""
     seen: dict[int, list[np.ndarray]] | None = None
     functions_too = False
     for batch in batches:
@@ -132,15 +129,7 @@ class _TracedError(Exception):
 
 
 def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
-    """Run one batch; return the largest input amax of each contraction.
-
-    With `functions_too`, functions that layers have compiled themselves are
-    included. On TensorFlow the functions of all threads then run eagerly.
-
-    Returns:
-        Amaxes by the id of the state variable; empty if an amax could not be
-        read.
-    """
+    """Run one batch; return input amaxes by state id, {} if one is unread."""
     found: dict[int, np.ndarray] = {}
     framework = backends.current
 
@@ -162,7 +151,7 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(seams.on_contraction(observe))
             stack.enter_context(framework.step_by_step())
-            if functions_too:
+            if functions_too:  # Those that layers have compiled themselves.
                 stack.enter_context(framework.functions_step_by_step())
             run(batch)
     except _TracedError:
@@ -215,11 +204,8 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
 
 
 def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
-    """Split data into batches; with `inputs_only`, drop the targets.
-
-    With `inputs_only=False` the batches are for another function than the
-    model, so the input structure of the model is not used.
-    """
+    """Split data into batches; with `inputs_only`, drop the targets."""
+    # Another function than the model may take another structure.
     structure = _input_structure(model) if inputs_only else None
     if _is_inputs(data, structure):
         arrays = [x for x in keras.tree.flatten(data) if x is not None]
@@ -244,11 +230,7 @@ def _batches(model: keras.Layer, data: Any, inputs_only: bool) -> Iterator[Any]:
 
 
 def _is_inputs(data: object, structure: Any) -> bool:
-    """Return True if `data` is an input of the model, not a series of batches.
-
-    Raises:
-        ValueError: If they may be both.
-    """
+    """Return True if `data` is inputs, False if batches; raise if unknown."""
     if not _is_structure_of_arrays(data):
         return False
     if not isinstance(data, (list, tuple)) or _alike(data, structure):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import backends, contractions, recipes
+from keras_policy_ext._types import override
 from keras_policy_ext.conversion.candidates import (
     Candidate,
     SizeFilter,
@@ -89,15 +90,8 @@ class Auto(SizeFilter):
             if value < 1:
                 raise ValueError(_wrong(name, value))
 
+    @override
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """Return the reason for each layer that this filter leaves out.
-
-        Args:
-            candidates: All that could be converted, in the model's order.
-
-        Returns:
-            A reason by the index of each candidate that is left out.
-        """
         known = here() if self.smallest is None else None
         found = {
             number: reason

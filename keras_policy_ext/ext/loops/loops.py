@@ -222,9 +222,9 @@ def gather_float8(model: keras.Layer) -> list[keras.Variable]:
     found = _gathered_as_float8(layers)
     _check_torch("gather_float8", "`ModelParallel` gathers float8 without it")
     # Here, since most programs have one process.
-    from keras_policy_ext.ext.loops.torch import float8_gathers
+    from keras_policy_ext.ext.loops.torch import fully_shard
 
-    float8_gathers.prepare(found, layers)
+    fully_shard.prepare(found, layers)
     return [each.variable for each in found]
 
 
@@ -252,9 +252,9 @@ def follow_shards(model: keras.Layer) -> None:
     """
     variables = _variables(model, "variables")
     _check_torch("follow_shards", "use keras.distribution.ModelParallel")
-    from keras_policy_ext.ext.loops.torch import shards
+    from keras_policy_ext.ext.loops.torch import fully_shard
 
-    shards.follow(variables, _layers(model))
+    fully_shard.follow(variables, _layers(model))
 
 
 def _check_torch(function: str, instead: str) -> None:
@@ -305,10 +305,7 @@ def _trainable(model: keras.Layer) -> list[keras.Variable]:
 
 
 def _variables(model: keras.Layer, kind: str) -> list[keras.Variable]:
-    """Return `model.weights` or another list, also of a torch module.
-
-    `kind` is the name of the list.
-    """
+    """Return the list `kind`, such as `weights`, also of a torch module."""
     if isinstance(model, keras.layers.Layer):
         return list(getattr(model, kind))
     modules = getattr(model, "modules", None)
@@ -345,14 +342,7 @@ def _check(
 
 
 class _Gathered(NamedTuple):
-    """A kernel that can be gathered as float8.
-
-    Attributes:
-        variable: The kernel.
-        quantization: How the recipe quantizes it; with one scale.
-        source: The source of scales of the recipe.
-        state: The state variable of the kernel; None for none.
-    """
+    """A kernel that can be gathered as float8; its state may be None."""
 
     variable: keras.Variable
     quantization: Quantization
@@ -361,14 +351,7 @@ class _Gathered(NamedTuple):
 
 
 def _gathered_as_float8(layers: Iterable[keras.Layer]) -> list[_Gathered]:
-    """Return the kernels that only one float8 matmul reads, in one form.
-
-    These are trainable kernels of `Dense` and `EinsumDense`, if the recipe
-    gives each kernel one scale, and rounds to the nearest value.
-
-    Args:
-        layers: All layers of a model.
-    """
+    """Return the trainable kernels of one scale that one matmul reads."""
     kernels: list[tuple[Any, keras.Variable]] = [
         (layer, kernel)
         for layer in layers

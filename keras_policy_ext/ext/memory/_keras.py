@@ -18,9 +18,6 @@ def dtypes_replaced(
     Keras casts the values that are passed to the scope. A variable cannot get
     another dtype publicly (`_dtype`, keras 3.0 to 3.16). If Keras stores it
     elsewhere, nothing changes.
-
-    Args:
-        dtypes: Variables, each with a dtype.
     """
     known = [pair for pair in dtypes if hasattr(pair[0], "_dtype")]
     before = [variable._dtype for variable, _ in known]

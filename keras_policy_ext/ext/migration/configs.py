@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext.activations import tf_keras_hard_sigmoid
 from keras_policy_ext.ext.migration import classes, files, graphs
 from keras_policy_ext.ext.migration.classes import (
     Config,
@@ -16,9 +17,6 @@ from keras_policy_ext.ext.migration.classes import (
     Rewriting,
     is_custom,
     named,
-)
-from keras_policy_ext.ext.migration.old_activations import (
-    tf_keras_hard_sigmoid,
 )
 from keras_policy_ext.ext.mixed import loss_scales
 from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy

@@ -33,8 +33,8 @@ from keras_policy_ext.ext.gain.estimate import (
 from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import symbolic_batches
-from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
+from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.what_if.what_if import what_if
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies._plain import for_this_device

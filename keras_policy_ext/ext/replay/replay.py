@@ -28,11 +28,11 @@ from keras_policy_ext.ext.replay.recording_files import (
 )
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.ext.sampling.captured import as_tensor
-from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 from keras_policy_ext.ext.sampling.recipes_compared import (
     NOTHING_ROUNDED,
     read_recipes,
 )
+from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.watch.monitor import Watch
 from keras_policy_ext.ext.watch.rules import WORDS, WatchWarning
 from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8

@@ -272,7 +272,7 @@ def marked_gradients(
         What was kept, and a gradient for each marked tensor, in the order
         of marking; None if the loss does not depend on it. (JAX: zeros.)
     """
-    name = f"{__package__}.{keras.backend.backend()}.marked_gradients"
+    name = f"{__package__}.{keras.backend.backend()}"
     found: tuple[Any, list[Tensor | None]]
     found = importlib.import_module(name).marked_gradients(run, step_by_step)
     return found
@@ -489,10 +489,7 @@ def check_loss(loss: Any) -> None:
 
 
 def _losses_collected(model: keras.Layer) -> keras.StatelessScope:
-    """Return a scope in which a model is called and its losses are read.
-
-    In such a scope Keras gives regularizers the values of the scope alone.
-    """
+    """Return a scope in which a model is called and its losses are read."""
     regularized = [
         (v, v.value)
         for v in model.trainable_variables
@@ -502,10 +499,7 @@ def _losses_collected(model: keras.Layer) -> keras.StatelessScope:
 
 
 def _loss(model: Any, batch: Batch, loss: Loss | None) -> tuple[Tensor, str]:
-    """Call a model; return its loss, and the words for it.
-
-    The loss is multiplied by the loss scale of the optimizer.
-    """
+    """Call a model; return its loss, scaled as to train, and words for it."""
     check_loss(loss)
     kind = _kind(model, batch, loss)
     outputs = model(batch.x, training=True)

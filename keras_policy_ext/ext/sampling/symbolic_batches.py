@@ -1,14 +1,14 @@
-"""Batches as shapes alone."""
+"""Nested batches, and batches as shapes alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_policy_ext.conversion.saved_input_bytes import itemsize
-from keras_policy_ext.ext.sampling.nested_arrays import map_arrays
 
 _ALLOWED = (
     "Allowed: what the model is called on, as arrays; keras.KerasTensor or "
@@ -118,3 +118,13 @@ def _are_shapes(x: Any) -> bool:
         return True
     values = x.values() if isinstance(x, dict) else x
     return isinstance(x, (list, tuple, dict)) and all(map(_are_shapes, values))
+
+
+def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:
+    """Apply a function to each array of nested ones; None stays None.
+
+    A model may have an optional input.
+    """
+    return keras.tree.map_structure(
+        lambda x: None if x is None else function(x), nested
+    )

@@ -1,10 +1,10 @@
-"""Why `_keras/names.py` is needed. See `_keras/__init__.py`."""
+"""Why the names in `_keras/global_policy.py` are needed."""
 
 import keras
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext._keras import names
+from keras_policy_ext._keras import global_policy
 from public_api import functions_about
 
 
@@ -34,7 +34,7 @@ def test_keras_calls_no_layer_without_float8_under_its_own_float8_policy():
     method = getattr(keras.layers.Layer, "_float8_call", None)
     with pytest.raises(NotImplementedError):
         if method is None:  # Keras 3.16.
-            strategy = names._Strategy()
+            strategy = global_policy._Strategy()
             stock(type(strategy).call)(strategy, layer, 1.0)
         else:
             stock(method)(layer, 1.0)

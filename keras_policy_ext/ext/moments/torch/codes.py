@@ -36,7 +36,6 @@ def _bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
 
-_MAGNITUDE = 0x7FFFFFFF
 _MANTISSA = 0x007FFFFF
 _NORMAL = _bits(SMALLEST_NORMAL)
 

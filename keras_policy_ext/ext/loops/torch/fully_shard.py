@@ -1,4 +1,4 @@
-"""PyTorch: `fully_shard` gathers kernels of float8 layers as float8 codes.
+"""PyTorch's `fully_shard`: variables follow it, and it gathers float8 codes.
 
 `fully_shard` looks for two methods on the shard of a parameter (PyTorch 2.11
 to 2.13): `fsdp_pre_all_gather` returns the tensors to gather, and
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ from keras_policy_ext import backends
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import Shape, saved_dtype
-from keras_policy_ext.ext.loops.torch import shards
+from keras_policy_ext.backends.torch import observations
+from keras_policy_ext.backends.torch.backend import GATHERS
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
@@ -132,11 +133,9 @@ class ShardCast:
 
 
 def _largest(amax: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the largest amax of all processes; NaN if one is NaN.
-
-    A collective may drop NaN from a maximum of floats. The bits of amaxes, as
-    integers, are in the same order, and those of NaN are the largest.
-    """
+    """Return the largest amax of all processes; NaN if one is NaN."""
+    # A collective may drop NaN from a maximum of floats. The bits of amaxes, as
+    # integers, are in the same order, and those of NaN are the largest.
     bits = amax.abs().reshape(1).view(torch.int32).clone()
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float32).reshape(())
@@ -353,8 +352,8 @@ def prepare(kernels: Iterable[Any], modules: Iterable[torch.nn.Module]) -> None:
     Raises:
         ValueError: If a kernel is sharded already. Nothing is changed then.
     """
-    parameters = shards.parameters_of(modules)
-    sharded = shards.holders_of_parts(parameters)
+    parameters = parameters_of(modules)
+    sharded = holders_of_parts(parameters)
     new = [
         each
         for each in kernels
@@ -386,3 +385,97 @@ def _prepare(kernel: Any, parameters: Iterable[Any]) -> None:
         for name in [n for n, p in each.items() if p is before]:
             each[name] = after
     variable_values.replace(variable, after)
+
+
+class Gathering(NamedTuple):
+    """A kernel that `fully_shard` gathers as codes, before its layer runs.
+
+    Attributes:
+        axes: An empty entry for each axis of the kernel; see
+            `Backend.gathering_of`.
+        is_quantized: True.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+    is_quantized: bool = True
+
+
+def follow(variables: Sequence[Any], modules: Iterable[Any]) -> None:
+    """Make variables read the sharded parameters of `fully_shard`.
+
+    Keras stores the parameters of a layer in a dict, by variable path.
+    `fully_shard` puts the shard of this process into that dict, and the whole
+    parameter during a pass.
+
+    Raises:
+        ValueError: If no variable is sharded, or one is sharded twice or is
+            not trainable. Nothing is changed then.
+    """
+    dicts = parameters_of(modules)
+    holders = holders_of_parts(dicts)
+    cut = [v for v in variables if v.path in holders]
+    for variable in cut:
+        _check(variable, holders[variable.path])
+    if not cut:
+        raise ValueError(
+            "Nothing of this model is sharded. Received: a model without "
+            "fully_shard, or one whose weights are all in ignored_params. "
+            "Allowed: a model that fully_shard was called on, or on a "
+            "layer of it. Call torch.distributed.fsdp.fully_shard first."
+        )
+    for variable in cut:
+        holder = holders[variable.path][0]
+        if hasattr(holder[variable.path].to_local(), GATHERS):
+            axes = ((),) * len(variable.shape)
+            variable.float8_gathering = Gathering(axes)
+        variable_values.read_from(variable, holder, variable.path)
+        # A Keras model lists the weights of its layers as its own, and would
+        # keep and save what these were before.
+        for each in dicts:
+            if variable.path in each and each not in holders[variable.path]:
+                each[variable.path] = holder[variable.path]
+    group = cut[0].value.device_mesh.get_group()
+    observations.know_group(variables, group)
+
+
+def parameters_of(modules: Iterable[Any]) -> list[Any]:
+    """Return the dicts of parameters in modules, without repeats."""
+    dicts = {
+        id(inner): inner
+        for module in modules
+        for inner in module.modules()
+        if isinstance(inner, torch.nn.ParameterDict)
+    }
+    return list(dicts.values())
+
+
+def holders_of_parts(dicts: list[Any]) -> dict[str, list[Any]]:
+    """Return, by parameter name, the dicts that hold the parameter's shards."""
+    # Not at the top: it takes a tenth of a second.
+    from torch.distributed.tensor import DTensor
+
+    found: dict[str, list[Any]] = {}
+    for each in dicts:
+        for name, parameter in each.items():
+            if isinstance(parameter, DTensor):
+                found.setdefault(name, []).append(each)
+    return found
+
+
+def _check(variable: Any, holders: list[Any]) -> None:
+    parts = {id(holder[variable.path]) for holder in holders}
+    if len(parts) > 1:
+        raise ValueError(
+            "A weight is sharded twice, and only one of the two copies would "
+            f"be trained. Received: {variable.path!r}, by fully_shard of its "
+            "layer and by fully_shard of the Keras model, which lists it too. "
+            "Allowed: fully_shard of the model, or of its layers, not both."
+        )
+    state = getattr(variable, "overwrite_with_gradient", False)
+    if state or not variable.trainable:
+        raise ValueError(
+            "An assignment to a sharded variable would be lost. Received: "
+            f"{variable.path!r}, sharded by fully_shard. Allowed: weights that "
+            "an optimizer updates. Pass all others to fully_shard(..., "
+            "ignored_params=kpe.loops.uncut(model))."
+        )
