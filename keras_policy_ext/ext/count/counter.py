@@ -25,19 +25,8 @@ import keras
 
 from keras_policy_ext import contractions, seams
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import model_calls
-from keras_policy_ext.conversion.traced_calls import (
-    Call,
-    Tracer,
-    multiplies_in_float8,
-)
-from keras_policy_ext.conversion.work import (
-    ModelWork,
-    Work,
-    register_counter,
-    scalars,
-    stored_kernels,
-)
+from keras_policy_ext.conversion import model_calls, traced_calls, work
+from keras_policy_ext.conversion.work import Work, scalars
 from keras_policy_ext.ext.count import matmul_sizes
 from keras_policy_ext.ext.count.matmul_sizes import (
     MatmulSizes,
@@ -75,7 +64,7 @@ class Uncounted(NamedTuple):
     layer: keras.Layer
 
 
-class CountingTracer(Tracer):
+class CountingTracer(traced_calls.Tracer):
     """Counts the matmuls in the calls that it traces."""
 
     def __init__(self) -> None:
@@ -144,13 +133,13 @@ class CountingTracer(Tracer):
         ]
 
 
-def of_call(call: Call) -> list[Counted]:
+def of_call(call: traced_calls.Call) -> list[Counted]:
     """Return the matmuls of a call."""
     return [each for each in call.counted if isinstance(each, Counted)]
 
 
 def paired(
-    small: Call, large: Call
+    small: traced_calls.Call, large: traced_calls.Call
 ) -> tuple[list[tuple[Counted, Counted]], list[keras.Layer]]:
     """Return the matmuls of calls on two batch sizes in pairs.
 
@@ -184,8 +173,8 @@ class _WithKernel(NamedTuple):
     has_float8_form: bool
 
 
-@register_counter
-class CountedWork(ModelWork):
+@work.register_counter
+class CountedWork(work.ModelWork):
     """Counts the parameters and multiplications of each layer of a model.
 
     Args:
@@ -238,12 +227,12 @@ class CountedWork(ModelWork):
             return _once(layer, super().of(layer))
         own = walking.own_weights(layer)
         if not counted:
-            return Work(parameters=scalars(stored_kernels(layer) or own))
-        in_float8 = multiplies_in_float8(layer)
+            return Work(parameters=scalars(work.stored_kernels(layer) or own))
+        in_float8 = traced_calls.multiplies_in_float8(layer)
         parameters = _entries(layer, own, counted)
         plain = _plain_entries(layer, own, counted, parameters)
         if is_frozen(layer):
-            parameters = scalars(stored_kernels(layer)) + plain
+            parameters = scalars(work.stored_kernels(layer)) + plain
         return Work(
             parameters=parameters,
             plain_parameters=plain,
@@ -281,20 +270,20 @@ class CountedWork(ModelWork):
         return rest, several
 
 
-def _once(layer: keras.Layer, work: Work) -> Work:
+def _once(layer: keras.Layer, uncounted: Work) -> Work:
     """Return the `Work` of one call on the shape that a layer was built on."""
-    if work.multiplications is not None:
-        return work
+    if uncounted.multiplications is not None:
+        return uncounted
     found = []
     with contextlib.suppress(Exception):
         _, *sizes = _first_shape(keras.Layer.get_build_config(layer))
         shape = (1, *(1 if size is None else size for size in sizes))
         found = matmul_sizes.of_call(layer, shape)
     number = sum(each.product.multiplications for each in found)
-    number = number or work.parameters
-    in_floats = work.plain_multiplications is None
+    number = number or uncounted.parameters
+    in_floats = uncounted.plain_multiplications is None
     return dataclasses.replace(
-        work,
+        uncounted,
         multiplications=number,
         plain_multiplications=number if in_floats else 0,
         sizes_known=False,
@@ -334,7 +323,7 @@ def _plain_entries(
         in_float8 = [x for x in counted if x.has_float8_form]
         return parameters - _entries(layer, own, in_float8)
     sizes = {x.size for x in counted if not x.has_float8_form}
-    stored = set(map(id, stored_kernels(layer)))
+    stored = set(map(id, work.stored_kernels(layer)))
     others = [v for v in own if id(v) not in stored and "bias" not in v.name]
     return sum(size for v in others if (size := scalars([v])) in sizes)
 

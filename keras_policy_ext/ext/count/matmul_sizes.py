@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion.traced_calls import (
-    BY_CHANNEL,
-    SEPARABLE,
-    TRANSPOSED,
-    einsum_of,
-    keras_class,
-    stock_multiplies,
-)
+from keras_policy_ext.conversion import traced_calls
 
 Shape = Sequence[int]
 
@@ -105,13 +98,13 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct]:
     Empty for a layer that multiplies with no kernel, or that does not compute
     as its class of Keras does.
     """
-    if not stock_multiplies(layer):
+    if not traced_calls.stock_multiplies(layer):
         return []
-    name = keras_class(layer).__name__
+    name = traced_calls.keras_class(layer).__name__
     if name == "Dense":
         return [StockProduct(of_matmul(shape, (shape[-1], layer.units)))]
     if name == "EinsumDense":
-        equation, kernel = einsum_of(layer, shape)
+        equation, kernel = traced_calls.einsum_of(layer, shape)
         return [StockProduct(of_einsum(equation, shape, kernel))]
     return list(_of_convolution(layer, name, shape))
 
@@ -119,7 +112,7 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct]:
 def of_cell(cell: Any, shape: Shape) -> list[StockProduct]:
     """Return the matmuls of one step of a recurrent cell of Keras."""
     positions, *_ = shape
-    if keras_class(cell).__name__ == "ConvLSTMCell":
+    if traced_calls.keras_class(cell).__name__ == "ConvLSTMCell":
         outputs, _ = cell.compute_output_shape(shape)
         positions = _positions(cell, outputs)
     kernels = [
@@ -148,15 +141,17 @@ def _of_convolution(
     last = layer.data_format == "channels_last"
     channels = shape[-1 if last else 1]
     window = math.prod(layer.kernel_size)
-    positions = _positions(layer, shape if name in TRANSPOSED else outputs)
+    positions = _positions(
+        layer, shape if name.endswith("Transpose") else outputs
+    )
 
     def product(*kernel: int) -> MatmulSizes:
         return of_convolution(positions, shape, kernel)
 
-    if name in BY_CHANNEL | SEPARABLE:
+    if name.startswith(("Depthwise", "Separable")):
         own = channels * layer.depth_multiplier
         yield StockProduct(product(window, own), has_float8_form=False)
-        if name in SEPARABLE:
+        if name.startswith("Separable"):
             yield StockProduct(product(own, layer.filters))
         return
     groups = getattr(layer, "groups", 1)

@@ -12,8 +12,9 @@ from keras import ops
 
 from keras_policy_ext import stored_kernels
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.conversion import freezing, model_calls
+from keras_policy_ext.conversion import freezing
 from keras_policy_ext.conversion.requested import Selection
+from keras_policy_ext.conversion.work import work_of
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
@@ -127,7 +128,7 @@ def of_model(
     frozen = freezing.frozen_layers(model)
     decide: dict[int, str] = {}
     if not frozen:
-        call = model_calls.trace(model)
+        call = work_of(model).call
         decide = freezing.deciding(model, selection, candidates, call)
     reasons = selection.reasons(candidates, decide)
     if frozen:

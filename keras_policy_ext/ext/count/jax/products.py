@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from keras_policy_ext.backends.jax.traced_programs import (
-    program_in,
-    programs_in,
-)
+from keras_policy_ext.backends.jax import traced_programs
 from keras_policy_ext.ext.count.matmul_sizes import (
     MatmulSizes,
     largest,
@@ -36,14 +33,21 @@ def products(program: Any) -> Iterator[tuple[MatmulSizes, bool]]:
             yield _convolution(step, *shapes), True
         elif "jaxpr" in step.params and name == "scan":
             repeats = step.params["length"]
-            for product, known in products(program_in(step.params["jaxpr"])):
+            for product, known in products(
+                traced_programs.program_in(step.params["jaxpr"])
+            ):
                 yield product.times(repeats), known
         elif name == "cond":
-            inner = [list(products(b.jaxpr)) for b in programs_in(step)]
+            inner = [
+                list(products(b.jaxpr))
+                for b in traced_programs.programs_in(step)
+            ]
             yield from largest(inner)
         else:
-            for each in programs_in(step):
-                for product, known in products(program_in(each)):
+            for each in traced_programs.programs_in(step):
+                for product, known in products(
+                    traced_programs.program_in(each)
+                ):
                     yield product, known and name != "while"
 
 

@@ -9,12 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.tensorflow.traced_programs import (
-    CONVOLUTIONS,
-    MATMULS,
-    TRANSPOSED,
-    graphs_in,
-)
+from keras_policy_ext.backends.tensorflow import traced_programs
 from keras_policy_ext.ext.count.matmul_sizes import (
     MatmulSizes,
     largest,
@@ -34,7 +29,10 @@ def products(graph: Any) -> Iterator[tuple[MatmulSizes, bool]]:
         if product is not None:
             yield product, True
             continue
-        inner = [list(products(each)) for each in graphs_in(step, graph)]
+        inner = [
+            list(products(each))
+            for each in traced_programs.graphs_in(step, graph)
+        ]
         if step.type in _BRANCHES:
             inner = [largest(inner)]
         for found in inner:
@@ -43,7 +41,7 @@ def products(graph: Any) -> Iterator[tuple[MatmulSizes, bool]]:
 
 
 def _product(step: Any) -> MatmulSizes | None:
-    if step.type in MATMULS:
+    if step.type in traced_programs.MATMULS:
         first, second = _shapes(step)
         flags = ("transpose_a", "transpose_b")
         if step.type != "MatMul":
@@ -56,13 +54,13 @@ def _product(step: Any) -> MatmulSizes | None:
         shapes = _shapes(step)
         if len(shapes) == 2:
             return of_einsum(step.get_attr("equation").decode(), *shapes)
-    if step.type in CONVOLUTIONS:
+    if step.type in traced_programs.CONVOLUTIONS:
         inputs, kernel = _shapes(step)
         (outputs,) = map(_shape, step.outputs)
         first = step.get_attr("data_format").startswith(b"NC")
         channels = outputs[1 if first else -1]
         return of_convolution(math.prod(outputs) // channels, inputs, kernel)
-    if step.type in TRANSPOSED:
+    if step.type in traced_programs.TRANSPOSED:
         # A transposed one: each input is multiplied with all of the kernel.
         _, kernel, inputs = _shapes(step)
         return of_convolution(math.prod(inputs) // kernel[-1], inputs, kernel)
