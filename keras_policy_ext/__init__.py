@@ -93,7 +93,18 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = ("conversion", "kernels", "loops", "numerics", "reference", "seams")
+_LAZY = (
+    "backends",
+    "conversion",
+    "extending",
+    "kernels",
+    "loops",
+    "numerics",
+    "reference",
+    "reports",
+    "seams",
+    "stored_kernels",
+)
 
 # Names of the core that load on their first use, and their modules. Those of
 # extensions are in `ext`.
@@ -119,6 +130,7 @@ __all__ = [
     "audit",
     "autocast_scope",
     "autopilot",
+    "backends",
     "calibrate",
     "callbacks",
     "carry_policy",
@@ -127,6 +139,7 @@ __all__ = [
     "deserialize",
     "dtype_policy",
     "export",
+    "extending",
     "filters",
     "formats",
     "freeze",
@@ -152,10 +165,12 @@ __all__ = [
     "record",
     "reference",
     "replay",
+    "reports",
     "revert",
     "seams",
     "serialize",
     "set_dtype_policy",
+    "stored_kernels",
     "thaw",
     "tune",
     "watch",
@@ -166,8 +181,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keras_policy_ext import (
+        backends,
         callbacks,
         conversion,
+        extending,
         kernels,
         loops,
         migration,
@@ -175,7 +192,9 @@ if TYPE_CHECKING:
         numerics,
         optimizers,
         reference,
+        reports,
         seams,
+        stored_kernels,
     )
     from keras_policy_ext.conversion import (
         calibrate,

@@ -5,6 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
+__all__ = ["tf_keras_hard_sigmoid"]
+
 
 @keras.saving.register_keras_serializable(package="keras_policy_ext")
 def tf_keras_hard_sigmoid(x: Any) -> Any:

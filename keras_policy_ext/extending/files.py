@@ -1,0 +1,20 @@
+"""Read files that others wrote, and write files that are whole."""
+
+from keras_policy_ext._input_files import (
+    check_archive,
+    damaged,
+    json_in,
+    within_memory_of,
+)
+from keras_policy_ext._output_files import check_output, whole
+from keras_policy_ext.saving.loading import load_model
+
+__all__ = [
+    "check_archive",
+    "check_output",
+    "damaged",
+    "json_in",
+    "load_model",
+    "whole",
+    "within_memory_of",
+]
