@@ -5,14 +5,7 @@ from keras_policy_ext.contractions.equations import (
 )
 from keras_policy_ext.contractions.equations import split as terms_of
 from keras_policy_ext.contractions.frozen import FrozenPlan, frozen_plan
-from keras_policy_ext.contractions.kinds import (
-    Contraction,
-    Conv,
-    ConvTranspose,
-    Einsum,
-    EinsumOfBank,
-    with_bank,
-)
+from keras_policy_ext.contractions.kinds import EinsumOfBank, with_bank
 from keras_policy_ext.contractions.plan import Plan, make_plan, unrounded
 from keras_policy_ext.contractions.weighted_sum import fold
 from keras_policy_ext.layers.controller import recipes_of_activations
@@ -22,10 +15,6 @@ from keras_policy_ext.numerics.scale_sources import Amax
 
 __all__ = [
     "Amax",
-    "Contraction",
-    "Conv",
-    "ConvTranspose",
-    "Einsum",
     "EinsumOfBank",
     "FrozenPlan",
     "Plan",

@@ -5,14 +5,13 @@ from keras_policy_ext._keras.walking import (
     own_weights,
     tracked_variables,
 )
+from keras_policy_ext.conversion.candidates import check as check_convertible
 from keras_policy_ext.conversion.candidates import (
-    Candidate,
     check_is_layer,
     path_of,
     replaced_code,
     survey,
 )
-from keras_policy_ext.conversion.candidates import check as check_convertible
 from keras_policy_ext.conversion.requested import (
     LayerFilter,
     PathPatterns,
@@ -30,7 +29,6 @@ from keras_policy_ext.policies.of_layers import (
 )
 
 __all__ = [
-    "Candidate",
     "Float8State",
     "LayerFilter",
     "LayersReport",

@@ -11,12 +11,10 @@ from keras import ops
 from keras_policy_ext import _bases, contractions, policies
 from keras_policy_ext._keras import built_layers, calls, stock_float8
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.contractions import equations
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.paths import BuiltUnderSavedPath
-from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import Quantization
 
 
@@ -60,7 +58,7 @@ class Gates(contractions.Einsum):
         gates, features, units = super().kernel_axes((rows, (), ()), asked)
         return gates, None if columns else features, units
 
-    def read(self, name: str, quantized: Quantized) -> Quantized:
+    def read(self, name: str, quantized: Any) -> Any:
         """Return a quantized operand as the matrix of its first matmul.
 
         Of a kernel, it is the gates from `first` to before `last`.
@@ -109,9 +107,9 @@ def gates_of(
     Returns:
         A contraction to (..., gate, units).
     """
-    inputs = "...gi" if per_gate else "...i"
-    equation = equations.explicit(f"{inputs},igu->...gu", rank, 3)
-    return Gates(equation, count, first, last)
+    inputs = "gi" if per_gate else "i"
+    rows = "abcdef"[: rank - len(inputs)]
+    return Gates(f"{rows}{inputs},igu->{rows}gu", count, first, last)
 
 
 def _in_one_scale(asked: Quantization | None) -> bool:
