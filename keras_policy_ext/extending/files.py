@@ -7,14 +7,12 @@ from keras_policy_ext._input_files import (
     within_memory_of,
 )
 from keras_policy_ext._output_files import check_output, whole
-from keras_policy_ext.saving.loading import load_model
 
 __all__ = [
     "check_archive",
     "check_output",
     "damaged",
     "json_in",
-    "load_model",
     "whole",
     "within_memory_of",
 ]

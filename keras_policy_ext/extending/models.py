@@ -27,6 +27,7 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
     stock_policy_of,
 )
+from keras_policy_ext.saving.loading import load_model
 
 __all__ = [
     "Float8State",
@@ -42,6 +43,7 @@ __all__ = [
     "is_frozen",
     "layers_in_float8",
     "layers_within",
+    "load_model",
     "own_weights",
     "path_of",
     "replaced_code",
