@@ -20,6 +20,7 @@ from keras_policy_ext.conversion.requested import (
 )
 from keras_policy_ext.conversion.summary import LayersReport
 from keras_policy_ext.layers.state import Float8State, has_state
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     is_frozen,
@@ -41,6 +42,7 @@ __all__ = [
     "float8_policy_of",
     "has_state",
     "is_frozen",
+    "is_state",
     "layers_in_float8",
     "layers_within",
     "load_model",
