@@ -29,7 +29,6 @@ FOUNDATION_NAMES = 69
 
 LEAVING = {
     "backends.estimate",
-    "backends.tracing",
     "conversion.calibration",
     "conversion.filters",
     "conversion.traced",

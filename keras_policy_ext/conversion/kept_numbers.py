@@ -9,9 +9,17 @@ from typing import Any
 import keras
 
 from keras_policy_ext import backends
-from keras_policy_ext.numerics.casting import itemsize
 from keras_policy_ext.policies.of_layers import float8_policy_of
 from keras_policy_ext.reports import counted
+
+
+def itemsize(dtype: Any) -> int:
+    """Return the bytes per element of a dtype, as frameworks store it."""
+    name = keras.backend.standardize_dtype(dtype)
+    if name == "bool":
+        return 1
+    bits, *_ = "".join(c if c.isdigit() else " " for c in name).split()
+    return int(bits) // 8
 
 
 def itemsizes(layer: keras.Layer) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ of these modules, by topic:
 - `frozen`: the layers and kernels that are frozen, or could be
 - `layers`: what a float8 form of a layer derives from
 - `models`: the layers of a model, their paths, policies and states
+- `tracing`: traced calls of a model, and the programs made of them
 - `user_code`: warnings at the line of the user, and scopes for users
 """
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         frozen,
         layers,
         models,
+        tracing,
         user_code,
     )
 
@@ -38,6 +40,7 @@ __all__ = [
     "frozen",
     "layers",
     "models",
+    "tracing",
     "user_code",
 ]
 

@@ -12,6 +12,7 @@ from keras_policy_ext.conversion.candidates import (
     replaced_code,
     survey,
 )
+from keras_policy_ext.conversion.kept_numbers import itemsize
 from keras_policy_ext.conversion.requested import (
     LayerFilter,
     PathPatterns,
@@ -43,6 +44,7 @@ __all__ = [
     "has_state",
     "is_frozen",
     "is_state",
+    "itemsize",
     "layers_in_float8",
     "layers_within",
     "load_model",

@@ -273,19 +273,6 @@ _MAX_E4M3FN, _NAN_E4M3FN = 0x7E, 0x7F
 _INF_OF_HALF = 0x7C00
 
 
-def itemsize(dtype: Any) -> int:
-    """Return the bytes per element of a dtype, as frameworks store it.
-
-    Args:
-        dtype: A dtype of Keras or of a framework, or its name.
-    """
-    name = keras.backend.standardize_dtype(dtype)
-    if name == "bool":
-        return 1
-    bits, *_ = "".join(c if c.isdigit() else " " for c in name).split()
-    return int(bits) // 8
-
-
 def shifted_right(x: Tensor, count: int) -> Tensor:
     """Shift int32 values right by `count` bits, filling with zeros."""
     mask = (1 << (32 - count)) - 1
