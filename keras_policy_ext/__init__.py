@@ -102,6 +102,7 @@ _LAZY = (
     "numerics",
     "reference",
     "reports",
+    "saving",
     "seams",
     "stored_kernels",
 )
@@ -167,6 +168,7 @@ __all__ = [
     "replay",
     "reports",
     "revert",
+    "saving",
     "seams",
     "serialize",
     "set_dtype_policy",
@@ -193,6 +195,7 @@ if TYPE_CHECKING:
         optimizers,
         reference,
         reports,
+        saving,
         seams,
         stored_kernels,
     )

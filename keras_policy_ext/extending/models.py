@@ -29,7 +29,6 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
     stock_policy_of,
 )
-from keras_policy_ext.saving.loading import load_model
 
 __all__ = [
     "Float8State",
@@ -47,7 +46,6 @@ __all__ = [
     "itemsize",
     "layers_in_float8",
     "layers_within",
-    "load_model",
     "own_weights",
     "path_of",
     "replaced_code",
