@@ -90,7 +90,18 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = ("conversion", "kernels", "numerics", "reference", "seams")
+_LAZY = (
+    "backends",
+    "conversion",
+    "extending",
+    "kernels",
+    "numerics",
+    "reference",
+    "reports",
+    "saving",
+    "seams",
+    "stored_kernels",
+)
 
 # Names of the core that load on their first use, and their modules. Those of
 # extensions are in `ext`.
@@ -115,6 +126,7 @@ __all__ = [
     "audit",
     "autocast_scope",
     "autopilot",
+    "backends",
     "calibrate",
     "callbacks",
     "carry_policy",
@@ -123,6 +135,7 @@ __all__ = [
     "deserialize",
     "dtype_policy",
     "export",
+    "extending",
     "filters",
     "formats",
     "freeze",
@@ -148,10 +161,13 @@ __all__ = [
     "record",
     "reference",
     "replay",
+    "reports",
     "revert",
+    "saving",
     "seams",
     "serialize",
     "set_dtype_policy",
+    "stored_kernels",
     "thaw",
     "tune",
     "watch",
@@ -163,8 +179,10 @@ __all__ = [
 if TYPE_CHECKING:
     from keras_policy_ext import (
         activations,
+        backends,
         callbacks,
         conversion,
+        extending,
         kernels,
         loops,
         migration,
@@ -172,7 +190,10 @@ if TYPE_CHECKING:
         numerics,
         optimizers,
         reference,
+        reports,
+        saving,
         seams,
+        stored_kernels,
     )
     from keras_policy_ext.conversion import (
         convert,

@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+__all__ = ["ALIASES", "FAMILIES", "Format", "get", "names"]
+
 _NAMES = (
     "float8_e4m3fn",
     "float8_e5m2",

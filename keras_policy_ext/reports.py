@@ -17,10 +17,22 @@ import rich.table
 import rich.text
 from rich.console import Console
 
+__all__ = [
+    "EVERY",
+    "BaseReport",
+    "Column",
+    "Table",
+    "amount",
+    "counted",
+    "percent",
+    "readable_bytes",
+]
+
 LINES = 24
 """The number of lines that fit on one screen."""
 
 EVERY = "Every layer: report.table(full=True)"
+"""The sentence of a short text on how to see all layers."""
 
 NARROW = 18
 """The minimum width of columns with sentences, in characters."""

@@ -14,6 +14,19 @@ import numpy as np
 
 from keras_policy_ext import formats
 
+__all__ = [
+    "BLOCK",
+    "GRANULARITIES",
+    "WEIGHTS",
+    "Axes",
+    "StoredKernel",
+    "as_matrix",
+    "of_matrix",
+    "quantize",
+    "scale_shape",
+    "spread_blocks",
+]
+
 GRANULARITIES = ("channel", "tensor", "block")
 """One scale per output channel, per kernel, or per 128x128 block of it."""
 
@@ -21,6 +34,7 @@ WEIGHTS = ("float8_e4m3fn", "float8_e5m2")
 """The formats that a kernel can be stored in."""
 
 BLOCK = 128
+"""The rows and columns of a block with one scale."""
 
 _SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 

@@ -51,16 +51,13 @@ def examples(page):
     return "\n".join(lines) + "\n"
 
 
-OF_API = ("plan", "replay", "seams", "tune", "watch")
+OF_API = ("extending", "plan", "replay", "seams", "tune", "watch")
 PROGRAMS = [
     "index.md",
     "train.md",
     "serve.md",
     "see_and_act.md",
-    *(
-        f"api/{name}.md"
-        for name in ("plan", "replay", "seams", "tune", "watch")
-    ),
+    *(f"api/{name}.md" for name in OF_API),
 ]
 
 

@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import inspect
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -18,8 +20,13 @@ TESTS = pathlib.Path(__file__).parent / "ext"
 FOLDERS = sorted(path.parent for path in (ROOT / "ext").glob("*/__init__.py"))
 PAGE = TESTS.parents[1] / "docs" / "internals" / "design.md"
 
-OTHER_NAMES = 143
-"""Of the core, that extensions use and that are not public. Lower it."""
+SURFACE = PAGE.parents[1] / "api" / "extending.md"
+
+FOUNDATION = {"_keras", "_types", "_version"}
+"""What is below the core. It knows no room, and any module may import it."""
+
+FOUNDATION_NAMES = 69
+"""That extensions use of it. Lower it."""
 
 
 def parsed(path):
@@ -69,23 +76,151 @@ def test_without_its_extension_a_filter_is_asked_for_by_name(monkeypatch):
     assert len(kpe.convert(model, filter="safe").skipped) == 1
 
 
+def module_named(name):
+    """Whether there is a module of the package of this dotted name."""
+    place = ROOT.parent.joinpath(*name.split("."))
+    return place.with_suffix(".py").exists() or place.is_dir()
+
+
 def is_public(module, name):
-    """Whether users may import this name."""
-    parts = module.split(".")[1:]
-    if len(parts) > 1 or any(part[0] == "_" for part in parts):
-        return False
-    return name in getattr(importlib.import_module(module), "__all__", ())
+    """Whether users may import a name: each part is in `__all__` before it."""
+    home = "keras_policy_ext"
+    for part in [*module.split(".")[1:], name]:
+        there = importlib.import_module(home)
+        # It has the names of `keras.layers` too.
+        is_layers = there is kpe.layers
+        if part not in (dir(there) if is_layers else there.__all__):
+            return False
+        home = f"{home}.{part}"
+    return True
 
 
-def test_extensions_use_few_names_of_the_core_that_are_not_public():
-    used = {
-        (node.module, alias.name)
-        for path in (ROOT / "ext").rglob("*.py")
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ImportFrom)
-        and node.module.startswith("keras_policy_ext")
-        and not node.module.startswith("keras_policy_ext.ext")
-        for alias in node.names
+def names_of_the_core(tree):
+    """The names of the core that a file imports, each with its module.
+
+    Where a whole module is imported, they are the attributes that it reads.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from (
+                (name, "*")
+                for name in names
+                if name.split(".")[0] == "keras_policy_ext"
+            )
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        home = node.module.split(".")
+        if home[0] != "keras_policy_ext" or home[1:2] == ["ext"]:
+            continue
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            if not module_named(name):
+                yield node.module, alias.name
+                continue
+            read = {
+                each.attr
+                for each in ast.walk(tree)
+                if isinstance(each, ast.Attribute)
+                and isinstance(each.value, ast.Name)
+                and each.value.id == (alias.asname or alias.name)
+            }
+            yield from ((name, each) for each in read or {"*"})
+
+
+def is_foundation(path, module):
+    """Whether a file may import a module because it is below the core.
+
+    That is what touches Keras (`_keras`), types and the version, and in the
+    folder of a framework that framework's folder of `backends`.
+    """
+    parts = module.split(".")
+    if parts[1:2] == ["backends"]:
+        return parts[2:3] == [path.parent.name]
+    return parts[1] in FOUNDATION
+
+
+def used_of_the_core():
+    """The names of the core that extensions use: foundation, and others."""
+    foundation, others = set(), set()
+    for path in sorted((ROOT / "ext").rglob("*.py")):
+        for found in names_of_the_core(parsed(path)):
+            if is_foundation(path, found[0]):
+                foundation.add(found)
+            else:
+                others.add((path.relative_to(ROOT).as_posix(), *found))
+    return foundation, others
+
+
+def test_extensions_use_public_names_of_the_core_alone():
+    _, others = used_of_the_core()
+    private = {
+        (path, module, name)
+        for path, module, name in others
+        if not is_public(module, name)
     }
-    others = sorted(x for x in used if not is_public(*x))
-    assert len(others) <= OTHER_NAMES, others
+    assert not private
+
+
+def test_extensions_use_few_names_that_are_below_the_core():
+    foundation, _ = used_of_the_core()
+    assert len(foundation) <= FOUNDATION_NAMES, sorted(foundation)
+
+
+@pytest.mark.parametrize(
+    "module, name, public",
+    [
+        ("keras_policy_ext", "convert", True),
+        ("keras_policy_ext.layers", "LayerNormalization", True),
+        ("keras_policy_ext.extending.models", "path_of", True),
+        ("keras_policy_ext.extending.models", "keras", False),
+        ("keras_policy_ext.contractions", "Plan", False),
+        ("keras_policy_ext.conversion.candidates", "path_of", False),
+        ("keras_policy_ext._user_code", "warn", False),
+    ],
+)
+def test_a_name_is_public_if_every_part_of_it_is(module, name, public):
+    assert is_public(module, name) is public
+
+
+def test_the_names_of_a_whole_module_are_those_that_are_read():
+    tree = ast.parse(
+        "from keras_policy_ext._keras import walking\n"
+        "from keras_policy_ext import kernels, convert\n"
+        "import keras_policy_ext.saving\n"
+        "walking.own_weights(kernels.engine())"
+    )
+    assert set(names_of_the_core(tree)) == {
+        ("keras_policy_ext._keras.walking", "own_weights"),
+        ("keras_policy_ext.kernels", "engine"),
+        ("keras_policy_ext", "convert"),
+        ("keras_policy_ext.saving", "*"),
+    }
+
+
+TOPICS = [f"extending.{name}" for name in kpe.extending.__all__]
+
+
+def rows_of(title):
+    """The first column of the tables of a section of the page."""
+    text = SURFACE.read_text(encoding="utf-8")
+    section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`) \| \S", section, re.MULTILINE)
+    return [name for row in rows for name in re.findall("`(.+?)`", row)]
+
+
+@pytest.mark.parametrize("topic", ["reports", "stored_kernels", *TOPICS])
+def test_each_name_for_extensions_has_a_line_and_a_docstring(topic):
+    module = importlib.import_module(f"keras_policy_ext.{topic}")
+    assert sorted(rows_of(f"`{topic}`")) == sorted(module.__all__)
+    for value in (getattr(module, name) for name in module.__all__):
+        if inspect.isroutine(value) or inspect.isclass(value):
+            assert inspect.getdoc(value)
+
+
+def test_the_other_names_for_extensions_are_public():
+    names = rows_of("Names of other modules")
+    assert len(names) > 10
+    for name in names:
+        module, _, own = name.partition(".")
+        assert is_public(f"keras_policy_ext.{module}", own)

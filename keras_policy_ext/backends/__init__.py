@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from keras_policy_ext.numerics import primitives
 
+__all__ = ["current", "engine"]
+
 if TYPE_CHECKING:
     from keras_policy_ext.backends.interface import Backend
     from keras_policy_ext.backends.matmuls import Engine

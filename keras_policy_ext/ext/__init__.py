@@ -1,7 +1,8 @@
 """Extensions: all that a step, `convert`, `freeze` and a file do not need.
 
-Each folder is one. It imports the core; the core imports none, and works when
-this folder is deleted. `NAMES` says which public names they add.
+Each folder is one. It imports public names of the core, among them those of
+`extending`; the core imports none, and works when this folder is deleted.
+`NAMES` says which public names they add.
 """
 
 _ROOT = __name__

@@ -9,9 +9,12 @@
 
 from keras_policy_ext.numerics.casting import (
     cast,
+    decode_scales,
     dequantize,
+    encode_scales,
     quantize,
     quantize_dequantize,
+    view,
 )
 from keras_policy_ext.numerics.errors import sqnr_db, underflow_fraction
 from keras_policy_ext.numerics.scaling import (
@@ -19,12 +22,20 @@ from keras_policy_ext.numerics.scaling import (
     round_up_to_power_of_two,
     scale_from_amax,
 )
-from keras_policy_ext.numerics.stochastic import stochastic_round
+from keras_policy_ext.numerics.stochastic import (
+    ROUNDABLE,
+    key_of_use,
+    stochastic_round,
+)
 
 __all__ = [
+    "ROUNDABLE",
     "amax",
     "cast",
+    "decode_scales",
     "dequantize",
+    "encode_scales",
+    "key_of_use",
     "quantize",
     "quantize_dequantize",
     "round_up_to_power_of_two",
@@ -32,4 +43,5 @@ __all__ = [
     "sqnr_db",
     "stochastic_round",
     "underflow_fraction",
+    "view",
 ]

@@ -22,21 +22,34 @@ from keras_policy_ext import _extensions, policy_names
 from keras_policy_ext._keras import global_policy
 from keras_policy_ext.policies import _global, _plain
 from keras_policy_ext.policies._global import dtype_policy
-from keras_policy_ext.policies._plain import FLOATS, actual_dtype
-from keras_policy_ext.policies._source_map import SourceMap
+from keras_policy_ext.policies._plain import (
+    FLOATS,
+    actual_dtype,
+    floating,
+    is_plain,
+)
+from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
+from keras_policy_ext.policies.of_layers import of_path
+from keras_policy_ext.policy_names import is_full_name
 
 __all__ = [
     "FLOATS",
     "Float8DTypePolicy",
     "LossScaleDTypePolicy",
+    "SourceMap",
     "actual_dtype",
     "as_float8",
     "carry_policy",
     "deserialize",
     "dtype_policy",
+    "floating",
     "get",
+    "is_full_name",
+    "is_plain",
+    "is_stock_map",
     "names_in_keras",
+    "of_path",
     "policy_scope",
     "serialize",
     "set_dtype_policy",
@@ -99,7 +112,7 @@ def _state_of(policy: object) -> _global.State:
         floatx = keras.config.floatx()
         _plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
         return None, floatx
-    return _plain.floating(get(policy), "The global policy"), None
+    return floating(get(policy), "The global policy"), None
 
 
 def set_layer_policy(layer: keras.Layer, policy: object) -> None:

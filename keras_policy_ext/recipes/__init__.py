@@ -53,6 +53,7 @@ from keras_policy_ext.recipes.recipe import (
 from keras_policy_ext.recipes.spec import (
     deserialize,
     get,
+    is_spec,
     names,
     parse,
     serialize,
@@ -79,6 +80,7 @@ __all__ = [
     "check",
     "deserialize",
     "get",
+    "is_spec",
     "matmuls_of",
     "names",
     "parse",

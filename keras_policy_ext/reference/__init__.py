@@ -27,6 +27,8 @@ from keras_policy_ext.reference.contraction import (
     Linear,
     Scaling,
     einsum,
+    form_of,
+    home_matrices,
     linear,
 )
 from keras_policy_ext.reference.delayed_linear import DelayedLinear
@@ -53,6 +55,7 @@ from keras_policy_ext.reference.scales import (
     delayed_scale,
     scale_from_amax,
     scale_of_multiplier,
+    tile_amax,
     update_history,
 )
 
@@ -72,7 +75,9 @@ __all__ = [
     "dequantize",
     "dequantize_moments",
     "einsum",
+    "form_of",
     "hadamard",
+    "home_matrices",
     "linear",
     "matmul_key",
     "pack",
@@ -90,6 +95,7 @@ __all__ = [
     "sqnr_db",
     "stochastic_cast",
     "stochastic_round",
+    "tile_amax",
     "underflow_fraction",
     "unpack",
     "update_history",

@@ -27,6 +27,7 @@ from keras_policy_ext.optimizers import (
     dequantize_state,
     quantize_state,
 )
+from keras_policy_ext.seams import ModelChange, followers
 
 
 class Owned(NamedTuple):
@@ -57,14 +58,14 @@ def asked(model: keras.Layer, optimizer: Any) -> list[Owned]:
     if optimizer is None:
         return of_model(model)
     if isinstance(optimizer, str):
-        training.before(
-            training.change_of(model, to_float8=True, optimizer=optimizer)
-        )
+        found = of_model(model)
+        optimizers = [each.optimizer for each in found]
+        change = ModelChange(model, True, lambda: optimizers, optimizer)
+        for follower in followers():
+            follower.before(change)  # It raises as `convert` would.
         return [
-            Owned(
-                quantize_state(copy_of(each.optimizer), optimizer), each.model
-            )
-            for each in of_model(model)
+            Owned(quantize_state(copy_of(one), optimizer), each.model)
+            for one, each in zip(optimizers, found, strict=True)
         ]
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(

@@ -398,7 +398,7 @@ def _check(model: keras.Layer) -> None:
         model, "have a training step", "; a file goes to `load_model` first"
     )
     candidates.check(model)
-    if not candidates.has_call(model):
+    if type(model).call in (keras.Model.call, keras.Layer.call):
         raise ValueError(
             f"{type(model).__name__} {model.name!r} has no `call`, so the "
             "computation of its step is not known. Received: a model that "

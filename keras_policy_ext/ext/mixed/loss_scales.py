@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import keras
 
 from keras_policy_ext import _user_code, policy_names
-from keras_policy_ext.policies import _global, _plain
+from keras_policy_ext.policies import FLOATS, _global, _plain
 from keras_policy_ext.policies._source_map import SourceMap
 
 #: The largest power of two in float32: the next doubling would be infinite.
@@ -340,10 +340,11 @@ def _read_policy(identifier: object) -> keras.DTypePolicy:
 
 def _not_plain(received: object, cause: Exception | None = None) -> str:
     suffix = "" if cause is None else f" Cause: {cause}"
+    floats = ", ".join(map(repr, FLOATS))
     return (
         "A LossScaleDTypePolicy needs a plain floating policy as its source. "
         f"Received: {received!r}. Allowed: 'mixed_float16', 'mixed_bfloat16', "
-        f"{_plain.FLOAT_NAMES}. For a float8 policy pass the loss scale to the "
+        f"{floats}. For a float8 policy pass the loss scale to the "
         "optimizer: mixed_precision.LossScaleOptimizer(optimizer, "
         f"dynamic=False, initial_scale=...).{suffix}"
     )

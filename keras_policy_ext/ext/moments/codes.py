@@ -14,18 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.moments import moment_kernels
-from keras_policy_ext.numerics import primitives
 from keras_policy_ext.numerics.casting import (
-    MAGNITUDE_BITS,
     decode_scales,
     encode_scales,
-    shifted_right,
     view,
 )
 from keras_policy_ext.numerics.scaling import round_up_to_power_of_two
-from keras_policy_ext.numerics.stochastic import _wrapped
 
 #: Numbers with one scale, by the name of the form.
 BLOCKS = {"float8": 256, "mx": 32}
@@ -81,6 +78,8 @@ KINDS = {"first": Kind(3, True), "second": Kind(4, False)}
 
 _SCALE_FORMAT = "float8_e8m0fnu"
 _LANES = 16
+_MAGNITUDE = 0x7FFFFFFF
+_GOLDEN_INT32 = GOLDEN - (1 << 32)
 
 
 def blocks_of(shape: Any, form: str) -> int:
@@ -118,14 +117,14 @@ def quantize_moments(
             # The place of a number counts in the whole moment.
             place = first + before
             if isinstance(place, int):
-                turn = _wrapped(place * GOLDEN & 0xFFFFFFFF)
+                turn = _as_int32(place * GOLDEN & 0xFFFFFFFF)
                 here = here + turn if turn else here
             else:
-                here = here + ops.cast(place, "int32") * _wrapped(GOLDEN)
+                here = here + ops.cast(place, "int32") * _GOLDEN_INT32
         found = moment_kernels.current.quantize_blocks(rows, kind, form, here)
         return found or _quantized(rows, kind, form, here)
 
-    codes, scale = primitives.current.by_rows(quantized, rows)
+    codes, scale = backends.current.by_rows(quantized, rows)
     codes = ops.reshape(codes, (-1,))[:count]
     return ops.reshape(codes, shape), scale
 
@@ -145,7 +144,7 @@ def _quantized(
         q = ops.abs(ops.multiply(rows, factor))
     else:
         magnitude = ops.abs(rows)
-        q = ops.multiply(primitives.current.sqrt(magnitude), factor)
+        q = ops.multiply(backends.current.sqrt(magnitude), factor)
         q = ops.maximum(q, OFFSET * 2.0**-stored.mantissa_bits)
         q = ops.where(magnitude < SMALLEST_NORMAL, 0.0, q)
     bits = ops.minimum(view(q + OFFSET, "int32"), _bits_of(stored.largest))
@@ -171,7 +170,7 @@ def _largest(rows: Tensor) -> Tensor:
     while parts[0].shape[1] > _LANES:
         half = parts[0].shape[1] // 2
         parts = [y for x in parts for y in (x[:, :half], x[:, half:])]
-    parts = [ops.bitwise_and(x, MAGNITUDE_BITS) for x in parts]
+    parts = [ops.bitwise_and(x, _MAGNITUDE) for x in parts]
     return ops.max(functools.reduce(ops.maximum, parts), axis=1)
 
 
@@ -184,11 +183,16 @@ def _scales(largest: Tensor, kind: str, form: str) -> Tensor:
         amax = view(ops.minimum(largest, _bits_of(limit)), "float32")
     else:
         square = view(ops.minimum(largest, _bits_of(limit**2)), "float32")
-        amax = primitives.current.sqrt(square)
+        amax = backends.current.sqrt(square)
     scale = amax * float(np.float32(1 / (stored.largest - OFFSET)))
     if form == "mx":
         scale = round_up_to_power_of_two(scale)
     return ops.where(known, ops.maximum(scale, SMALLEST), 1.0)
+
+
+def _as_int32(bits: int) -> int:
+    """Return the int32 that has these 32 bits."""
+    return bits - (1 << 32) if bits >> 31 else bits
 
 
 def _bits_of(number: float) -> int:
@@ -210,7 +214,7 @@ def dequantize_moments(
             found = _numbers(rows, scale, kind, form)
         return (found,)
 
-    (found,) = primitives.current.by_rows(numbers, rows, scale)
+    (found,) = backends.current.by_rows(numbers, rows, scale)
     return ops.reshape(ops.reshape(found, (-1,))[:count], shape)
 
 
@@ -267,5 +271,6 @@ def _bits(shape: Any, key: Tensor | None, count: int) -> Tensor:
     # In this form XLA for a CPU takes a quarter of the time (JAX 0.10).
     index = ops.arange(math.prod(shape), dtype="int32")
     index = ops.reshape(index, shape)
-    index = index * _wrapped(GOLDEN) + key
-    return shifted_right(index, 32 - count)
+    index = index * _GOLDEN_INT32 + key
+    # A shift repeats the sign, which the mask takes out.
+    return ops.bitwise_and(ops.right_shift(index, 32 - count), (1 << count) - 1)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import ops
 
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import primitives
 
 #: The module of each framework that has the kernels, as `KERNELS`.
 _MODULES = {
@@ -56,7 +56,7 @@ class MomentKernels:
             be cut here.
         """
         part, count = (
-            primitives.current.numbers_of_a_part,
+            backends.current.numbers_of_a_part,
             math.prod(written[0].shape),
         )
         # Places are counted in int32. A gradient may be broadcast. XLA takes

@@ -12,8 +12,6 @@ from keras_policy_ext import _bases, contractions, policies
 from keras_policy_ext._keras import built_layers, stock_float8
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.contractions import equations
-from keras_policy_ext.contractions.kinds import in_one_scale
 from keras_policy_ext.ext.recurrent._keras import (
     PARTS_OF_LSTM_STEPS,
     run_recurrent_loop,
@@ -21,7 +19,7 @@ from keras_policy_ext.ext.recurrent._keras import (
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.recipes import Quantization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,25 +50,25 @@ class Gates(contractions.Einsum):
         """
         # Of a kernel (inputs, gates * units).
         if name == "kernel":
-            x = x if in_one_scale(asked) else self._cut(x)
+            x = x if _in_one_scale(asked) else self._cut(x)
         return super().operand(name, x, asked)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes."""
         # Where it is cut, of its rows.
-        if in_one_scale(asked):
+        if _in_one_scale(asked):
             return tuple(axes)
         rows, columns = axes
         gates, features, units = super().kernel_axes((rows, (), ()), asked)
         return gates, None if columns else features, units
 
-    def read(self, name: str, quantized: Quantized) -> Quantized:
+    def read(self, name: str, quantized: Any) -> Any:
         """Return a quantized operand as the matrix of its first matmul.
 
         Of a kernel, it is the gates from `first` to before `last`.
         """
         # The gates that are multiplied.
-        if name == "kernel" and in_one_scale(quantized.quantization):
+        if name == "kernel" and _in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))
         return super().read(name, quantized)
 
@@ -113,9 +111,14 @@ def gates_of(
     Returns:
         A contraction to (..., gate, units).
     """
-    inputs = "...gi" if per_gate else "...i"
-    equation = equations.explicit(f"{inputs},igu->...gu", rank, 3)
-    return Gates(equation, count, first, last)
+    inputs = "gi" if per_gate else "i"
+    rows = "abcdef"[: rank - len(inputs)]
+    return Gates(f"{rows}{inputs},igu->{rows}gu", count, first, last)
+
+
+def _in_one_scale(asked: Quantization | None) -> bool:
+    """Return True for a quantization that needs no matrix, and for None."""
+    return asked is None or asked.keeps_axes
 
 
 class Float8Cell(Float8Mixin):

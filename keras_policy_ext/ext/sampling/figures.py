@@ -13,7 +13,6 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import Contraction
 from keras_policy_ext.numerics import quantized
 from keras_policy_ext.recipes import Quantization, matmuls_of
 
@@ -122,7 +121,7 @@ def total(figures: Iterable[Figures]) -> Figures:
 
 
 def measured(
-    contraction: Contraction,
+    contraction: Any,
     operand: str,
     matmul: str,
     asked: Quantization | None,
@@ -132,7 +131,7 @@ def measured(
     """Quantize an operand as one of its matmuls reads it; return figures.
 
     Args:
-        contraction: What is multiplied.
+        contraction: What is multiplied, such as a `kernels.Einsum`.
         operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
         matmul: The matmul that reads it.
         asked: How the recipe quantizes it; None for not at all.

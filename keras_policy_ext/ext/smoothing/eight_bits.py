@@ -11,11 +11,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import _user_code, formats, recipes
-from keras_policy_ext.conversion.candidates import (
-    Candidate,
-    path_of,
-    survey,
-)
+from keras_policy_ext.conversion.candidates import path_of, survey
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
 
@@ -82,25 +78,25 @@ def eight_bit_rules(
     """
     kept = recipes.get(recipe)
     _check_bits(kept)
-    found = survey(model).candidates
+    found = [each.layer for each in survey(model).candidates]
     if not found:
         raise ValueError(
             "No layer of this model can compute in float8. Received: "
             f"{model!r}. Allowed: a built model with layers that have float8 "
             "forms. Call it once, then ask again."
         )
-    blocks = _blocks([path_of(each.layer) for each in found])
+    blocks = _blocks(list(map(path_of, found)))
     order = list(dict.fromkeys(each for each in blocks if each is not None))
     number = math.ceil(SHARE * len(order)) if last is None else last
     number = _count("last", number)
     chosen = {*order[: _count("first", first)], *order[-number:][:number]}
     ends = max(i for i, each in enumerate(blocks) if each is not None)
     rules: dict[str, str] = {}
-    for place, (candidate, block) in enumerate(zip(found, blocks, strict=True)):
+    for place, (layer, block) in enumerate(zip(found, blocks, strict=True)):
         after = block is None and place > ends
-        if block in chosen or after or _computes_logits(candidate):
-            pattern = _pattern(candidate, block if block in chosen else None)
-            source = source_policy_of(candidate.layer)
+        if block in chosen or after or _computes_logits(layer):
+            pattern = _pattern(layer, block if block in chosen else None)
+            source = source_policy_of(layer)
             policy = Float8DTypePolicy(source.name, recipe=kept)
             rules.setdefault(pattern, policy.full_name)
     return tuple(rules.items())
@@ -153,19 +149,19 @@ def _numbers(path: str) -> Iterable[Block]:
         yield path[: match.start()], match.group()
 
 
-def _pattern(candidate: Candidate, block: Block | None) -> str:
+def _pattern(layer: keras.Layer, block: Block | None) -> str:
     """Return a pattern for all layers of a block, or for one layer."""
     if block is None or not block[1]:
-        return re.escape(path_of(candidate.layer))
+        return re.escape(path_of(layer))
     prefix, number = block
     if number == _WITHOUT_NUMBER:
         return re.escape(prefix) + "(?:/.*)?"
     return re.escape(prefix + number) + r"(?!\d).*"
 
 
-def _computes_logits(candidate: Candidate) -> bool:
+def _computes_logits(layer: keras.Layer) -> bool:
     # By name: KerasHub has one of its own, and an old Keras none.
-    classes = type(candidate.layer).__mro__
+    classes = type(layer).__mro__
     return any(each.__name__ == "ReversibleEmbedding" for each in classes)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext.contractions.operands import operands_of
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.conversion.saved_input_bytes import itemsize
 from keras_policy_ext.ext.sampling.captured import Use
@@ -184,7 +183,8 @@ def _asked(
     use: Use, recipe: Recipe
 ) -> dict[tuple[str, str], Quantization | None]:
     """Return how a recipe quantizes each operand in each matmul of a use."""
-    return operands_of(use.plan.contraction, recipe).quantizations
+    plan = dataclasses.replace(use.plan, recipe=recipe)
+    return plan.operands.quantizations
 
 
 def _bits(asked: Quantization) -> float:

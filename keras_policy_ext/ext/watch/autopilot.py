@@ -32,7 +32,6 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
 )
 from keras_policy_ext.recipes import MATMULS, OPERANDS, Recipe, matmuls_of
-from keras_policy_ext.recipes.recipe import HIGH_PRECISION
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 _LOGGER = logging.getLogger("keras_policy_ext")
@@ -251,7 +250,7 @@ class Autopilot(BaseReport):
         recipe: Any = steered.own
         if steered.finer:
             recipe = self._finer
-        out = dict.fromkeys(steered.out, HIGH_PRECISION)
+        out = dict.fromkeys(steered.out, "high_precision")
         changed: Recipe = dataclasses.replace(recipe, **out)
         return changed
 

@@ -50,7 +50,6 @@ from keras_policy_ext.ext.watch.rules import (
 )
 from keras_policy_ext.ext.watch.run_files import EventFile, RowFile
 from keras_policy_ext.ext.watch.run_report import RunReport
-from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.numerics.scale_sources import Amax
 from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import (
@@ -352,9 +351,7 @@ def _peaks(use: Use, steps: int) -> dict[str, float]:
     return {name: peak for name, peak in found.items() if peak}
 
 
-def _observed(
-    state: StateVariable | None, steps: int
-) -> dict[str, tuple[Any, np.ndarray]]:
+def _observed(state: Any, steps: int) -> dict[str, tuple[Any, np.ndarray]]:
     """Return scale and amaxes of the last steps, newest first, by operand."""
     known = {} if state is None else state.rows()
     return {name: (scale, x[:steps]) for name, (scale, x) in known.items()}

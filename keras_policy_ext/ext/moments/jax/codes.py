@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import keras
 
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.jax.backend import BACKEND
 from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
 
 
@@ -16,7 +16,8 @@ class JaxMoments(MomentKernels):
     def loops_over_parts(self, x: Tensor) -> bool:
         # A loop over parts of tensors that are cut would gather them.
         cut = keras.distribution.distribution() is not None
-        return BACKEND.is_traced(x) and BACKEND.on_cpu(x) and not cut
+        framework = backends.current
+        return framework.is_traced(x) and framework.on_cpu(x) and not cut
 
 
 KERNELS = JaxMoments()

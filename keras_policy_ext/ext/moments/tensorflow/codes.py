@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.tensorflow.backend import BACKEND
 from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
 
 
@@ -16,7 +16,8 @@ class TensorFlowMoments(MomentKernels):
     def loops_over_parts(self, x: Tensor) -> bool:
         # Gradients of some rows alone (`tf.IndexedSlices`) are no tensor.
         one = isinstance(x, tf.Tensor) and not tf.distribute.has_strategy()
-        return one and BACKEND.traces_for_xla() and BACKEND.on_cpu(x)
+        framework = backends.current
+        return one and framework.traces_for_xla() and framework.on_cpu(x)
 
 
 KERNELS = TensorFlowMoments()

@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import _user_code, backends
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.torch.backend import BACKEND, is_real
-from keras_policy_ext.backends.torch.gradients import are_transforms_active
 from keras_policy_ext.ext.moments.codes import (
     GOLDEN,
     KINDS,
@@ -127,8 +125,8 @@ class TorchMoments(MomentKernels):
         read: Tensor,
         written: Sequence[Tensor],
     ) -> Sequence[Tensor] | None:
-        count, size = read.numel(), BACKEND.numbers_of_a_part
-        if not all(_is_in_memory(x) for x in written) or not is_real(read):
+        count, size = read.numel(), backends.current.numbers_of_a_part
+        if not all(_is_in_memory(x) for x in written) or not _has_data(read):
             return None
         # A sparse gradient, or one that is broadcast, has no such parts.
         if read.layout != torch.strided or read.shape != written[0].shape:
@@ -181,13 +179,21 @@ KERNELS = TorchMoments()
 
 def _is_in_memory(x: Tensor) -> bool:
     """Return True if a tensor is on the CPU and nothing is recorded."""
-    return BACKEND.on_cpu(x) and _is_eager(x)
+    return backends.current.on_cpu(x) and _is_eager(x)
 
 
 def _is_eager(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or are_transforms_active():
+    # `torch.autograd.Function` looks for transforms of `torch.func` like this.
+    # There is no public one. Without it they would run in place (torch 2.13).
+    transforms = torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling() or transforms:
         return False
-    return is_real(x) and x.is_contiguous()
+    return _has_data(x) and x.is_contiguous()
+
+
+def _has_data(x: Tensor) -> bool:
+    """Return True if a tensor is no placeholder, which has another type."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _triton_kernels(x: Tensor) -> Any:

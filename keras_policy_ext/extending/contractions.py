@@ -1,0 +1,33 @@
+"""Contractions as plans, and operands as they are quantized."""
+
+from keras_policy_ext.contractions.equations import (
+    explicit as explicit_equation,
+)
+from keras_policy_ext.contractions.equations import split as terms_of
+from keras_policy_ext.contractions.frozen import FrozenPlan, frozen_plan
+from keras_policy_ext.contractions.kinds import EinsumOfBank, with_bank
+from keras_policy_ext.contractions.plan import Plan, make_plan, unrounded
+from keras_policy_ext.contractions.weighted_sum import fold
+from keras_policy_ext.layers.controller import recipes_of_activations
+from keras_policy_ext.numerics.quantized import Quantized, hadamard, padded
+from keras_policy_ext.numerics.quantized import quantize as quantize_matrix
+from keras_policy_ext.numerics.scale_sources import Amax
+
+__all__ = [
+    "Amax",
+    "EinsumOfBank",
+    "FrozenPlan",
+    "Plan",
+    "Quantized",
+    "explicit_equation",
+    "fold",
+    "frozen_plan",
+    "hadamard",
+    "make_plan",
+    "padded",
+    "quantize_matrix",
+    "recipes_of_activations",
+    "terms_of",
+    "unrounded",
+    "with_bank",
+]
