@@ -1,5 +1,6 @@
 """Contractions as plans, and operands as they are quantized."""
 
+from keras_policy_ext.backends.interface import saved_dtype
 from keras_policy_ext.contractions.equations import (
     explicit as explicit_equation,
 )
@@ -11,7 +12,7 @@ from keras_policy_ext.contractions.weighted_sum import fold
 from keras_policy_ext.layers.controller import recipes_of_activations
 from keras_policy_ext.numerics.quantized import Quantized, hadamard, padded
 from keras_policy_ext.numerics.quantized import quantize as quantize_matrix
-from keras_policy_ext.numerics.scale_sources import Amax
+from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource, source_of
 
 __all__ = [
     "Amax",
@@ -19,6 +20,7 @@ __all__ = [
     "FrozenPlan",
     "Plan",
     "Quantized",
+    "ScaleSource",
     "explicit_equation",
     "fold",
     "frozen_plan",
@@ -27,6 +29,8 @@ __all__ = [
     "padded",
     "quantize_matrix",
     "recipes_of_activations",
+    "saved_dtype",
+    "source_of",
     "terms_of",
     "unrounded",
     "with_bank",

@@ -6,13 +6,10 @@ from keras_policy_ext._input_files import (
     json_in,
     within_memory_of,
 )
-from keras_policy_ext._output_files import check_output, whole
 
 __all__ = [
     "check_archive",
-    "check_output",
     "damaged",
     "json_in",
-    "whole",
     "within_memory_of",
 ]

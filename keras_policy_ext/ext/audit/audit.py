@@ -11,9 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, backends
-from keras_policy_ext.conversion import candidates
-from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext import backends
 from keras_policy_ext.ext.audit.shared_scales import (
     FACTOR,
     Product,
@@ -24,6 +22,8 @@ from keras_policy_ext.ext.audit.shared_scales import (
 )
 from keras_policy_ext.ext.sampling.captured import calls_undone
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.models import check_is_layer, path_of
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 AXES = ("batch", "position")
@@ -147,7 +147,7 @@ def _cells(leak: Leak) -> list[str]:
     ]
 
 
-@_user_code.once
+@user_code.once
 def audit(model: keras.Layer, batch: Any) -> Audit:
     """Find layers whose outputs depend on others through their scales.
 
@@ -185,7 +185,7 @@ def audit(model: keras.Layer, batch: Any) -> Audit:
         >>> kpe.audit(model, np.ones((4, 8), "float32")).leaks
         ()
     """
-    candidates.check_is_layer(model, "can be audited")
+    check_is_layer(model, "can be audited")
     if not model.built:
         raise ValueError(
             f"{type(model).__name__} {model.name!r} is not built. Received: a "

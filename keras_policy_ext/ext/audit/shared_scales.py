@@ -11,14 +11,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, contractions
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import Einsum, FrozenPlan
-from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.captured import Listing
+from keras_policy_ext.extending.contractions import FrozenPlan, unrounded
+from keras_policy_ext.extending.models import path_of
+from keras_policy_ext.kernels import Einsum
 from keras_policy_ext.recipes import EACH_MATRIX, WHOLE, Quantization, Tile
-from keras_policy_ext.reference.contraction import form_of, home_matrices
-from keras_policy_ext.reference.scales import tile_amax
+from keras_policy_ext.reference import form_of, home_matrices, tile_amax
 from keras_policy_ext.seams import ContractionCall, Planned
 
 Array = np.ndarray[Any, Any]
@@ -144,7 +144,7 @@ def _unrounded(planned: Planned) -> Planned:
     """Return a contraction that rounds no activation."""
     plan: Any = planned.plan
     if not planned.is_frozen:
-        return planned._replace(plan=contractions.unrounded(plan), state=())
+        return planned._replace(plan=unrounded(plan), state=())
     recipe = dataclasses.replace(plan.recipe, activations=None)
     plan = dataclasses.replace(plan, recipe=recipe)
     return planned._replace(plan=plan, state=planned.state[:1])

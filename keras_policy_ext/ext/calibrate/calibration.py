@@ -12,14 +12,17 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, seams
-from keras_policy_ext.conversion import candidates, training
-from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext import backends, numerics, seams
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
-from keras_policy_ext.layers.state_variable import StateVariable
-from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.numerics import scaling
-from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
+from keras_policy_ext.extending.changes import parts_of, unchanged_on_error
+from keras_policy_ext.extending.models import (
+    StateVariable,
+    check_is_layer,
+    has_call,
+    is_frozen,
+    layers_in_float8,
+    path_of,
+)
 
 BATCH = 32
 
@@ -91,7 +94,7 @@ def calibrate(
     states = [variable for variable in matrices if variable.observes_amaxes]
     variables = [*states, *model.non_trainable_variables]
     batches = itertools.islice(_batches(model, data, call is None), steps)
-    with unchanged_on_error(training.parts(model), variables):
+    with unchanged_on_error(parts_of(model), variables):
         seen = _seen(functools.partial(_run, model, call), batches, states)
         if seen is None:
             raise ValueError(_no_data(data))
@@ -143,7 +146,7 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
         if state is not None:
             if not framework.runs_now():
                 raise _TracedError
-            amax = ops.convert_to_numpy(scaling.amax(call.planned.inputs))
+            amax = ops.convert_to_numpy(numerics.amax(call.planned.inputs))
             found[id(state)] = max(found.get(id(state), amax), amax)
         return call.run()
 
@@ -160,7 +163,7 @@ def _amaxes(run: Run, batch: Any, functions_too: bool) -> dict[int, np.ndarray]:
 
 
 def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
-    candidates.check_is_layer(model, "are calibrated")
+    check_is_layer(model, "are calibrated")
     in_float8 = layers_in_float8(model)
     layers = [layer for layer in in_float8 if not is_frozen(layer)]
     if in_float8 and not layers:
@@ -297,7 +300,7 @@ def _check_call(model: keras.Layer, call: object) -> None:
             f"{type(call).__name__}). Allowed: a function of one batch, or "
             "None to call the model."
         )
-    if call is None and not candidates.has_call(model):
+    if call is None and not has_call(model):
         raise ValueError(
             f"{type(model).__name__} {model.name!r} cannot be called on data. "
             "Received: a model without a `call` of its own. Allowed: a model "

@@ -23,19 +23,33 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext import contractions, seams
-from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import model_calls, traced_calls, work
-from keras_policy_ext.conversion.work import Work, scalars
+from keras_policy_ext import seams
 from keras_policy_ext.ext.count import matmul_sizes
 from keras_policy_ext.ext.count.matmul_sizes import (
     MatmulSizes,
     Shape,
     StockProduct,
 )
-from keras_policy_ext.layers import by_operation
-from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.policies.of_layers import is_frozen
+from keras_policy_ext.extending.layers import Float8Mixin
+from keras_policy_ext.extending.models import (
+    is_frozen,
+    layers_within,
+    own_weights,
+)
+from keras_policy_ext.extending.tracing import (
+    Call,
+    ModelCall,
+    ModelWork,
+    Tracer,
+    Work,
+    counting_products,
+    multiplies_in_float8,
+    register_counter,
+    scalars,
+    stored_kernels_of,
+    trace_model,
+)
+from keras_policy_ext.kernels import Einsum
 
 SAMPLES = (2, 3)
 """Sizes of the batches that are traced."""
@@ -64,7 +78,7 @@ class Uncounted(NamedTuple):
     layer: keras.Layer
 
 
-class CountingTracer(traced_calls.Tracer):
+class CountingTracer(Tracer):
     """Counts the matmuls in the calls that it traces."""
 
     def __init__(self) -> None:
@@ -76,7 +90,7 @@ class CountingTracer(traced_calls.Tracer):
 
     def counting(self) -> AbstractContextManager[None]:
         """Return a block that notes products with kernels in programs."""
-        return by_operation.counting(self._note_kernel)
+        return counting_products(self._note_kernel)
 
     def _note_kernel(
         self, equation: str, inputs: Any, read: Any, kernel: keras.Variable
@@ -98,7 +112,7 @@ class CountingTracer(traced_calls.Tracer):
         self, call: seams.ContractionCall, outputs: Shape
     ) -> list[Any]:
         """Count the matmul of a float8 contraction."""
-        if isinstance(call.contraction, contractions.Einsum):
+        if isinstance(call.contraction, Einsum):
             equation = call.contraction.equation
             product = matmul_sizes.of_einsum(equation, *call.shapes)
         else:
@@ -121,7 +135,7 @@ class CountingTracer(traced_calls.Tracer):
 
     def count_untraced(self, layer: keras.Layer) -> list[Any]:
         """Note that a layer, and those in it, are not counted."""
-        return list(map(Uncounted, walking.layers_within(layer)))
+        return list(map(Uncounted, layers_within(layer)))
 
     def count_steps(self, counted: Sequence[Any], steps: int) -> list[Any]:
         """Count the matmuls of all steps of a loop."""
@@ -133,13 +147,13 @@ class CountingTracer(traced_calls.Tracer):
         ]
 
 
-def of_call(call: traced_calls.Call) -> list[Counted]:
+def of_call(call: Call) -> list[Counted]:
     """Return the matmuls of a call."""
     return [each for each in call.counted if isinstance(each, Counted)]
 
 
 def paired(
-    small: traced_calls.Call, large: traced_calls.Call
+    small: Call, large: Call
 ) -> tuple[list[tuple[Counted, Counted]], list[keras.Layer]]:
     """Return the matmuls of calls on two batch sizes in pairs.
 
@@ -173,8 +187,8 @@ class _WithKernel(NamedTuple):
     has_float8_form: bool
 
 
-@work.register_counter
-class CountedWork(work.ModelWork):
+@register_counter
+class CountedWork(ModelWork):
     """Counts the parameters and multiplications of each layer of a model.
 
     Args:
@@ -183,7 +197,7 @@ class CountedWork(work.ModelWork):
 
     def __init__(self, model: keras.Layer) -> None:
         super().__init__(model)
-        self._layers = {id(x): x for x in walking.layers_within(model)}
+        self._layers = {id(x): x for x in layers_within(model)}
         self._counted: dict[int, list[_WithKernel]] = {}
         self._unknown: set[int] = set()
         if self.call is None:
@@ -199,9 +213,9 @@ class CountedWork(work.ModelWork):
             self._unknown.update(id(each.layer) for each in unknown)
 
     @functools.cached_property
-    def call(self) -> model_calls.ModelCall | None:
+    def call(self) -> ModelCall | None:
         """The call of the model, traced and counted for both batches."""
-        return model_calls.trace(self.model, SAMPLES, CountingTracer)
+        return trace_model(self.model, SAMPLES, CountingTracer)
 
     def hold_for(self, converted: Iterable[keras.Layer]) -> bool:
         """Return True if the counts hold once these layers are in float8.
@@ -225,14 +239,14 @@ class CountedWork(work.ModelWork):
         counted = self._counted.get(id(layer), ())
         if id(layer) in self._unknown and not counted:
             return _once(layer, super().of(layer))
-        own = walking.own_weights(layer)
+        own = own_weights(layer)
         if not counted:
-            return Work(parameters=scalars(work.stored_kernels(layer) or own))
-        in_float8 = traced_calls.multiplies_in_float8(layer)
+            return Work(parameters=scalars(stored_kernels_of(layer) or own))
+        in_float8 = multiplies_in_float8(layer)
         parameters = _entries(layer, own, counted)
         plain = _plain_entries(layer, own, counted, parameters)
         if is_frozen(layer):
-            parameters = scalars(work.stored_kernels(layer)) + plain
+            parameters = scalars(stored_kernels_of(layer)) + plain
         return Work(
             parameters=parameters,
             plain_parameters=plain,
@@ -323,7 +337,7 @@ def _plain_entries(
         in_float8 = [x for x in counted if x.has_float8_form]
         return parameters - _entries(layer, own, in_float8)
     sizes = {x.size for x in counted if not x.has_float8_form}
-    stored = set(map(id, work.stored_kernels(layer)))
+    stored = set(map(id, stored_kernels_of(layer)))
     others = [v for v in own if id(v) not in stored and "bias" not in v.name]
     return sum(size for v in others if (size := scalars([v])) in sizes)
 

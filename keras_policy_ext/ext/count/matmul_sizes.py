@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import traced_calls
+from keras_policy_ext.extending.models import own_weights
+from keras_policy_ext.extending.tracing import (
+    einsum_of,
+    keras_class,
+    stock_multiplies,
+)
 
 Shape = Sequence[int]
 
@@ -98,13 +102,13 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct]:
     Empty for a layer that multiplies with no kernel, or that does not compute
     as its class of Keras does.
     """
-    if not traced_calls.stock_multiplies(layer):
+    if not stock_multiplies(layer):
         return []
-    name = traced_calls.keras_class(layer).__name__
+    name = keras_class(layer).__name__
     if name == "Dense":
         return [StockProduct(of_matmul(shape, (shape[-1], layer.units)))]
     if name == "EinsumDense":
-        equation, kernel = traced_calls.einsum_of(layer, shape)
+        equation, kernel = einsum_of(layer, shape)
         return [StockProduct(of_einsum(equation, shape, kernel))]
     return list(_of_convolution(layer, name, shape))
 
@@ -112,12 +116,10 @@ def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct]:
 def of_cell(cell: Any, shape: Shape) -> list[StockProduct]:
     """Return the matmuls of one step of a recurrent cell of Keras."""
     positions, *_ = shape
-    if traced_calls.keras_class(cell).__name__ == "ConvLSTMCell":
+    if keras_class(cell).__name__ == "ConvLSTMCell":
         outputs, _ = cell.compute_output_shape(shape)
         positions = _positions(cell, outputs)
-    kernels = [
-        v for v in walking.own_weights(cell) if v.name.endswith("kernel")
-    ]
+    kernels = [v for v in own_weights(cell) if v.name.endswith("kernel")]
     # The number of inputs only has to differ from batch to batch.
     return [
         StockProduct(of_convolution(positions, shape[:1], kernel.shape))

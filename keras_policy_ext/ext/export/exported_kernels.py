@@ -11,15 +11,22 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import stored_kernels
-from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.conversion import freezing
-from keras_policy_ext.conversion.requested import Selection
-from keras_policy_ext.conversion.work import work_of
-from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.stored_weights import (
+from keras_policy_ext._keras import variable_values
+from keras_policy_ext.extending.frozen import (
     StoredVariable,
+    deciding,
+    freezable,
+    frozen_layers,
     in_place_of_codes,
+    kernels_to_store,
+    stored_in,
 )
+from keras_policy_ext.extending.models import (
+    Selection,
+    layers_within,
+    tracked_variables,
+)
+from keras_policy_ext.extending.tracing import work_of
 from keras_policy_ext.reports import counted
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
@@ -123,17 +130,17 @@ def of_model(
     If some kernels are frozen, the others are written in floats. Else layers
     that decide are, such as routers of experts.
     """
-    candidates, _ = freezing.freezable(model)
+    candidates, _ = freezable(model)
     selection = Selection.read(include, exclude, None, None)
-    frozen = freezing.frozen_layers(model)
+    frozen = frozen_layers(model)
     decide: dict[int, str] = {}
     if not frozen:
         call = work_of(model).call
-        decide = freezing.deciding(model, selection, candidates, call)
+        decide = deciding(model, selection, candidates, call)
     reasons = selection.reasons(candidates, decide)
     if frozen:
         for number, candidate in enumerate(candidates):
-            if not stored_weights.stored_in(candidate.layer):
+            if not stored_in(candidate.layer):
                 reasons.setdefault(number, NOT_FROZEN)
     found = {}
     for number, candidate in enumerate(candidates):
@@ -147,8 +154,8 @@ def of_model(
 
 
 def _kernels_of(layer: keras.Layer, form: Any) -> list[Any]:
-    stored: list[Any] = list(stored_weights.stored_in(layer))
-    return stored or stored_weights.kernels_to_store(layer, form)
+    stored: list[Any] = list(stored_in(layer))
+    return stored or kernels_to_store(layer, form)
 
 
 def scheme_of(
@@ -263,9 +270,9 @@ def adapters_within(model: keras.Layer) -> set[int]:
     """Return the `id` of each LoRA factor in a model."""
     return {
         id(variable)
-        for layer in walking.layers_within(model)
+        for layer in layers_within(model)
         if getattr(layer, "lora_enabled", False)
-        for variable in walking.tracked_variables(layer)
+        for variable in tracked_variables(layer)
         if variable.name.startswith("lora_")
     }
 
@@ -276,7 +283,7 @@ def merged_notes(
     """Return sentences on how many LoRA adapters the export has merged."""
     adapted = [
         layer
-        for layer in walking.layers_within(model)
+        for layer in layers_within(model)
         if getattr(layer, "lora_enabled", False)
     ]
     if not adapted:
@@ -305,8 +312,6 @@ def owners(model: keras.Layer) -> dict[int, keras.Layer]:
     """Return the layer that holds each weight, by the `id` of the weight."""
     return {
         id(variable): layer
-        for layer in reversed(walking.layers_within(model))
-        for variable in in_place_of_codes(
-            layer, walking.tracked_variables(layer)
-        )
+        for layer in reversed(layers_within(model))
+        for variable in in_place_of_codes(layer, tracked_variables(layer))
     }

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.conversion import candidates
 from keras_policy_ext.ext.export import _keras_hub as hub
 from keras_policy_ext.ext.export import (
     exported_kernels,
@@ -23,6 +22,7 @@ from keras_policy_ext.ext.export import (
 from keras_policy_ext.ext.export.exported_kernels import ExportedKernel, Scheme
 from keras_policy_ext.ext.export.readers import Reader
 from keras_policy_ext.ext.export.report import ExportReport
+from keras_policy_ext.extending.models import check_convertible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def run(
     _check_format(request.format, request.options, formats)
     if request.format == "onnx":
         return _to_onnx(model, request)
-    candidates.check(model)
+    check_convertible(model)
     if request.format == "safetensors":
         return _to_file(model, request)
     return _to_folder(model, request)

@@ -12,17 +12,30 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _input_files
-from keras_policy_ext._keras import calls, walking
-from keras_policy_ext.conversion import candidates, freezing, in_place
+from keras_policy_ext._keras import calls
 from keras_policy_ext.ext.export import _keras_hub, safetensors_files
 from keras_policy_ext.ext.export._keras_symbolic import Symbols
 from keras_policy_ext.ext.export.safetensors_files import OF_DAMAGE, Slot
-from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
-from keras_policy_ext.layers.stored_weights import StoredVariable
+from keras_policy_ext.extending import files
+from keras_policy_ext.extending.changes import (
+    declare_policies,
+    enter_float8_with_children,
+    to_float8_class,
+    to_stock_class,
+)
+from keras_policy_ext.extending.frozen import (
+    StoredVariable,
+    form_to_freeze,
+    frozen_layers,
+    kernels_to_store,
+    stored_in,
+)
+from keras_policy_ext.extending.models import (
+    own_weights,
+    source_policy_of,
+    survey,
+)
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
     BLOCK,
@@ -69,7 +82,7 @@ class QuantizedFolder:
                 "with one. Check the path."
             )
         try:
-            config = _input_files.json_in(place.read_bytes(), place)
+            config = files.json_in(place.read_bytes(), place)
             quantization = config["quantization_config"]
             method = quantization["quant_method"]
         except KeyError as error:
@@ -179,14 +192,14 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
 
     def freeze(layer: keras.Layer) -> None:
         form = _form(layer)
-        if form and stored_weights.kernels_to_store(layer, form):
+        if form and kernels_to_store(layer, form):
             source = source_policy_of(layer).name
             policy = Float8DTypePolicy(source, recipe=folder.recipe)
             to_float8_class(layer, policy)
 
     numbers = sum(math.prod(slot.shape) for slot in slots.values())
     with (
-        _input_files.within_memory_of(place, numbers),
+        files.within_memory_of(place, numbers),
         calls.after_each_build(freeze),
         calls.without_initial_values(_is_to_be_frozen),
     ):
@@ -207,7 +220,7 @@ def _form(layer: keras.Layer) -> Any:
     """
     if isinstance(layer, keras.layers.Embedding):
         return None
-    return freezing.form_to_freeze(layer)
+    return form_to_freeze(layer)
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
@@ -223,16 +236,16 @@ def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
     """
     wide = {id(port.variable) for port in asked.ports if not port.is_float8}
     found: dict[int, Any] = {}
-    for layer in freezing.frozen_layers(backbone):
-        before = {v.name: id(v) for v in stored_weights.stored_in(layer)}
+    for layer in frozen_layers(backbone):
+        before = {v.name: id(v) for v in stored_in(layer)}
         if wide.isdisjoint(before.values()):
             continue
         to_stock_class(layer)
-        own = {v.name: v for v in walking.own_weights(layer)}
+        own = {v.name: v for v in own_weights(layer)}
         found.update({place: own[name] for name, place in before.items()})
-    for layer in candidates.survey(backbone).composites:
-        in_place.enter_float8_with_children(layer)
-    in_place.declare_policies(backbone)
+    for layer in survey(backbone).composites:
+        enter_float8_with_children(layer)
+    declare_policies(backbone)
     return found
 
 

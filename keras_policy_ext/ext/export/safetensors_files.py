@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from keras_policy_ext import _input_files
+from keras_policy_ext.extending.files import json_in
 from keras_policy_ext.stored_kernels import StoredKernel
 
 Array = np.ndarray[Any, Any]
@@ -114,7 +114,7 @@ def read_folder(folder: pathlib.Path) -> dict[str, Slot]:
     if not index.is_file():
         return read(folder / FILE)[0]
     try:
-        places = _input_files.json_in(index.read_bytes(), index)["weight_map"]
+        places = json_in(index.read_bytes(), index)["weight_map"]
         names = sorted(set(places.values()))
         # A file of the folder, and no other.
         strange = [n for n in names if pathlib.PurePath(n).name != n]
@@ -280,7 +280,7 @@ def read(path: PathLike) -> tuple[dict[str, Slot], dict[str, str]]:
             raise _damaged(place, "it ends within its header")
         text = file.read(length)
     try:
-        _input_files.json_in(text, place)
+        json_in(text, place)
         entries = json.loads(text, object_pairs_hook=_without_doubles)
         metadata = entries.pop(_METADATA, {})
         start = _LENGTH + length

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from keras_policy_ext import backends, contractions, recipes
+from keras_policy_ext import backends, recipes
 from keras_policy_ext._types import override
-from keras_policy_ext.conversion.candidates import (
+from keras_policy_ext.ext.gain.estimate import BreakEven, Matmuls, break_even
+from keras_policy_ext.extending.contractions import make_plan
+from keras_policy_ext.extending.models import (
     Candidate,
     SizeFilter,
     not_multiples,
 )
-from keras_policy_ext.ext.gain.estimate import BreakEven, Matmuls, break_even
+from keras_policy_ext.kernels import Choice, Conv, Einsum
 
 
 def here() -> BreakEven:
@@ -24,7 +26,7 @@ def here() -> BreakEven:
     Where float8 matmuls are emulated, no size gains.
     """
     backend, device = backends.current.name, backends.engine.device()
-    choice = choice_for(contractions.Einsum("ab,bc->ac"))
+    choice = choice_for(Einsum("ab,bc->ac"))
     if choice.native and device.float8:
         return break_even(backend, device)
     reason = f"{device.title} has no float8 matmul"
@@ -34,14 +36,14 @@ def here() -> BreakEven:
 
 
 def choice_for(
-    contraction: contractions.Einsum | contractions.Conv,
-) -> contractions.Choice:
+    contraction: Einsum | Conv,
+) -> Choice:
     """Return the matmul kernel that a compiled step gets for a contraction.
 
     Scaling is per tensor.
     """
     recipe = recipes.get("current")
-    plan = contractions.make_plan(contraction, recipe, "bfloat16", "float32")
+    plan = make_plan(contraction, recipe, "bfloat16", "float32")
     # `fit` compiles for a GPU on TensorFlow, and a model is converted before.
     return dataclasses.replace(plan, for_xla=True).resolved().choice
 
@@ -138,13 +140,13 @@ class Auto(SizeFilter):
         )
 
 
-def contraction_of(layer: Any) -> contractions.Einsum | contractions.Conv:
+def contraction_of(layer: Any) -> Einsum | Conv:
     """Return a layer's contraction, reduced to what a kernel choice needs."""
     if hasattr(layer, "kernel_size"):
         ones = (1,) * len(layer.kernel_size)
-        return contractions.Conv(ones, "valid", ones, "channels_last")
+        return Conv(ones, "valid", ones, "channels_last")
     equation = getattr(layer, "equation", "ab,bc->ac")
-    return contractions.Einsum(equation.replace("...", "").replace(" ", ""))
+    return Einsum(equation.replace("...", "").replace(" ", ""))
 
 
 def _wrong(name: str, value: object) -> str:

@@ -7,22 +7,22 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from keras_policy_ext import backends, contractions, recipes, stored_kernels
-from keras_policy_ext.backends import devices
-from keras_policy_ext.backends.matmuls import Choice
+from keras_policy_ext import backends, recipes, stored_kernels
 from keras_policy_ext.ext.gain import auto, estimate
 from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.sampling import machine
-from keras_policy_ext.policies._plain import for_this_device
+from keras_policy_ext.extending import devices
+from keras_policy_ext.extending.contractions import frozen_plan, make_plan
+from keras_policy_ext.kernels import Choice, Conv, Einsum
 from keras_policy_ext.reports import BaseReport, Column, Table
 
 Cells = tuple[str, ...]
 
-CONTRACTIONS: dict[str, contractions.Einsum | contractions.Conv] = {
-    "matmul (Dense)": contractions.Einsum("bi,io->bo"),
-    "einsum over several axes": contractions.Einsum("bthk,hkd->btd"),
-    "einsum with a shared axis": contractions.Einsum("bei,eio->beo"),
-    "convolution": contractions.Conv((1, 1), "valid", (1, 1), "channels_last"),
+CONTRACTIONS: dict[str, Einsum | Conv] = {
+    "matmul (Dense)": Einsum("bi,io->bo"),
+    "einsum over several axes": Einsum("bthk,hkd->btd"),
+    "einsum with a shared axis": Einsum("bei,eio->beo"),
+    "convolution": Conv((1, 1), "valid", (1, 1), "channels_last"),
 }
 
 
@@ -169,15 +169,15 @@ def rows() -> list[Cells]:
 
 
 def _choices(
-    contraction: contractions.Einsum | contractions.Conv,
+    contraction: Einsum | Conv,
 ) -> dict[Choice, list[str]]:
     """Return, for each kernel choice, the recipes and matmuls that get it."""
     found: dict[Choice, list[str]] = {}
     for recipe in recipes.names():
         plan = _as_there(
-            contractions.make_plan(
+            make_plan(
                 contraction,
-                for_this_device(recipes.get(recipe)),
+                devices.for_this_device(recipes.get(recipe)),
                 "bfloat16",
                 "float32",
             )
@@ -215,9 +215,7 @@ def frozen_rows() -> list[Cells]:
         for per in stored_kernels.GRANULARITIES:
             recipe = recipes.FrozenKernels(per=per, activations=activations)
             axes = stored_kernels.Axes((0,), (1,))
-            plan = _as_there(
-                contractions.frozen_plan(contraction, recipe, axes, "bfloat16")
-            )
+            plan = _as_there(frozen_plan(contraction, recipe, axes, "bfloat16"))
             key = str(activations or "not quantized"), plan.choice
             found.setdefault(key, []).append(per)
     return [

@@ -9,19 +9,22 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, formats
-from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.conversion import candidates
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.layers_report import LayersReport
-from keras_policy_ext.conversion.work import Work, scalars, work_of
-from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_weights import StoredVariable, is_state
-from keras_policy_ext.policies.of_layers import (
+from keras_policy_ext import formats
+from keras_policy_ext._keras import variable_values
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.frozen import StoredVariable, stored_in
+from keras_policy_ext.extending.models import (
+    Float8State,
+    LayersReport,
+    check_is_layer,
     float8_policy_of,
+    is_state,
+    layers_within,
+    own_weights,
+    path_of,
     stock_policy_of,
 )
+from keras_policy_ext.extending.tracing import Work, scalars, work_of
 from keras_policy_ext.reports import Column, counted, readable_bytes
 
 
@@ -245,7 +248,7 @@ class Inspection(LayersReport):
         ]
 
 
-@_user_code.once
+@user_code.once
 def inspect(model: keras.Layer) -> Inspection:
     """Return the policy, operands and scales of each layer with weights.
 
@@ -269,16 +272,16 @@ def inspect(model: keras.Layer) -> Inspection:
         >>> inspection.layers[0].policy
         'float8_from_float32'
     """
-    candidates.check_is_layer(
+    check_is_layer(
         model,
         "can be looked at",
         "; a file goes to `keras-policy-ext inspect FILE`",
     )
     shown = [
         layer
-        for layer in walking.layers_within(model)
+        for layer in layers_within(model)
         if not isinstance(layer, Float8State)
-        and (float8_policy_of(layer) or walking.own_weights(layer))
+        and (float8_policy_of(layer) or own_weights(layer))
     ]
     work = work_of(model)
     states = [v for v in model.weights if is_state(v)]
@@ -301,9 +304,7 @@ def _inspected(layer: keras.Layer, counted: Work) -> Inspected:
         kernel=choice.kind if choice else None,
         reason=choice.reason if choice else None,
         operands=tuple(_operands(layer)) if policy else (),
-        stored=tuple(
-            StoredOperand.of(each) for each in stored_weights.stored_in(layer)
-        ),
+        stored=tuple(StoredOperand.of(each) for each in stored_in(layer)),
         **dataclasses.asdict(counted),
     )
 

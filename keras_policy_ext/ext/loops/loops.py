@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext import backends
-from keras_policy_ext._keras import walking
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.extending import models
+from keras_policy_ext.extending.contractions import source_of
+from keras_policy_ext.extending.frozen import StoredVariable
 from keras_policy_ext.recipes import Quantization, matmuls_of
 
 
@@ -32,7 +32,7 @@ def is_state(variable: object) -> bool:
         >>> [kpe.loops.is_state(v) for v in model.trainable_variables]
         [False, False, True]
     """
-    return stored_weights.is_state(variable)
+    return models.is_state(variable)
 
 
 def weights(model: keras.Layer) -> list[keras.Variable]:
@@ -272,7 +272,7 @@ def _check_torch(function: str, instead: str) -> None:
 def _layers(model: keras.Layer) -> list[Any]:
     """Return the layers of a model; of a torch module all its modules."""
     if isinstance(model, keras.layers.Layer):
-        return list(walking.layers_within(model))
+        return list(models.layers_within(model))
     return list(model.modules())
 
 
@@ -286,9 +286,9 @@ def _settle_observed(states: list[keras.Variable]) -> None:
             "`model.trainable_variables`, from your training step. Pass them "
             "as the second argument."
         )
-    from keras_policy_ext.backends.torch import observations
+    from keras_policy_ext.ext.loops.torch import enter_observed
 
-    observations.enter(states)
+    enter_observed(states)
 
 
 def _settled(
@@ -364,10 +364,7 @@ def _gathered_as_float8(layers: Iterable[keras.Layer]) -> list[_Gathered]:
         is_dense = isinstance(
             layer, (keras.layers.Dense, keras.layers.EinsumDense)
         )
-        is_weight = (
-            not isinstance(kernel, stored_weights.StoredVariable)
-            and kernel.trainable
-        )
+        is_weight = not isinstance(kernel, StoredVariable) and kernel.trainable
         if not (is_dense and is_weight) or uses[id(kernel)] > 1:
             continue
         recipe = layer.float8_policy.recipe

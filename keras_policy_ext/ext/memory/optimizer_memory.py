@@ -10,17 +10,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext._keras import (
-    optimizer_variables,
-    variable_values,
-    walking,
-)
-from keras_policy_ext.conversion import training
+from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext.ext.memory import saved_tensors
 from keras_policy_ext.ext.memory.saved_tensors import Update
 from keras_policy_ext.ext.moments.conversion import copy_of, targets
 from keras_policy_ext.ext.sampling.symbolic_batches import size_of
-from keras_policy_ext.layers.stored_weights import is_state
+from keras_policy_ext.extending.changes import optimizers_of
+from keras_policy_ext.extending.models import is_state, layers_within
 from keras_policy_ext.mixed_precision import StochasticRounding
 from keras_policy_ext.optimizers import (
     QuantizedState,
@@ -41,9 +37,9 @@ def of_model(model: keras.Layer) -> list[Owned]:
     """Return the optimizers of a model and of the models in it."""
     return [
         Owned(optimizer, layer)
-        for layer in walking.layers_within(model)
+        for layer in layers_within(model)
         if isinstance(layer, keras.Model)
-        for optimizer in training.optimizers(layer)
+        for optimizer in optimizers_of(layer)
     ]
 
 

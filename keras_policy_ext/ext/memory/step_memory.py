@@ -10,15 +10,8 @@ from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import _user_code, policies, recipes
-from keras_policy_ext._keras import global_policy, walking
-from keras_policy_ext.conversion import candidates, in_place
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.requested import (
-    LayerFilter,
-    PathPatterns,
-    PolicyLike,
-)
+from keras_policy_ext import policies, recipes
+from keras_policy_ext._keras import global_policy
 from keras_policy_ext.ext.memory import optimizer_memory, saved_tensors
 from keras_policy_ext.ext.memory._keras import dtypes_replaced
 from keras_policy_ext.ext.memory.measured_step import step_of
@@ -26,19 +19,33 @@ from keras_policy_ext.ext.memory.optimizer_memory import Owned
 from keras_policy_ext.ext.memory.saved_tensors import Measured
 from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.captured import calls_undone
-from keras_policy_ext.layers.class_swap import to_stock_class
-from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_weights import held, is_state
-from keras_policy_ext.layers.transaction import undone
-from keras_policy_ext.numerics.stochastic import ROUNDABLE
-from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import (
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.changes import (
+    converted,
+    reverted,
+    to_stock_class,
+    undone,
+)
+from keras_policy_ext.extending.frozen import held
+from keras_policy_ext.extending.models import (
+    Float8State,
+    LayerFilter,
+    PathPatterns,
+    PolicyLike,
+    check_convertible,
+    check_is_layer,
     float8_policy_of,
     is_frozen,
+    is_state,
     layers_in_float8,
+    layers_within,
+    own_weights,
+    path_of,
     stock_policy_of,
 )
-from keras_policy_ext.recipes.spec import is_spec
+from keras_policy_ext.numerics import ROUNDABLE
+from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.recipes import is_spec
 from keras_policy_ext.reports import (
     EVERY,
     BaseReport,
@@ -280,7 +287,7 @@ class MemoryReport(BaseReport):
         return found
 
 
-@_user_code.once
+@user_code.once
 def memory(
     model: keras.Layer,
     batch: Any,
@@ -372,7 +379,7 @@ def memory(
 
     forms = [count(AS_IT_IS, own)]
     if policy is None and _is_changed(model, own):
-        with in_place.reverted(model), _float32_weights(model, own):
+        with reverted(model), _float32_weights(model, own):
             forms.append(count(WITHOUT, optimizer_memory.stock(own)))
     for name, each in wanted.items():
         with _under(model, each, options), _narrow_weights(model, asked):
@@ -394,10 +401,10 @@ def memory(
 
 def _check(model: keras.Layer) -> None:
     """Raise if a model is not built or has no `call`."""
-    candidates.check_is_layer(
+    check_is_layer(
         model, "have a training step", "; a file goes to `load_model` first"
     )
-    candidates.check(model)
+    check_convertible(model)
     if type(model).call in (keras.Model.call, keras.Layer.call):
         raise ValueError(
             f"{type(model).__name__} {model.name!r} has no `call`, so the "
@@ -463,7 +470,7 @@ def _narrow_weights(
     if optimizer_memory.round_at_random(optimizers):
         found = [
             (weight, layer.compute_dtype)
-            for layer in walking.layers_within(model)
+            for layer in layers_within(model)
             if layer.compute_dtype in ROUNDABLE
             for weight in _weights_of(layer, ["float32"])
         ]
@@ -480,7 +487,7 @@ def _float32_weights(
     These are layers in bfloat16 or float16, if an optimizer rounds weights at
     random. In the block no layer is in float8.
     """
-    layers = walking.layers_within(model)
+    layers = layers_within(model)
     found: list[Any] = []
     with undone(layers):
         if optimizer_memory.round_at_random(optimizers):
@@ -499,7 +506,7 @@ def _weights_of(layer: keras.Layer, dtypes: Iterable[str]) -> list[Any]:
     """Return a layer's own weights in some dtypes, without float8 state."""
     return [
         weight
-        for weight in map(held, walking.own_weights(layer))
+        for weight in map(held, own_weights(layer))
         if not is_state(weight)
         and keras.backend.standardize_dtype(weight.dtype) in dtypes
     ]
@@ -527,7 +534,7 @@ def _under(
         return contextlib.nullcontext()
     if _is_plain(policy):
         return _in_plain(model, policy)
-    return in_place.converted(model, policy, **options)
+    return converted(model, policy, **options)
 
 
 def _is_plain(policy: Any) -> bool:
@@ -550,7 +557,7 @@ def _cannot_call(model: keras.Layer, name: str, error: Exception) -> str:
 @contextlib.contextmanager
 def _in_plain(model: keras.Layer, policy: Any) -> Iterator[None]:
     """In the block, all layers of a model follow a plain dtype policy."""
-    layers = walking.layers_within(model)
+    layers = layers_within(model)
     dtypes = {
         keras.backend.standardize_dtype(v.dtype)
         for v in model.trainable_variables
@@ -608,7 +615,7 @@ def _rows(
     counted: set[int] = set()
     for number, layer in enumerate(layers):
         variables = [
-            *walking.own_weights(layer),
+            *own_weights(layer),
             *getattr(getattr(layer, "float8_state", None), "weights", ()),
         ]
         own = [v for v in map(held, variables) if id(v) not in counted]

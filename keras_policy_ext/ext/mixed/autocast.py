@@ -14,13 +14,15 @@ from typing import Any, Self
 import keras
 from keras import ops
 
-from keras_policy_ext import _bases, _scopes, policies
+from keras_policy_ext import policies
 from keras_policy_ext._keras import (
     calls,
     walking,
 )
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.mixed import _keras
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.layers import MixedInto, check_before
 from keras_policy_ext.policies import FLOATS
 
 __all__ = ["AutocastMixin"]
@@ -181,7 +183,7 @@ def _once(name: str, kwargs: dict[str, Any], how: str) -> None:
         )
 
 
-_SCOPES = _scopes.Scopes(
+_SCOPES = user_code.Scopes(
     "autocast_scope", _keras.stored_autocast_scope, _keras.store_autocast_scope
 )
 
@@ -316,7 +318,7 @@ def is_autocast_variable(variable: object) -> bool:
     return _keras.autocasts(variable) and dtype in FLOATS
 
 
-class AutocastMixin(_keras.OwnArgumentConversion, _bases.MixedInto):
+class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
     """A mixin for layers that choose which arguments and variables are cast.
 
     ```python
@@ -391,7 +393,7 @@ class AutocastMixin(_keras.OwnArgumentConversion, _bases.MixedInto):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _bases.check_before(cls, AutocastMixin, keras.Layer, "keras.Layer")
+        check_before(cls, AutocastMixin, keras.Layer, "keras.Layer")
         inherited = getattr(super(), "get_config", None)
         marked = _keras.is_default(inherited)
         if cls.get_config is AutocastMixin.get_config and not marked:

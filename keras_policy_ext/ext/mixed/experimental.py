@@ -21,7 +21,7 @@ from keras_policy_ext.ext.mixed.policy import (
     global_policy,
     set_global_policy,
 )
-from keras_policy_ext.policies.of_layers import of_path
+from keras_policy_ext.policies import of_path
 
 __all__ = [
     "LossScaleOptimizer",

@@ -13,8 +13,7 @@ from keras import ops
 
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import stochastic_round
-from keras_policy_ext.numerics.stochastic import ROUNDABLE
+from keras_policy_ext.numerics import ROUNDABLE, stochastic_round
 
 
 def as_accumulated(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import keras
 
-from keras_policy_ext import _user_code, seams
+from keras_policy_ext import seams
 from keras_policy_ext.ext.mixed.loss_scales import LossScale
 from keras_policy_ext.ext.mixed.wrapping import loss_scale_of_model
+from keras_policy_ext.extending import user_code
 
 
 class LossScales(seams.Follower):
@@ -20,7 +21,7 @@ class LossScales(seams.Follower):
         """Warn if the layers lost the loss scale that they requested."""
         if known is None or _requested(change.model) == known:
             return
-        _user_code.warn(
+        user_code.warn(
             f"Layers of {change.model.name!r} had a LossScaleDTypePolicy with "
             f"{known!r}, and a float8 policy has no loss scale. To compile the "
             "model with it, wrap the optimizer before: optimizer = "

@@ -10,9 +10,15 @@ from typing import Any, TypeGuard
 
 import keras
 
-from keras_policy_ext import _user_code, policy_names
-from keras_policy_ext.policies import FLOATS, _global, _plain
-from keras_policy_ext.policies._source_map import SourceMap
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.policies import (
+    FLOATS,
+    SourceMap,
+    dtype_policy,
+    floating,
+    is_full_name,
+    is_plain,
+)
 
 #: The largest power of two in float32: the next doubling would be infinite.
 LARGEST = 2.0**127
@@ -273,7 +279,7 @@ class LossScaleDTypePolicy(SourceMap):
         else:
             self._requested = get(loss_scale)
         if self.loss_scale is not None and self.compute_dtype != "float16":
-            _user_code.warn(
+            user_code.warn(
                 "A loss scale keeps small float16 gradients from becoming 0; "
                 f"this policy computes in {self.compute_dtype}. Received: "
                 f"{self!r}. Allowed, and of use: 'mixed_float16' and "
@@ -323,8 +329,8 @@ class LossScaleDTypePolicy(SourceMap):
 
 def _read_policy(identifier: object) -> keras.DTypePolicy:
     if identifier is None:
-        policy = _global.dtype_policy()
-    elif isinstance(identifier, str) and policy_names.is_full_name(identifier):
+        policy = dtype_policy()
+    elif isinstance(identifier, str) and is_full_name(identifier):
         raise ValueError(_not_plain(identifier))
     else:
         try:
@@ -332,9 +338,9 @@ def _read_policy(identifier: object) -> keras.DTypePolicy:
         except (TypeError, ValueError) as error:
             raise ValueError(_not_plain(identifier, error)) from error
     if not isinstance(policy, LossScaleDTypePolicy):
-        if not _plain.is_plain(policy):
+        if not is_plain(policy):
             raise ValueError(_not_plain(policy))
-        _plain.floating(policy, "A LossScaleDTypePolicy")
+        floating(policy, "A LossScaleDTypePolicy")
     return policy
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _user_code, policies
+from keras_policy_ext import policies
+from keras_policy_ext.extending import user_code
 
 
 class _PlainPolicies(type):
@@ -59,7 +60,7 @@ class Policy(metaclass=_PlainPolicies):
         fields = dict(config)
         loss_scale = fields.pop("loss_scale", "auto")
         if loss_scale != "auto":
-            _user_code.warn(
+            user_code.warn(
                 "The loss scale in this config is dropped: a plain policy has "
                 f"none. Received: {dict(config)!r}. Read it with kpe.get or "
                 "kpe.LossScaleDTypePolicy.from_config, or give the loss scale "

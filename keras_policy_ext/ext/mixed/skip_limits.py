@@ -7,7 +7,7 @@ import weakref
 
 import keras
 
-from keras_policy_ext import _user_code
+from keras_policy_ext.extending import user_code
 
 #: Optimizers whose limit is looked at, or was warned of.
 _SETTLED: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
@@ -37,5 +37,5 @@ def warn_unless_checked(
         "`keras_policy_ext.mixed_precision.LossScaleMonitor()` in `fit`; or, "
         "in a loop of your own, calls of `optimizer.check_skipped_steps()` "
         "from before the first step on. Add one of the two.",
-        stacklevel=_user_code.stacklevel(),
+        stacklevel=user_code.stacklevel(),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _bases, policies
+from keras_policy_ext import policies
 from keras_policy_ext._keras import (
     optimizer_facts,
     optimizer_variables,
@@ -27,8 +27,8 @@ from keras_policy_ext.ext.mixed.loss_scales import (
     LossScaleDTypePolicy,
 )
 from keras_policy_ext.ext.mixed.optimizer import LossScaleOptimizer
-from keras_policy_ext.policies._source_map import is_stock_map
-from keras_policy_ext.policies.of_layers import of_path
+from keras_policy_ext.extending.layers import MixedInto, check_before
+from keras_policy_ext.policies import is_stock_map, of_path
 
 NAME = "loss_scale_optimizer"
 
@@ -259,7 +259,7 @@ def _has_float16(policy: keras.DTypePolicy) -> bool:
     return any(_has_float16(policy[key]) for key in policy)
 
 
-class LossScaleMixin(_keras.OwnReturnedLogs, _bases.MixedInto):
+class LossScaleMixin(_keras.OwnReturnedLogs, MixedInto):
     """A mixin for models whose `compile` scales the loss for float16.
 
     ```python
@@ -284,7 +284,7 @@ class LossScaleMixin(_keras.OwnReturnedLogs, _bases.MixedInto):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _bases.check_before(cls, LossScaleMixin, keras.Model, "keras.Model")
+        check_before(cls, LossScaleMixin, keras.Model, "keras.Model")
 
     def compile(
         self,

@@ -17,12 +17,12 @@ from keras import ops
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.moments import moment_kernels
-from keras_policy_ext.numerics.casting import (
+from keras_policy_ext.numerics import (
     decode_scales,
     encode_scales,
+    round_up_to_power_of_two,
     view,
 )
-from keras_policy_ext.numerics.scaling import round_up_to_power_of_two
 
 #: Numbers with one scale, by the name of the form.
 BLOCKS = {"float8": 256, "mx": 32}

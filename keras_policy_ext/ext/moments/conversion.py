@@ -10,7 +10,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._keras.optimizer_facts import public_class
 from keras_policy_ext.ext.moments import _keras
@@ -20,6 +19,7 @@ from keras_policy_ext.ext.moments.quantized import (
 )
 from keras_policy_ext.ext.moments.settings import KEPT, Settings
 from keras_policy_ext.ext.moments.slots import QuantizedSlot
+from keras_policy_ext.extending import user_code
 
 
 class _NoMomentsError(ValueError):
@@ -93,7 +93,7 @@ def quantize(optimizer: Any, settings: Settings) -> list[Any]:
     """Do what `quantize_state` does; return the optimizers that changed."""
     chosen, left = _to_change(optimizer, settings)
     for each in left:
-        _user_code.warn(
+        user_code.warn(
             f"The optimizer {each.name!r} of {optimizer.name!r} keeps its "
             f"state in float32: {type(each).__name__} has no moments that are "
             "known. The others have one byte a number."
@@ -149,7 +149,7 @@ def _tell_of_traces(changed: list[Any]) -> None:
     for each in changed:
         steps = _keras.steps_made(each)
         if each.built and np.any(ops.convert_to_numpy(steps) > 0):
-            _user_code.warn(
+            user_code.warn(
                 f"The optimizer {each.name!r} has new slots, and has made "
                 "steps. If a model was trained before in this process, its "
                 "compiled step still updates the former slots. Call "

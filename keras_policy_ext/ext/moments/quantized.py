@@ -11,7 +11,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code
 from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._keras.optimizer_facts import (
     public_class,
@@ -28,6 +27,7 @@ from keras_policy_ext.ext.moments.slots import (
     WeightPart,
     as_step,
 )
+from keras_policy_ext.extending import user_code
 
 STORED = "quantized_state"
 """The key of a config and of a file that says how slots are stored."""
@@ -284,7 +284,7 @@ class QuantizedState(_keras.KnowsParts, keras.optimizers.Optimizer):
         own = _keras.own_variables(self)
         wrong = _why_not(values, own)
         if wrong is not None:
-            _user_code.warn(
+            user_code.warn(
                 f"The state of the optimizer {self.name!r} was not loaded: "
                 f"{wrong} It starts anew. Build the optimizer with the "
                 "variables that the file was written with."
@@ -302,7 +302,7 @@ class QuantizedState(_keras.KnowsParts, keras.optimizers.Optimizer):
                 rounded = True
                 variable.assign(values[key])
         if rounded:
-            _user_code.warn(
+            user_code.warn(
                 f"The moments of the optimizer {self.name!r} were rounded: "
                 "the file has them in another form than the optimizer, which "
                 "stores one byte a number. To keep all their bits, load them "
@@ -411,7 +411,7 @@ def _load_float(
         stock(optimizer, store)
         return
     _, values = read_slots(store)
-    _user_code.warn(
+    user_code.warn(
         f"The moments of the optimizer {optimizer.name!r} are rounded: in the "
         "file they have one byte a number. Training continues with the "
         "rounded ones, in float32."

@@ -18,7 +18,7 @@ from keras_policy_ext.ext.moments.codes import (
     dequantize_moments,
     quantize_moments,
 )
-from keras_policy_ext.numerics.stochastic import key_of_use
+from keras_policy_ext.numerics import key_of_use
 
 
 class Step:

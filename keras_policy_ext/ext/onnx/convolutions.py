@@ -11,11 +11,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.contractions import ConvTranspose
 from keras_policy_ext.ext.onnx import kernel_nodes
 from keras_policy_ext.ext.onnx.activations import activated
 from keras_policy_ext.ext.onnx.graph import Refused, Value
 from keras_policy_ext.ext.onnx.registry import Context, layer
+from keras_policy_ext.kernels import ConvTranspose
 
 _DEPTHWISE = "depthwise kernels stay in floats"
 _RANKS = ("1D", "2D", "3D")

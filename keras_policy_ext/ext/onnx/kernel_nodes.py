@@ -24,7 +24,7 @@ from keras_policy_ext.ext.onnx.graph import (
     Value,
     onnx_type,
 )
-from keras_policy_ext.layers.drop_in import drop_in_of
+from keras_policy_ext.extending.layers import drop_in_of
 from keras_policy_ext.stored_kernels import BLOCK, Axes, StoredKernel, as_matrix
 
 Array = np.ndarray[Any, Any]

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.contractions import equations
 from keras_policy_ext.ext.onnx import kernel_nodes
 from keras_policy_ext.ext.onnx.activations import activated
 from keras_policy_ext.ext.onnx.graph import Axes, Refused, Value
 from keras_policy_ext.ext.onnx.registry import Context, layer
+from keras_policy_ext.extending.contractions import explicit_equation, terms_of
 
 Array = np.ndarray[Any, Any]
 
@@ -29,8 +29,8 @@ def _dense(context: Context, layer: keras.Layer, x: Value) -> Value:
 def _einsum_dense(context: Context, layer: keras.Layer, x: Value) -> Value:
     kernel = context.kernels.of(layer)
     order = kernel.axes.summed + kernel.axes.free
-    equation = equations.explicit(layer.equation, x.rank, len(order))
-    first, second, out = equations.split(equation)
+    equation = explicit_equation(layer.equation, x.rank, len(order))
+    first, second, out = terms_of(equation)
     summed = [i for i, axis in enumerate(first) if axis not in out]
     turned = "".join(second[axis] for axis in order)
     y = kernel_nodes.rounded(x.cast("float32"), kernel, summed).op(

@@ -11,16 +11,6 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext import _user_code, contractions
-from keras_policy_ext.backends import devices
-from keras_policy_ext.conversion import (
-    candidates,
-    in_place,
-    traced_calls,
-)
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
-from keras_policy_ext.conversion.work import scalars
 from keras_policy_ext.ext.count import counter
 from keras_policy_ext.ext.gain.auto import contraction_of
 from keras_policy_ext.ext.gain.estimate import (
@@ -36,9 +26,23 @@ from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.what_if.what_if import what_if
+from keras_policy_ext.extending import devices, user_code
+from keras_policy_ext.extending.changes import converted, reverted
+from keras_policy_ext.extending.contractions import make_plan
+from keras_policy_ext.extending.models import (
+    LayerFilter,
+    PathPatterns,
+    check_convertible,
+    check_is_layer,
+    layers_in_float8,
+    path_of,
+)
+from keras_policy_ext.extending.tracing import (
+    multiplies_in_float8,
+    scalars,
+    trace_calls,
+)
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies._plain import for_this_device
-from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.reports import (
     BaseReport,
@@ -193,7 +197,7 @@ def _is_one(device: object) -> bool:
     return isinstance(device, str) and not _SEVERAL.match(device)
 
 
-@_user_code.once
+@user_code.once
 def plan(
     model: keras.Layer,
     batch: Any,
@@ -255,8 +259,8 @@ def plan(
         )
     there = device_named(device)
     product = product_named(there, device)
-    candidates.check_is_layer(model, "have a training step", "")
-    candidates.check(model)
+    check_is_layer(model, "have a training step", "")
+    check_convertible(model)
     wanted = read_recipes(recipes)
     options: dict[str, Any] = {
         "include": include,
@@ -269,7 +273,7 @@ def plan(
     source = "bfloat16" if narrow else "mixed_bfloat16"
     tensors = symbolic_batches.read(model, batch)
     with devices.pretend(there):
-        used = [for_this_device(each) for each in wanted]
+        used = [devices.for_this_device(each) for each in wanted]
         work = _work(model, source, tensors, 2 if narrow else 4, options)
         natives = [_native(work, each) for each in used]
     # `filter` was asked there; memory is counted with the kernels of here.
@@ -413,7 +417,7 @@ def _memory(
         return held[source], held, ""
     except memory.UnfitPolicyError:
         held = memory.memory(model, tensors, policies, **options)
-    with in_place.reverted(model):
+    with reverted(model):
         plain = memory.memory(model, tensors, [])
     note = (
         "Memory, and the time of what is no matmul, are counted in the model's "
@@ -479,10 +483,10 @@ def _work(
     found = _Work([], [], 0, weights, frozenset())
     attention = 0.0
     policy = Float8DTypePolicy(source)
-    with in_place.converted(model, policy, **options):
+    with converted(model, policy, **options):
         in_float8 = frozenset(map(id, layers_in_float8(model)))
         try:
-            calls = traced_calls.trace(
+            calls = trace_calls(
                 model,
                 [((tensors,), kwargs), ((more,), kwargs)],
                 counter.CountingTracer(),
@@ -516,7 +520,7 @@ def _work(
             which = tuple(
                 m for m in MATMULS if m != "kernel_grad" or one.layer.trainable
             )
-            is_low = traced_calls.multiplies_in_float8(one.layer)
+            is_low = multiplies_in_float8(one.layer)
             if is_low and one.has_float8_form:
                 found.low.append((one.layer, matmuls, which))
             else:
@@ -541,9 +545,7 @@ def _native(
         contraction = contraction_of(layer)
         if contraction not in known:
             # A step on a GPU with TensorFlow is compiled by XLA.
-            made = contractions.make_plan(
-                contraction, recipe, "bfloat16", "float32"
-            )
+            made = make_plan(contraction, recipe, "bfloat16", "float32")
             made = dataclasses.replace(made, for_xla=True)
             choices = {m: made.choose(m)[1] for m in MATMULS}
             native = tuple(m for m in MATMULS if choices[m].native)

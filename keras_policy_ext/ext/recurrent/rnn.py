@@ -8,22 +8,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import keras
 from keras import ops
 
-from keras_policy_ext import _bases, contractions, policies
+from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, stock_float8
-from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.ext.recurrent._keras import (
     PARTS_OF_LSTM_STEPS,
     run_recurrent_loop,
 )
-from keras_policy_ext.layers.controller import Float8Controller
-from keras_policy_ext.layers.drop_in import drop_in
-from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.extending.layers import (
+    BuiltUnderSavedPath,
+    Float8Controller,
+    Float8Mixin,
+    MixedInto,
+    drop_in,
+)
+from keras_policy_ext.kernels import Einsum
 from keras_policy_ext.recipes import Quantization
 
 
 @dataclasses.dataclass(frozen=True)
-class Gates(contractions.Einsum):
+class Gates(Einsum):
     """An einsum with a recurrent kernel, whose columns belong to several gates.
 
     With one scale per tensor the whole kernel is quantized and then sliced, so
@@ -374,7 +378,7 @@ def _like(states: Any, outputs: Tensor) -> Any:
     return [outputs] if keras.tree.is_nested(states) else outputs
 
 
-class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
+class _Float8Recurrent(BuiltUnderSavedPath, MixedInto):
     """The common base of recurrent layers with a float8 cell.
 
     The inputs of all steps are multiplied at once, before the loop. The loop
@@ -482,7 +486,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, _bases.MixedInto):
             )
 
 
-class _CuDNN(_bases.MixedInto):
+class _CuDNN(MixedInto):
     """A mixin that turns cuDNN's fused kernels off for a float8 cell."""
 
     @property

@@ -19,8 +19,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code
-from keras_policy_ext.conversion import candidates, training
 from keras_policy_ext.ext.replay import recording_files
 from keras_policy_ext.ext.replay.recording_files import (
     RandomState,
@@ -30,6 +28,9 @@ from keras_policy_ext.ext.replay.recording_files import (
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.ext.sampling.captured import as_parts, synchronize
 from keras_policy_ext.ext.sampling.samples import check_sampling
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.changes import replicas
+from keras_policy_ext.extending.models import check_convertible
 
 _LOGGER = logging.getLogger("keras_policy_ext")
 
@@ -79,7 +80,7 @@ class Recorder:
         self._starts: list[_Start] = []
         try:
             if not model.optimizer.built:  # As the first step would do.
-                with training.replicas(model):
+                with replicas(model):
                     model.optimizer.build(model.trainable_variables)
             self.save()
         except Exception as error:
@@ -179,7 +180,7 @@ class Recorder:
             self._end()
             if self.steps == 1:
                 raise
-            _user_code.warn(f"The flight recorder stopped. {error}")
+            user_code.warn(f"The flight recorder stopped. {error}")
             return False
         return is_new
 
@@ -329,7 +330,7 @@ def record(
         >>> recorder.reason
         'nonfinite'
     """
-    candidates.check(model)
+    check_convertible(model)
     if not getattr(model, "compiled", False):
         raise ValueError(
             f"{model.name!r} cannot be recorded. Received: a "

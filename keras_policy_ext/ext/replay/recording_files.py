@@ -15,8 +15,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _input_files, backends
+from keras_policy_ext import backends
 from keras_policy_ext.ext import output_files
+from keras_policy_ext.extending import files
 
 VERSION = 1
 """It rises when older versions of the package would misread a file."""
@@ -204,11 +205,11 @@ def read(path: pathlib.Path, folder: pathlib.Path) -> Recording:
     """
     path.open("rb").close()
     if not zipfile.is_zipfile(path):
-        raise _input_files.damaged(path, "it is no recording")
+        raise files.damaged(path, "it is no recording")
     with zipfile.ZipFile(path) as archive:
-        _input_files.check_archive(path, archive)
+        files.check_archive(path, archive)
         try:
-            record = _input_files.json_in(archive.read(_RECORD), path)
+            record = files.json_in(archive.read(_RECORD), path)
             if record["version"] > VERSION:
                 raise ValueError(
                     f"it has version {record['version']}, and this package "
@@ -246,7 +247,7 @@ def read(path: pathlib.Path, folder: pathlib.Path) -> Recording:
             ValueError,
             zipfile.BadZipFile,
         ) as error:
-            raise _input_files.damaged(path, str(error)) from error
+            raise files.damaged(path, str(error)) from error
     return found
 
 

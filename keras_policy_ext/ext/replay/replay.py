@@ -16,8 +16,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import backends
-from keras_policy_ext.conversion import candidates, convert, revert
-from keras_policy_ext.conversion.in_place import converted
+from keras_policy_ext.conversion import convert, revert
 from keras_policy_ext.ext.replay import recording_files
 from keras_policy_ext.ext.replay._keras import compiled_as_saved
 from keras_policy_ext.ext.replay.flight_recorder import is_spike
@@ -35,7 +34,12 @@ from keras_policy_ext.ext.sampling.recipes_compared import (
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.watch.monitor import Watch
 from keras_policy_ext.ext.watch.rules import WORDS, WatchWarning
-from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
+from keras_policy_ext.extending.changes import converted
+from keras_policy_ext.extending.models import (
+    is_frozen,
+    layers_in_float8,
+    survey,
+)
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 from keras_policy_ext.saving import load_model
@@ -331,7 +335,7 @@ def _trained(model: keras.Model) -> list[keras.Layer]:
 
 def _can_train(model: keras.Model) -> bool:
     """Return True if a layer of the model can train in float8."""
-    found = candidates.survey(model).candidates
+    found = survey(model).candidates
     return any(not is_frozen(each.layer) for each in found)
 
 

@@ -13,15 +13,23 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, contractions
-from keras_policy_ext._keras import walking
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.figures import Figures
-from keras_policy_ext.layers.controller import recipes_of_activations
-from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.transaction import undone
-from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.extending.changes import undone
+from keras_policy_ext.extending.contractions import (
+    EinsumOfBank,
+    Plan,
+    fold,
+    recipes_of_activations,
+    with_bank,
+)
+from keras_policy_ext.extending.models import (
+    Float8State,
+    layers_in_float8,
+    layers_within,
+    path_of,
+)
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.seams import (
     WEIGHTED_SUM,
@@ -160,7 +168,7 @@ class Use:
 
     layer: keras.Layer
     kernel: keras.Variable | Product
-    plan: contractions.Plan
+    plan: Plan
     inputs: Tensor
     weights: Tensor
     state: tuple[Tensor, ...]
@@ -191,7 +199,7 @@ class Use:
         if limit is None or name == "outputs_grad":
             return self.operand(name)
         contraction: Any = self.plan.contraction
-        weights, values = contractions.fold(
+        weights, values = fold(
             contraction.equation,
             ops.cast(self.inputs, "float32"),
             ops.cast(self.weights, "float32"),
@@ -322,7 +330,7 @@ def calls_undone(model: keras.Layer) -> Iterator[list[keras.Layer]]:
     Yields:
         The layers in the model, without float8 states.
     """
-    within = walking.layers_within(model)
+    within = layers_within(model)
     states = [each for each in within if isinstance(each, Float8State)]
     layers = [each for each in within if not isinstance(each, Float8State)]
     plans = [state.last_call.plan for state in states]
@@ -384,8 +392,8 @@ def _idle_matrices(uses: Sequence[Use]) -> str:
         return ""
     idle: Any = True
     for use in uses:
-        bank = contractions.with_bank(use.plan.contraction)
-        if not isinstance(bank, contractions.EinsumOfBank):
+        bank = with_bank(use.plan.contraction)
+        if not isinstance(bank, EinsumOfBank):
             return ""
         x = ops.cast(use.inputs, "float32")
         if 0 not in x.shape:

@@ -13,7 +13,11 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import quantized
+from keras_policy_ext.extending.contractions import (
+    hadamard,
+    padded,
+    quantize_matrix,
+)
 from keras_policy_ext.recipes import Quantization, matmuls_of
 
 
@@ -190,12 +194,12 @@ def _rounded(
     if asked.hadamard is not None:
         # It changes no norm: what it returns is rounded, and so compared.
         axis = 1 if across else 2
-        x = quantized.hadamard(quantized.padded(x, axis), axis)
+        x = hadamard(padded(x, axis), axis)
         asked = dataclasses.replace(asked, hadamard=None)
     key = None
     if asked.rounding == "stochastic":
         key = ops.convert_to_tensor(0, "int32")
-    found, _ = quantized.quantize(x, asked, scale, key=key, across=across)
+    found, _ = quantize_matrix(x, asked, scale, key=key, across=across)
     scales = found.spread_scale
     if asked.has_one_scale:
         scales = ops.reshape(scales, ())

@@ -10,10 +10,10 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _user_code, formats, recipes
-from keras_policy_ext.conversion.candidates import path_of, survey
+from keras_policy_ext import formats, recipes
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.models import path_of, source_policy_of, survey
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import source_policy_of
 
 SHARE = 0.15
 """The part of the blocks that are kept, unless a number is given.
@@ -25,7 +25,7 @@ Block = tuple[str, str]
 """A block of a model: what stands in paths before its number, the number."""
 
 
-@_user_code.once
+@user_code.once
 def eight_bit_rules(
     model: keras.Layer,
     recipe: recipes.Recipe | str = "rowwise",

@@ -12,12 +12,20 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, backends
-from keras_policy_ext._keras import calls, walking
-from keras_policy_ext.conversion import candidates, training
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.layers.transaction import unchanged_on_error
-from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext import backends
+from keras_policy_ext._keras import calls
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.changes import (
+    all_optimizers,
+    unchanged_on_error,
+)
+from keras_policy_ext.extending.models import (
+    check_is_layer,
+    layers_in_float8,
+    layers_within,
+    own_weights,
+    path_of,
+)
 
 LARGEST = 20
 """The largest power of two that a scale has, up or down."""
@@ -55,7 +63,7 @@ class _Call:
     uses: int = 1
 
 
-@_user_code.once
+@user_code.once
 def smooth_swiglu(model: keras.Layer, batch: Any) -> tuple[Smoothed, ...]:
     """Fold a scale of each channel into gated blocks, in place.
 
@@ -98,9 +106,9 @@ def smooth_swiglu(model: keras.Layer, batch: Any) -> tuple[Smoothed, ...]:
         >>> found.up, found.down, found.after <= found.before
         ('up', 'down', True)
     """
-    candidates.check_is_layer(model, "are smoothed")
+    check_is_layer(model, "are smoothed")
     _check(model)
-    layers = [x for x in walking.layers_within(model) if _is_matrix(x)]
+    layers = [x for x in layers_within(model) if _is_matrix(x)]
     outputs, seen = _recorded(model, batch, layers)
     pairs: dict[int, tuple[keras.Layer, keras.Layer]] = {}
     partners = {id(d): _partners(d, layers, seen) for d in layers}
@@ -116,7 +124,7 @@ def smooth_swiglu(model: keras.Layer, batch: Any) -> tuple[Smoothed, ...]:
         weight
         for pair in pairs.values()
         for layer in pair
-        for weight in walking.own_weights(layer)
+        for weight in own_weights(layer)
     ]
     with unchanged_on_error((), changed):
         folded = tuple(_fold(up, down, seen) for up, down in pairs.values())
@@ -144,7 +152,7 @@ def _check(model: keras.Layer) -> None:
             "Allowed: a model before `convert`. Call `revert`, or `thaw` "
             "where it is frozen, then `smooth_swiglu`, then `convert`."
         )
-    used = [each for each in training.all_optimizers(model) if each.built]
+    used = [each for each in all_optimizers(model) if each.built]
     if used:
         raise ValueError(
             "The slots of the optimizer belong to the present weights, which "
@@ -284,7 +292,7 @@ def _probed(
             result = result * ops.convert_to_tensor(factors, result.dtype)
         return result
 
-    layers = [x for x in walking.layers_within(model) if id(x) in seen]
+    layers = [x for x in layers_within(model) if id(x) in seen]
     with _calling(layers, change):
         found = _arrays(model(batch, training=False))
     same = all(map(np.array_equal, found, outputs))

@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_policy_ext import _input_files, _user_code
-from keras_policy_ext.conversion import candidates
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.in_place import converted
-from keras_policy_ext.conversion.report import Report
+from keras_policy_ext.conversion import Report
 from keras_policy_ext.ext import output_files
 from keras_policy_ext.ext.sampling.captured import (
     Batch,
@@ -38,8 +34,14 @@ from keras_policy_ext.ext.tune.sensitivity import (
     by_layer,
     options,
 )
+from keras_policy_ext.extending import files, user_code
+from keras_policy_ext.extending.changes import converted
+from keras_policy_ext.extending.models import (
+    check_is_layer,
+    path_of,
+    source_policy_of,
+)
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
@@ -145,7 +147,7 @@ class Tuned(BaseReport):
         Raises:
             ValueError: If it is no such file.
         """
-        read = _input_files.json_in(pathlib.Path(path).read_bytes(), path)
+        read = files.json_in(pathlib.Path(path).read_bytes(), path)
         try:
             fields = dict(read)
             scores = [LayerScore(**each) for each in fields.pop("scores")]
@@ -244,7 +246,7 @@ def _text(value: Any) -> str:
     return f"[\n{lines}\n ]"
 
 
-@_user_code.once
+@user_code.once
 def tune(
     model: keras.Layer,
     data: Any,
@@ -306,7 +308,7 @@ def tune(
         >>> kpe.convert(model, tuned).converted[0].policy
         'float8/mxfp8_from_float32'
     """
-    candidates.check_is_layer(model, "has layers to tune")
+    check_is_layer(model, "has layers to tune")
     kind, limit = _budget(budget)
     wanted = read_recipes(recipes)
     batch = Batch.read(data)

@@ -13,9 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, policies, recipes
-from keras_policy_ext.conversion import in_place, training
-from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext import policies, recipes
 from keras_policy_ext.ext.sampling.captured import Loss
 from keras_policy_ext.ext.sampling.samples import check_count
 from keras_policy_ext.ext.watch.monitor import Watch, watch
@@ -25,10 +23,13 @@ from keras_policy_ext.ext.watch.rules import (
     Thresholds,
     WatchWarning,
 )
-from keras_policy_ext.layers.state import has_state
-from keras_policy_ext.policies.of_layers import (
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.changes import changing, declare_policies
+from keras_policy_ext.extending.models import (
     float8_policy_of,
+    has_state,
     layers_in_float8,
+    path_of,
     source_policy_of,
 )
 from keras_policy_ext.recipes import MATMULS, OPERANDS, Recipe, matmuls_of
@@ -134,10 +135,10 @@ class Autopilot(BaseReport):
         try:
             if changes:
                 model = self.watch.model
-                with training.changing(model):
+                with changing(model):
                     for steered, recipe in changes:
                         _follow(steered.layer, recipe)
-                    in_place.declare_policies(model)
+                    declare_policies(model)
         except BaseException:  # The layers have their former recipes again.
             self._steered = known
             del self.decisions[before:]
@@ -154,7 +155,7 @@ class Autopilot(BaseReport):
     def warn_of_layers_out(self) -> None:
         """Warn if layers stay without their own recipe, as training ends."""
         if self.out:
-            _user_code.warn(
+            user_code.warn(
                 f"The autopilot ends with {_some(list(self.out))} out of their "
                 "own recipes. They stay so, and in files too. Pass this "
                 "autopilot to the next training, which may bring them back, or "
@@ -408,7 +409,7 @@ def autopilot(
     )
     left = [path_of(x) for x in layers_in_float8(model) if x in _OUT]
     if left:
-        _user_code.warn(
+        user_code.warn(
             f"An earlier autopilot of {model.name!r} took {_some(left)} out of "
             "their own recipes, and this one takes what they follow now for "
             "their own. Pass the earlier one on, or call "

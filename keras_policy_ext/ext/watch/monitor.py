@@ -14,9 +14,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code
-from keras_policy_ext.conversion import candidates
-from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.captured import (
     SQUARES,
     Batch,
@@ -50,8 +47,13 @@ from keras_policy_ext.ext.watch.rules import (
 )
 from keras_policy_ext.ext.watch.run_files import EventFile, RowFile
 from keras_policy_ext.ext.watch.run_report import RunReport
-from keras_policy_ext.numerics.scale_sources import Amax
-from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.contractions import Amax
+from keras_policy_ext.extending.models import (
+    check_convertible,
+    layers_in_float8,
+    path_of,
+)
 from keras_policy_ext.recipes import (
     OPERANDS,
     Quantization,
@@ -143,7 +145,7 @@ class Watch:
             if self.is_of_training:
                 raise
             self._has_ended = True  # The training goes on.
-            _user_code.warn(
+            user_code.warn(
                 f"No more samples from step {self.steps} on. {error}"
             )
         return not self._has_ended
@@ -156,7 +158,7 @@ class Watch:
             start = time.perf_counter()
         sample = self._measure(batch)
         if self._kind == SQUARES and not self._samples:
-            _user_code.warn(
+            user_code.warn(
                 f"The loss of {self.model.name!r} is not known. The gradients "
                 f"in samples are those of {SQUARES}, and warnings about "
                 "gradients may be wrong. Compile the model with its loss, or "
@@ -165,13 +167,13 @@ class Watch:
         self._samples.add(self.steps, *sample)
         for found in self.rules.look(self._around(batch), self._seen):
             self.warnings = [*self.warnings[-MOST_WARNINGS + 1 :], found]
-            _user_code.warn(found.message)
+            user_code.warn(found.message)
         for file in tuple(self._files):
             try:
                 file.append(self._samples.last_of_layers())
             except OSError as error:  # The training goes on.
                 self._files.remove(file)
-                _user_code.warn(
+                user_code.warn(
                     f"The samples from step {self.steps} on are in no file: "
                     f"{error}. Make room, or pass another path to a new watch."
                 )
@@ -473,7 +475,7 @@ def watch(
         >>> [row["operand"] for row in watch.history]
         ['inputs', 'kernel', 'outputs_grad']
     """
-    candidates.check(model)
+    check_convertible(model)
     if not layers_in_float8(model):
         raise ValueError(
             f"{model.name!r} has nothing to watch. Received: a model without "

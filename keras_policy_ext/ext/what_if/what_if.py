@@ -10,10 +10,6 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
-from keras_policy_ext import _user_code
-from keras_policy_ext.conversion import candidates
-from keras_policy_ext.conversion.candidates import path_of
-from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.ext.sampling.captured import (
     SQUARES,
     Batch,
@@ -32,6 +28,9 @@ from keras_policy_ext.ext.sampling.recipes_compared import (
     read_recipes,
     short,
 )
+from keras_policy_ext.extending import user_code
+from keras_policy_ext.extending.changes import converted
+from keras_policy_ext.extending.models import check_is_layer, path_of
 from keras_policy_ext.recipes import (
     OPERANDS,
     Quantization,
@@ -279,7 +278,7 @@ def _note(row: Iterable[QuantizedOperand]) -> str:
     return ", ".join(notes)
 
 
-@_user_code.once
+@user_code.once
 def what_if(
     model: keras.Layer,
     data: Any,
@@ -333,7 +332,7 @@ def what_if(
         >>> forward[0].sqnr_db > forward[1].sqnr_db + 6
         True
     """
-    candidates.check_is_layer(model, "has operands to quantize")
+    check_is_layer(model, "has operands to quantize")
     wanted = read_recipes(recipes)
     batch = Batch.read(data)
     lacks = loss is None and lacks_targets(model, batch)

@@ -1,1 +1,5 @@
-"""`fully_shard` of PyTorch."""
+"""PyTorch: `fully_shard`, and amaxes that a backward pass has observed."""
+
+from keras_policy_ext.backends.torch.observations import enter as enter_observed
+
+__all__ = ["enter_observed"]

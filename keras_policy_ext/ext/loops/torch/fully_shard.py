@@ -19,15 +19,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from keras_policy_ext import backends
+from keras_policy_ext import backends, numerics
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.interface import Shape, saved_dtype
 from keras_policy_ext.backends.torch import observations
 from keras_policy_ext.backends.torch.backend import GATHERS
-from keras_policy_ext.numerics import quantized, scaling
-from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
+from keras_policy_ext.extending.contractions import (
+    Amax,
+    Quantized,
+    ScaleSource,
+    quantize_matrix,
+    saved_dtype,
+)
 from keras_policy_ext.recipes import Quantization
 
 if TYPE_CHECKING:
@@ -94,7 +97,7 @@ class ShardCast:
             The fields of `Contents`, the codes of the shard first.
         """
         if self._last is None or torch._C._current_graph_task_id() < 0:
-            amax = scaling.amax(shard)
+            amax = numerics.amax(shard)
             if self._state is None:
                 self._last = amax, _largest(amax, group), None
             else:
@@ -102,7 +105,7 @@ class ShardCast:
         amax, whole, scale = self._last
         engine: Any = backends.engine
         asked = self.quantization
-        read, _ = quantized.quantize(
+        read, _ = quantize_matrix(
             shard, asked, scale, engine.narrow_cast, lambda _: whole
         )
         codes = read.encoded(saved_dtype(asked.format), engine.encode).values
@@ -203,8 +206,8 @@ class ShardedKernel(torch.Tensor):
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
-        outer_size: Shape,
-        outer_stride: Shape,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
         module: torch.nn.Module,
         mp_policy: object,
     ) -> tuple[tuple[Tensor], Any]:

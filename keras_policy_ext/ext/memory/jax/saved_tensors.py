@@ -9,7 +9,6 @@ import jax
 import keras
 
 from keras_policy_ext._types import override
-from keras_policy_ext.backends.traced_programs import layer_of, scope_name
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,
@@ -20,6 +19,7 @@ from keras_policy_ext.ext.memory.saved_tensors import (
     kept_of,
     source_of_variable,
 )
+from keras_policy_ext.extending.tracing import layer_of, scope_name
 
 Jaxpr = Any
 

@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.traced_programs import layer_of, scope_name
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,
@@ -21,6 +20,7 @@ from keras_policy_ext.ext.memory.saved_tensors import (
     kept_of,
     source_of_variable,
 )
+from keras_policy_ext.extending.tracing import layer_of, scope_name
 
 _VIEWS = frozenset(
     [

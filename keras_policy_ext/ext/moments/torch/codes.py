@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_policy_ext import _user_code, backends
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.ext.moments.codes import (
     GOLDEN,
@@ -28,6 +28,7 @@ from keras_policy_ext.ext.moments.codes import (
     SMALLEST_NORMAL,
 )
 from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
+from keras_policy_ext.extending import user_code
 
 
 def _bits(number: float) -> int:
@@ -227,7 +228,7 @@ def _triton_moments() -> Any:
             "a step of the optimizer takes longer. Its numbers are the same. "
             f"Received: {type(error).__name__}: {error}",
             UserWarning,
-            stacklevel=_user_code.stacklevel(),
+            stacklevel=user_code.stacklevel(),
         )
         return None
     return triton_moments

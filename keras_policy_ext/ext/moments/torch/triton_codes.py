@@ -22,7 +22,7 @@ from keras_policy_ext.ext.moments.codes import (
     SMALLEST,
     SMALLEST_NORMAL,
 )
-from keras_policy_ext.numerics.stochastic import key_of_use
+from keras_policy_ext.numerics import key_of_use
 
 Tensor = Any
 
