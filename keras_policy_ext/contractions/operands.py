@@ -113,11 +113,7 @@ class Operands:
         return quantization.transposed
 
     def kernel_axes(self, axes: AxisNames, matmul: str) -> tuple[Any, ...]:
-        """Convert a list with an entry per kernel axis to the quantized axes.
-
-        Args:
-            axes: See `Contraction.kernel_axes`.
-        """
+        """Convert `axes`, an entry per kernel axis, to the quantized axes."""
         quantization = self.quantizations["kernel", matmul]
         entries = self.contraction.kernel_axes(axes, quantization)
         if not self.stored_transposed["kernel", matmul]:

@@ -121,6 +121,7 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
 
     Args:
         x: Float32 tensor, no larger than the format's largest value.
+        dtype: The name of the format.
     """
     lowest, shift = grid_constants(dtype)
     bits = view(x, "int32")
@@ -271,6 +272,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
     Args:
         values: Float32 numbers of the format, of any shape.
+        format_name: The format.
 
     Returns:
         Uint8 tensor of that shape. NaN has one code, the one that casts give;
@@ -358,11 +360,7 @@ def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
 
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
-    """Convert scales to codes of the scale format, one byte each.
-
-    Args:
-        scale: Float32 values of the format, of any shape.
-    """
+    """Convert scales, float32 values of the format, to codes of one byte."""
     if scale_format != "float8_e8m0fnu":
         return encode(scale, scale_format)
     bits = view(scale, "int32")

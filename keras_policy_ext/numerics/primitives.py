@@ -88,10 +88,9 @@ class Primitives:
         return ops.sqrt(x)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """Convert codes to float32 values by a table of 256 values.
+        """Convert uint8 codes to float32 values by a table of 256 values.
 
-        Args:
-            codes: Uint8 tensor of any shape, without codes of NaN or infinity.
+        There are no codes of NaN or infinity among them.
         """
         table = ops.convert_to_tensor(numbers_of_codes(format_name))
         return ops.take(table, ops.cast(codes, "int32"), axis=0)
