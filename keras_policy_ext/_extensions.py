@@ -12,18 +12,31 @@ from typing import Any
 
 _homes: dict[str, str] = {}
 _modules: set[str] = set()
+_with_conversion: list[str] = []
 
 
-def add(homes: Mapping[str, str], modules: Iterable[str]) -> None:
+def add(
+    homes: Mapping[str, str],
+    modules: Iterable[str],
+    with_conversion: Iterable[str] = (),
+) -> None:
     """Make names known.
 
     Args:
         homes: By public name, without that of the package, the module that has
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
         modules: Names of modules of the package.
+        with_conversion: Modules that register functions of `conversion`.
     """
     _homes.update(homes)
     _modules.update(modules)
+    _with_conversion.extend(with_conversion)
+
+
+def import_with_conversion() -> None:
+    """Import the modules that register functions of `conversion`."""
+    for name in _with_conversion:
+        importlib.import_module(name)
 
 
 def has(name: str) -> bool:

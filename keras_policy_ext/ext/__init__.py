@@ -58,10 +58,12 @@ REGISTERING = (
     "keras_policy_ext.activations",
     "keras_policy_ext.mixed_precision",
     "keras_policy_ext.optimizers",
-    f"{_ROOT}.count.counter",
     f"{_ROOT}.mixed.following",
     f"{_ROOT}.moments.following",
     f"{_ROOT}.recurrent.rnn",
 )
-"""The modules with classes that files name, forms of Keras's layers, followers,
-and what counts multiplications: imported with the package."""
+"""The modules with classes that files name, forms of Keras's layers, and
+followers: imported with the package."""
+
+WITH_CONVERSION = (f"{_ROOT}.count.counter",)
+"""Modules that register functions of `conversion`: imported after it."""

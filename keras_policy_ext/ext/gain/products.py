@@ -59,7 +59,8 @@ def device_named(name: str) -> devices.Device:
     raise ValueError(
         f"{name!r} is not a known device.{_meant(name, known)} Received: "
         f"{name!r}. Allowed: {', '.join(devices.KNOWN)}, and names of "
-        "products, such as h100, rtx4090 or mi300x. Take the one that is most like it."
+        "products, such as h100, rtx4090 or mi300x. Take the one that is most "
+        "like it."
     )
 
 

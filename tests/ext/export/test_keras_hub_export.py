@@ -8,8 +8,8 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext._keras import keras_hub
-from keras_policy_ext._keras.symbolic import Symbols
 from keras_policy_ext.ext.export import safetensors_files
+from keras_policy_ext.ext.export._keras_symbolic import Symbols
 
 hub = pytest.importorskip(
     "keras_hub", reason="KerasHub is installed by `tox run -e export-torch`"
