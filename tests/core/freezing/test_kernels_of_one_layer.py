@@ -170,6 +170,7 @@ def test_the_report_of_freeze_counts_kernels(kind, converted, activations):
     assert "All kernels" not in str(inspected)
 
 
+@pytest.mark.extension("count")
 def test_the_report_of_convert_counts_no_depthwise_kernel_as_float8():
     model = model_of(LAYERS.SeparableConv1D(4, 3), 5, WIDTH)
     totals = kpe.convert(model).totals
