@@ -85,7 +85,7 @@ class CountingTracer(Tracer):
         super().__init__()
         # By the `id` of a layer, and the sizes of a product in its program.
         self._entries: dict[tuple[int, tuple[int, ...]], int] = {}
-        name = f"{__package__}.{keras.backend.backend()}.products"
+        name = f"{__package__}.{keras.backend.backend()}"
         self._products = importlib.import_module(name).products
 
     def counting(self) -> AbstractContextManager[None]:
