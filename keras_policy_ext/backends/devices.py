@@ -257,9 +257,19 @@ def pretend(device: str | Device) -> Iterator[None]:
 
     Args:
         device: The device, or its name in `KNOWN`.
+
+    Raises:
+        ValueError: If it has another name.
     """
-    found = KNOWN[device] if isinstance(device, str) else device
-    token = _pretended.set(found)
+    if isinstance(device, str):
+        if device not in KNOWN:
+            raise ValueError(
+                f"{device!r} is not a known device. Received: {device!r}. "
+                f"Allowed: {', '.join(KNOWN)}. For another product, name the "
+                "one that is most like it."
+            )
+        device = KNOWN[device]
+    token = _pretended.set(device)
     try:
         yield
     finally:

@@ -5,17 +5,14 @@ from keras_policy_ext._keras.walking import (
     own_weights,
     tracked_variables,
 )
+from keras_policy_ext.conversion.candidates import check as check_convertible
 from keras_policy_ext.conversion.candidates import (
-    Candidate,
-    SizeFilter,
     check_is_layer,
     has_call,
-    not_multiples,
     path_of,
     survey,
     why_code_differs,
 )
-from keras_policy_ext.conversion.candidates import check as check_convertible
 from keras_policy_ext.conversion.layers_report import LayersReport
 from keras_policy_ext.conversion.requested import (
     LayerFilter,
@@ -36,14 +33,12 @@ from keras_policy_ext.policies.of_layers import (
 )
 
 __all__ = [
-    "Candidate",
     "Float8State",
     "LayerFilter",
     "LayersReport",
     "PathPatterns",
     "PolicyLike",
     "Selection",
-    "SizeFilter",
     "StateVariable",
     "check_convertible",
     "check_is_layer",
@@ -55,7 +50,6 @@ __all__ = [
     "itemsize",
     "layers_in_float8",
     "layers_within",
-    "not_multiples",
     "own_weights",
     "path_of",
     "source_policy_of",

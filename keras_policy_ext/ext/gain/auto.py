@@ -12,7 +12,7 @@ from keras_policy_ext import backends, recipes
 from keras_policy_ext._types import override
 from keras_policy_ext.ext.gain.estimate import BreakEven, Matmuls, break_even
 from keras_policy_ext.extending.contractions import make_plan
-from keras_policy_ext.extending.models import (
+from keras_policy_ext.extending.filters import (
     Candidate,
     SizeFilter,
     not_multiples,

@@ -307,7 +307,7 @@ def test_a_second_derivative_of_a_layer_with_a_bias_is_that_of_before(
     [
         ("h200", (64, 64), "bfloat16", FORMATS[0], None),
         ("b200", (64, 64), "bfloat16", FORMATS[0], None),
-        ("mi300x", (64, 64), "bfloat16", FORMATS[0], "for CUDA"),
+        ("mi300", (64, 64), "bfloat16", FORMATS[0], "for CUDA"),
         ("v6e", (64, 64), "bfloat16", FORMATS[0], "for CUDA"),
         ("h200", (64, 64), "float64", FORMATS[0], "do not read float64"),
         ("h200", (64, 64), "bfloat16", "float8_e4m3fnuz", "do not write"),

@@ -136,7 +136,7 @@ def test_a_class_or_an_array_is_no_filter():
     "name",
     [
         pytest.param("inspect", marks=pytest.mark.extension("inspect")),
-        "calibrate",
+        pytest.param("calibrate", marks=pytest.mark.extension("calibrate")),
         "revert",
     ],
 )

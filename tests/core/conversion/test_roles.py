@@ -181,7 +181,10 @@ def test_freeze_takes_a_layer_that_decides_if_asked_to(how):
     assert len(report.converted) == (2 if how == "function" else 6)
 
 
-@pytest.mark.parametrize("name", ["auto", "safe"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("auto", marks=pytest.mark.extension("gain")), "safe"],
+)
 def test_freeze_refuses_filters_of_training(name):
     with pytest.raises(ValueError, match="not about stored kernels"):
         kpe.freeze(mixture(), filter=name)

@@ -33,11 +33,11 @@ def policy(recipe, **options):
     [
         ("cpu", False),
         ("cpu_bf16", False),
-        ("h100", False),
+        ("h200", False),
         ("v100", False),
         ("mps", False),
         ("a100", True),
-        ("rtx4090", True),
+        ("ada", True),
         ("b200", True),
         ("mi300", True),
         ("v5e", True),

@@ -1,4 +1,4 @@
-"""Why `_keras/keras_hub.py` is needed."""
+"""Why `ext/export/_keras_hub.py` is needed."""
 
 import inspect
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext._keras import keras_hub
+from keras_policy_ext.ext.export import _keras_hub as keras_hub
 from keras_policy_ext.ext.export import safetensors_files
 from keras_policy_ext.ext.export._keras_symbolic import Symbols
 
