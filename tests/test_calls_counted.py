@@ -17,10 +17,10 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 312, 61_100
+FILES, LINES = 313, 61_100
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 152, 36_400
+CORE_FILES, CORE_LINES = 153, 36_400
 """Of what is neither an extension nor the judge."""
 
 SHARE_OF_ANY = 0.13

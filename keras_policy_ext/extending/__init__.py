@@ -6,7 +6,8 @@ of these modules, by topic:
 - `changes`: convert a model for a while, undo what was done, its optimizers
 - `contractions`: plans of contractions, and operands that are quantized
 - `devices`: what devices can do, and pretending that one is present
-- `files`: read files with care, and write them whole
+- `files`: read files with care
+- `filters`: filters of `convert` that know the sizes of all kernels
 - `frozen`: the layers and kernels that are frozen, or could be
 - `layers`: what a float8 form of a layer derives from
 - `models`: the layers of a model, their paths, policies and states
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         contractions,
         devices,
         files,
+        filters,
         frozen,
         layers,
         models,
@@ -37,6 +39,7 @@ __all__ = [
     "contractions",
     "devices",
     "files",
+    "filters",
     "frozen",
     "layers",
     "models",
