@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 313, 61_100
+FILES, LINES = 313, 61_150
 """Of the package. Lower them when it gets smaller."""
 
 CORE_FILES, CORE_LINES = 153, 36_400
