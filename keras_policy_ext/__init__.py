@@ -50,7 +50,7 @@ from keras_policy_ext.policies import (
 if importlib.util.find_spec(f"{__name__}.ext"):
     from keras_policy_ext import ext
 
-    _extensions.add(ext.NAMES, ext.MODULES, ext.WITH_CONVERSION)
+    _extensions.add(ext.NAMES, ext.MODULES, [ext.COUNTER])
     for _module in ext.REGISTERING:
         importlib.import_module(_module)
     # Now: to import the module of this name later would replace the function.

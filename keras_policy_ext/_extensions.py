@@ -12,13 +12,13 @@ from typing import Any
 
 _homes: dict[str, str] = {}
 _modules: set[str] = set()
-_with_conversion: list[str] = []
+_counters: list[str] = []
 
 
 def add(
     homes: Mapping[str, str],
     modules: Iterable[str],
-    with_conversion: Iterable[str] = (),
+    counters: Iterable[str] = (),
 ) -> None:
     """Make names known.
 
@@ -26,17 +26,18 @@ def add(
         homes: By public name, without that of the package, the module that has
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
         modules: Names of modules of the package.
-        with_conversion: Modules that register functions of `conversion`.
+        counters: Modules that register what counts multiplications.
     """
     _homes.update(homes)
     _modules.update(modules)
-    _with_conversion.extend(with_conversion)
+    _counters.extend(counters)
 
 
-def import_with_conversion() -> None:
-    """Import the modules that register functions of `conversion`."""
-    for name in _with_conversion:
-        importlib.import_module(name)
+def import_counters() -> None:
+    """Import the modules that register what counts multiplications, once."""
+    while _counters:
+        importlib.import_module(_counters[-1])
+        _counters.pop()
 
 
 def has(name: str) -> bool:

@@ -139,6 +139,8 @@ def freeze(
         weights=weights, per=granularity, activations=activations
     )
     _check_trained(trained_scales, granularity)
+    if filter == "auto":  # Its class may be missing: it is an extension's.
+        raise ValueError(_no_filter(filter))
     selection = Selection.read(include, exclude, filter, None)
     if isinstance(selection.filter, candidates.SizeFilter):
         raise ValueError(_no_filter(filter))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import keras
 
+from keras_policy_ext import _extensions
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import model_calls
 from keras_policy_ext.conversion.traced_calls import (
@@ -133,6 +134,8 @@ def register_counter(counter: _Counter) -> _Counter:
 
 def work_of(model: keras.Layer) -> ModelWork:
     """Return the work of the layers of a model, counted if a class counts."""
+    # Not at the import of `conversion`: the counter imports parts of it.
+    _extensions.import_counters()
     return _counter(model)
 
 

@@ -65,5 +65,5 @@ REGISTERING = (
 """The modules with classes that files name, forms of Keras's layers, and
 followers: imported with the package."""
 
-WITH_CONVERSION = (f"{_ROOT}.count.counter",)
-"""Modules that register functions of `conversion`: imported after it."""
+COUNTER = f"{_ROOT}.count.counter"
+"""The module that counts multiplications: imported for the first report."""
