@@ -28,14 +28,14 @@ GROUP = "float8_state"
 
 VERSION = "format_version"
 POLICY = "policy"
-GIVEN = "given"
+GIVEN = "given"  # The policy that `convert` was given.
 ATTENTION = "attention"
 KERAS_LENGTH = "keras_amax_history_length"
 SCALE = "{i}.{operand}.scale"
 HISTORY = "{i}.{operand}.amax_history"
-PART = "{i}.{operand}.observed"
-EARLIER = "{i}.observed"
-STEPS = "{i}.steps"
+PART = "{i}.{operand}.observed"  # The share of an average that observed it.
+EARLIER = "{i}.observed"  # By micro-batches before the next step.
+STEPS = "{i}.steps"  # The count of a state that counts steps.
 
 HEADER = "stored"
 CODES = "{name}"

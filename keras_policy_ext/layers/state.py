@@ -136,8 +136,8 @@ class Float8State(keras.layers.Layer):
         """Return a kernel's amax on the host: float32, () or (matrices,)."""
         value = variable_values.value_without_autocast(kernel)
         variable = self.of(kernel)
-        of = scaling.amax if variable is None else variable.amax_of
-        return np.float32(ops.convert_to_numpy(of(value)))
+        amax_of = scaling.amax if variable is None else variable.amax_of
+        return np.float32(ops.convert_to_numpy(amax_of(value)))
 
     def of(self, kernel: keras.Variable) -> StateVariable | None:
         """Return the state variable of a kernel; None if it has none."""
