@@ -304,9 +304,7 @@ def _in_two(
 
 
 def _least(
-    columns: Sequence[Column],
-    rows: Iterable[Cells | str],
-    narrow: int = NARROW,
+    columns: Sequence[Column], rows: Iterable[Cells | str], narrow: int = NARROW
 ) -> list[int]:
     """Return the minimum width of each column, from its cells."""
     cells = [row for row in rows if not isinstance(row, str)]

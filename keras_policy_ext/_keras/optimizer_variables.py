@@ -5,12 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import (
-    Stock,
-    put_around,
-    variable_values,
-    versions,
-)
+from keras_policy_ext._keras import Stock, put_around, variable_values, versions
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -241,8 +236,7 @@ def untracked() -> Any:
 
 
 def replace_slots(
-    optimizer: keras.optimizers.Optimizer,
-    replaced: dict[int, keras.Variable],
+    optimizer: keras.optimizers.Optimizer, replaced: dict[int, keras.Variable]
 ) -> None:
     """Put other variables, by the ids of the old ones, in the place of slots.
 

@@ -146,9 +146,7 @@ def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
 
 
 @contextlib.contextmanager
-def on_operation(
-    handlers: Mapping[tuple[str, ...], Handler],
-) -> Iterator[None]:
+def on_operation(handlers: Mapping[tuple[str, ...], Handler]) -> Iterator[None]:
     """In the block, call handlers for operations inside of all layers.
 
     They are as for `watch`, but `stock` goes through the handlers of outer

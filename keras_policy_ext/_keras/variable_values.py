@@ -328,9 +328,7 @@ def _apply(
 
 
 def _finalize(
-    stock: Stock,
-    optimizer: keras.Optimizer,
-    var_list: Sequence[Any],
+    stock: Stock, optimizer: keras.Optimizer, var_list: Sequence[Any]
 ) -> Any:
     with untold():
         stock(optimizer, var_list)

@@ -220,9 +220,7 @@ def frozen_layers(model: keras.Layer) -> list[Any]:
     return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
-def freezable(
-    model: keras.Layer,
-) -> tuple[list[Candidate], list[Unconverted]]:
+def freezable(model: keras.Layer) -> tuple[list[Candidate], list[Unconverted]]:
     """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
     several = list(map(_of_own_kernels, survey.candidates))

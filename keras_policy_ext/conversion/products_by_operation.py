@@ -181,9 +181,7 @@ class _Notes:
                 role = role_in_attention(each, reaches_softmax)
                 roles.append((each.equation, role))
         return Attention(
-            tuple(roles),
-            bool(fused),
-            any(each.needs_flash for each in fused),
+            tuple(roles), bool(fused), any(each.needs_flash for each in fused)
         )
 
     def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:

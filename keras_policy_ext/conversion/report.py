@@ -13,23 +13,14 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _user_code
-from keras_policy_ext.conversion import (
-    layers_report,
-    roles,
-    saved_input_bytes,
-)
+from keras_policy_ext.conversion import layers_report, roles, saved_input_bytes
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
     Unconverted,
     path_of,
 )
 from keras_policy_ext.conversion.layers_report import LayersReport
-from keras_policy_ext.conversion.work import (
-    ModelWork,
-    Work,
-    scalars,
-    work_of,
-)
+from keras_policy_ext.conversion.work import ModelWork, Work, scalars, work_of
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,

@@ -369,9 +369,7 @@ class Target:
 
 
 def _target(
-    layer: keras.Layer,
-    given: keras.DTypePolicy,
-    own: keras.DTypePolicy | None,
+    layer: keras.Layer, given: keras.DTypePolicy, own: keras.DTypePolicy | None
 ) -> Target:
     source = source_policy_of(layer)
     policy = policies.as_float8(of_path(given, layer.path))

@@ -166,9 +166,7 @@ def trace(
 
 
 def mark(
-    operands: Sequence[Any],
-    result: Any,
-    through: Callable[[Sources], Sources],
+    operands: Sequence[Any], result: Any, through: Callable[[Sources], Sources]
 ) -> Any:
     """Mark an operation in the program of the call that is being traced.
 

@@ -304,9 +304,7 @@ def _stands_in(
 
 
 def _has_all(
-    model: keras.Model,
-    optimized: list[keras.Variable] | None,
-    come: set[int],
+    model: keras.Model, optimized: list[keras.Variable] | None, come: set[int]
 ) -> bool:
     """Return True if an optimizer was built with all trainable weights."""
     # Weights that were added since then do not count. A wrapped optimizer may

@@ -11,13 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import (
-    backends,
-    contractions,
-    formats,
-    policies,
-    seams,
-)
+from keras_policy_ext import backends, contractions, formats, policies, seams
 from keras_policy_ext._keras import (
     built_layers,
     calls,

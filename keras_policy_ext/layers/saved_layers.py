@@ -229,10 +229,7 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
     marks = np.array([_mark_of(row) for row in matrix], "float32")
     for operand in OPERANDS:
         names, rows = {"i": i, "operand": operand}, variable.rows_of(operand)
-        values = {
-            entries.SCALE: scales[rows],
-            entries.HISTORY: histories[rows],
-        }
+        values = {entries.SCALE: scales[rows], entries.HISTORY: histories[rows]}
         if (matrix[rows, 0] != marks[rows]).any():  # An average of states.
             values[entries.PART] = matrix[rows, 0] - UNSEEN
         for key, value in values.items():

@@ -9,12 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import (
-    _user_code,
-    backends,
-    formats,
-    stored_kernels,
-)
+from keras_policy_ext import _user_code, backends, formats, stored_kernels
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_files

@@ -39,9 +39,7 @@ _POLICY = "QuantizedFloat8DTypePolicy"
 
 
 @contextlib.contextmanager
-def rewritten_model(
-    path: PathLike,
-) -> Iterator[PathLike]:
+def rewritten_model(path: PathLike) -> Iterator[PathLike]:
     """In the block, a copy of a model saved by Keras's float8 can be loaded.
 
     It yields the path, or that of a temporary folder with the converted model.
@@ -69,9 +67,7 @@ def rewritten_model(
 
 
 @contextlib.contextmanager
-def rewritten_weights(
-    path: PathLike,
-) -> Iterator[PathLike]:
+def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
     """In the block, a copy of weights of Keras's float8 can be loaded.
 
     They are in a file of weights or of a model. It yields the path, or that of
