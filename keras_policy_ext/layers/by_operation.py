@@ -316,12 +316,13 @@ def _move(
     if origin is None or isinstance(result, keras.Variable):
         return result
     if name not in products.CASTS:
-        before, rest = origin.moved, args[1:]
-        # That of a variable is no function of tensors.
-        again = operator.getitem if name == products.ENTRIES else stock
+        earlier, rest = origin.moved, args[1:]
+        # `__getitem__` of a variable is no function of tensors.
+        operation = operator.getitem if name == products.ENTRIES else stock
 
         def move(x: Tensor) -> Any:
-            return again(before.move(x) if before else x, *rest, **kwargs)
+            moved = earlier.move(x) if earlier else x
+            return operation(moved, *rest, **kwargs)
 
         if isinstance(result, (list, tuple)):  # Of `split`.
             for n, part in enumerate(result):
@@ -335,6 +336,7 @@ def _move(
 
 
 def _part(move: Callable[[Tensor], Any], number: int) -> Any:
+    """Return a function for one part of those that `move` returns."""
     return lambda x: move(x)[number]
 
 
@@ -368,7 +370,11 @@ def _multiply(
     origin: _Origin,
     contraction: Einsum | Conv,
 ) -> Tensor:
-    """Multiply inputs and a kernel in a layer's call; note it if recording."""
+    """Multiply inputs and a kernel in a layer's call; note it if recording.
+
+    `stock` computes the product as Keras does. `operand` is the kernel as the
+    product reads it, and `origin` its variable.
+    """
     note = products.recorder()
     if note is not None:
         equation = CONVOLUTION
@@ -381,7 +387,8 @@ def _multiply(
     if count is not None and isinstance(contraction, Einsum):
         count(contraction.equation, tuple(inputs.shape), operand.shape, kernel)
     dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
-    # Codes have scales for the kernel's own axes: a moved one is numbers.
+    # Codes have scales for the kernel's own axes. A moved kernel is multiplied
+    # in floats.
     is_moved_code = origin.moved and isinstance(kernel, StoredVariable)
     if (
         getattr(layer, "float8_policy", None) is None
@@ -407,7 +414,10 @@ def _split_by_matrix(
     inputs: Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
-    """Return a product with a bank as one for each matrix, where needed."""
+    """Return a product with a bank as one for each matrix, where needed.
+
+    That is where each matrix has its own scales, or a tile would cover two.
+    """
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
@@ -416,6 +426,7 @@ def _split_by_matrix(
     if not (has_own_scales or _crosses_matrices(contraction, shape, recipe)):
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)
+    # Each matrix gets the inputs, which all of them multiply.
     inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
     inputs = ops.repeat(inputs, shape[0], axis=0)
     return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
@@ -426,16 +437,16 @@ def _of_activations(
 ) -> Any:
     """Run a product of two activations: in float8 if it is one of attention."""
     operation = _operation(name, args, kwargs)
-    is_known = products.recorder() or attention_products.attends(layer)
-    if operation is None or not is_known:
+    is_wanted = products.recorder() or attention_products.attends(layer)
+    if operation is None or not is_wanted:
         return stock(*args, **kwargs)
     equation, operands = operation
     first, second = (len(getattr(x, "shape", ())) for x in operands)
     explicit = _explicit(name, equation, first, second, swapped=False)
-    floats = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
+    are_float = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
     if explicit is None or any(_origin(x) for x in operands):
         return stock(*args, **kwargs)
-    if not (first and second and all(floats)):
+    if not (first and second and all(are_float)):
         return stock(*args, **kwargs)
     try:
         contraction_of(explicit, *(tuple(x.shape) for x in operands))
@@ -500,7 +511,7 @@ def _recognised(
     if any(len(getattr(x, "shape", ())) == 0 for x in operands):
         return None
     ranks = len(first.shape), len(second.shape)
-    explicit = _explicit(name, equation, *ranks, origins[1] is None)
+    explicit = _explicit(name, equation, *ranks, swapped=origins[1] is None)
     if explicit is None:
         return None  # No einsum equation says what the operation computes.
     if origins[0] is not None:
@@ -536,14 +547,14 @@ def _without_broadcast(
     return axes, f"{rest},{b}->{out}"
 
 
-_OF_CONV = "inputs", "kernel", "strides", "padding", "data_format"
+_CONV_ARGUMENTS = "inputs", "kernel", "strides", "padding", "data_format"
 
 
 def _recognised_convolution(
     args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Conv] | None:
     """Return what `_recognised` does, of a call of `ops.conv`."""
-    given = dict(zip((*_OF_CONV, "dilation_rate"), args, strict=False))
+    given = dict(zip((*_CONV_ARGUMENTS, "dilation_rate"), args, strict=False))
     given.update(kwargs)
     inputs, kernel = given.pop("inputs", None), given.pop("kernel", None)
     origin = _origin(kernel)
@@ -571,7 +582,11 @@ def _per_axis(size: int | Sequence[int], rank: int) -> tuple[int, ...]:
 def _with_kernel_last(
     name: str, equation: str | None, first: int, second: int, swapped: bool
 ) -> str | None:
-    """Return the explicit equation of a product, the kernel second, or None."""
+    """Return the explicit equation of a product, the kernel second, or None.
+
+    `first` and `second` are the ranks of its operands, of which the first one
+    is the kernel if they are `swapped`.
+    """
     try:
         if equation is None:
             equation = _equation(name, first, second)
@@ -580,7 +595,8 @@ def _with_kernel_last(
         return None
     if swapped:
         a, b = b, a
-    # The amax of a kernel is found before an axis of it is summed alone.
+    # Not if an axis of the kernel is summed alone: the sums are quantized then,
+    # and the amax in the state is that of the kernel.
     return None if set(b) - set(a + out) else f"{a},{b}->{out}"
 
 
@@ -605,7 +621,10 @@ def _dtype_of(x: object) -> str:
 def _operation(
     name: str, args: Args, kwargs: Kwargs
 ) -> tuple[str | None, tuple[Any, Any]] | None:
-    """Return the equation of a product, None if to be found, and operands."""
+    """Return (equation, operands) of a product; None for other calls.
+
+    The equation is None if it follows from the ranks of the operands.
+    """
     if name == "einsum":
         if len(args) != 3 or kwargs or not isinstance(args[0], str):
             return None
@@ -622,7 +641,10 @@ def _operation(
 
 
 def _equation(name: str, first: int, second: int) -> str:
-    """Return the equation of `matmul` or `dot`; raise ValueError for others."""
+    """Return the equation of `matmul` or `dot` of operands of these ranks.
+
+    Raises ValueError for others.
+    """
     # For a `dot` with a second operand of more than two axes backends differ.
     if min(first, second) < 2 or (name == "dot" and second > 2):
         raise ValueError("no such product")
@@ -632,7 +654,10 @@ def _equation(name: str, first: int, second: int) -> str:
 
 
 def _of_axes(axes: Any, first: int, second: int) -> str | None:
-    """Return the equation of a tensordot, or None."""
+    """Return the equation of a tensordot of operands of these ranks, or None.
+
+    `axes` is its argument: a number of axes, or the axes of each operand.
+    """
     if isinstance(axes, int):
         axes = [list(range(first - axes, first)), list(range(axes))]
     pair = [[x] if isinstance(x, int) else list(x) for x in axes]
@@ -715,16 +740,18 @@ def _branch(
     note = products.recorder()
     if note is None:
         return stock(*args, **kwargs)
-    matters = name not in products.ALL_RUN
+    # A function that runs in each trace counts only if it has a product in it.
+    # Others may be left out of this trace, with their products.
+    counts = name not in products.ALL_RUN
 
-    def look(layer: keras.Layer, noted: object) -> Any:
-        nonlocal matters
-        matters = matters or isinstance(noted, Noted)
+    def note_and_look(layer: keras.Layer, noted: object) -> Any:
+        nonlocal counts
+        counts = counts or isinstance(noted, Noted)
         return note(layer, noted)
 
-    with products.recording(look):
+    with products.recording(note_and_look):
         result = stock(*args, **kwargs)
-    if matters:  # A function without a product in it does not.
+    if counts:
         note(layer, name)
     return result
 

@@ -52,20 +52,20 @@ class Float8Controller:
 
     def __init__(self, layer: keras.Layer) -> None:
         self.layer = layer
-        # Of the weights that are contracted in float8.
+        # Paths of the weights that are contracted in float8.
         self.kernel_paths: tuple[str, ...] = ()
         # Weights of other layers that this layer contracts.
         self.foreign: tuple[keras.Variable, ...] = ()
-        # Of all weights, as they were made, while kernels are stored.
+        # Names of all weights in the order of their creation, if frozen.
         self.weight_names: tuple[str, ...] = ()
         # Products of two activations that are in float8; see `by_operation`.
         self.attention: Any = None
-        # As of the last look at the path; `current_policy` looks.
+        # The policy for `_path`; `current_policy` looks whether that changed.
         self.policy: Float8DTypePolicy | None = None
         # For operands that are no weights; None outside of float8.
         self.recipe_of_activations: Any = None
-        # For weights times values; and the largest of these values, if they
-        # are quantized and scaled by keys.
+        # For weights times values; and the largest number of the format of
+        # the values, if each key has a scale.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
         self._scales_each_matrix = self._has_histories = False
@@ -91,8 +91,8 @@ class Float8Controller:
 
     def resolve_policy(self) -> None:
         """Look up and store the float8 policy for the layer's path."""
-        # Not in each step: torch.compile takes the class of a mapping for
-        # another one and would leave float8 out (torch 2.13).
+        # Not in each step: torch.compile takes a policy, which is a mapping,
+        # for one of another class, and would leave float8 out (torch 2.13).
         policy = policy_of(self.layer)
         follows = isinstance(policy, Float8DTypePolicy) and (
             self.layer.float8_trains or not policy.recipe.trains
@@ -174,7 +174,7 @@ class Float8Controller:
     def _ordered(
         self, is_wanted: Callable[[keras.Variable], bool]
     ) -> list[Any]:
-        """Return some of the weights in the layer, then some of elsewhere."""
+        """Return the wanted weights: of the layer, then those of others."""
         weights = self.layer.weights
         if self.foreign:
             ids = {id(v) for v in weights}
@@ -258,7 +258,7 @@ class Float8Controller:
             )
         if training is None:
             training = calls.training_of_call()
-        # A tensor that is traced is as good as none.
+        # A traced tensor has no value here: it is unknown, as None is.
         is_known = isinstance(training, (bool, int, np.bool_))
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
@@ -302,6 +302,7 @@ class Float8Controller:
         state: StateVariable | None,
         compiling: bool,
     ) -> Any:
+        """Return a contraction that scales each matrix of the kernel alone."""
         matrices = 1 if state is None else state.matrices
         # torch.compile leaves caches out.
         with_bank = contractions.with_bank
@@ -331,6 +332,7 @@ class Float8Controller:
         bias: Tensor | None,
         run: Callable[..., Any] | None,
     ) -> Any:
+        """Contract inputs with a kernel that is stored as codes."""
         plan = contractions.frozen_plan(
             contraction, kernel.recipe, kernel.axes, dtype
         )
@@ -360,15 +362,15 @@ class Float8Controller:
         values: Tensor,
         dtype: str,
     ) -> Tensor:
-        """Contract weights and values in float8; no scale is of two keys."""
-        # Where the recipe has one scale per tensor, it is of all keys.
+        """Contract weights and values in float8; no scale covers two keys."""
+        # Unless the recipe has one scale per tensor, which covers all keys.
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
         given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
         if limit is None:
             return self._contract_scaled(*given, dtype)
         # A product of a probability and a scale can be too small for float16.
-        wide = "float32" if dtype == "float16" else dtype
-        outputs = self._contract_scaled(*given, wide, limit)
+        wide_dtype = "float32" if dtype == "float16" else dtype
+        outputs = self._contract_scaled(*given, wide_dtype, limit)
         return ops.cast(outputs, dtype)
 
     def _contract_scaled(
@@ -382,6 +384,11 @@ class Float8Controller:
         limit: float | None = None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
+        """Contract two activations; with `limit`, fold scales of keys first.
+
+        `contractions.fold` moves the scale of each key from the values, then
+        at most `limit`, to the weights. `run` is as for `contract`.
+        """
         compiling = backends.current.is_compiling()
         if (
             run is None

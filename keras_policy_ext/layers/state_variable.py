@@ -69,9 +69,10 @@ class StateVariable(
 ):
     """A float8 state, a variable that Keras overwrites with its "gradient".
 
-    An observation is entered into the state by assigning it; see
-    `numerics.observations`. Zeros, JAX's gradient of an unused variable, leave
-    the state unchanged.
+    An observation, what a step has seen, is entered into the state by assigning
+    it; see `numerics.observations`. A value is *settled* if it is a state
+    itself. Zeros, JAX's gradient of an unused variable, leave the state
+    unchanged. The kernel is *ahead* where it was assigned and the state not.
     """
 
     # Observations since the last assignment, on a framework that stores them
@@ -156,12 +157,13 @@ class StateVariable(
             value = np.array(value)  # Marks of valid rows are then exactly -1.
             value[_is_sealed(value[:, 0]), 0] = VALID_MARK
             self._kernel_rows_hash = _hash_of_kernel_rows(value)
-            if self.observed is not None:
+            if self.observed is not None:  # Those are of the former state.
                 self.observed.replaced()
         self.uses = 0
         value = backends.current.as_value_of(self, value)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
+            # The state after this observation; None: it is stored.
             value = backends.current.assigned(self, value)
         assigned = self.value if value is None else super().assign(value)
         if readable or settled:
@@ -234,9 +236,10 @@ class StateVariable(
         if is_new or self._kernel_ahead > 0:
             if variable_values.is_stateless():
                 return  # as for shapes alone: what is assigned does not last
-            seen = self._kernel_version is not None
+            was_looked_at = self._kernel_version is not None
+            # A step of an optimizer changes the kernel too, with the state.
             if self._kernel_ahead > 0 or (
-                seen and not self._assigned_since_look
+                was_looked_at and not self._assigned_since_look
             ):
                 self.catch_up()
         if is_new:
@@ -293,8 +296,7 @@ class StateVariable(
         """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
-        how = self.recipe, beyond, self.matrices
-        settle = contractions.catching_up(*how)
+        settle = contractions.catching_up(self.recipe, beyond, self.matrices)
         amax = self.amax_of(kernel)
         return backends.current.settle_here(settle, amax, matrix)
 
@@ -437,7 +439,7 @@ class StateVariable(
             value.shape != tuple(self.shape)  # Keras says so.
         ):
             return
-        uses = value[:, 0]
+        uses = value[:, 0]  # In a row of a state it is a mark, below 0.
         settled = value[uses < 0]
         is_state = bool(_is_state(settled[:, 0]).all())
         if not (

@@ -226,7 +226,7 @@ def add_stored(
     The caller puts its codes into an attribute of the layer;
     `read_as_numbers` later replaces them by the kernel.
     """
-    # Loaded here, and not in the first call, which a compiler may trace.
+    # Imported here, and not in the first call, which a compiler may trace.
     _ = backends.engine
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
@@ -301,6 +301,7 @@ def _name_of(dtype: Any) -> str:
 def _constant(
     shape: tuple[int, ...], name: str, value: Tensor
 ) -> StoredConstant:
+    """Create a float32 variable of a stored kernel; ones for None."""
     if value is not None:
         value = np.asarray(value, "float32")
     return StoredConstant(
@@ -384,6 +385,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
     """Return the weights of a built layer that freezing it as `form` stores."""
     own = walking.own_weights(layer)
+    # Such a class says which by `add_weight(..., float8=...)`.
     if layer.__class__ is form and form.float8_kernels is None:
         return list(layer.float8_contracted)
     return [
