@@ -65,7 +65,7 @@ class Totals:
         return cls(
             listed=len(entries),
             listed_in_float8=sum(e.in_float8 for e in entries),
-            layers=sum(e not in kernels for e in multiplying),
+            layers=sum(e not in kernels for e in multiplying),  # Whole ones.
             in_float8=len(in_float8),
             stored=len(stored),
             multiplications=multiplications_of(multiplying),
