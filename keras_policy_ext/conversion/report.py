@@ -42,7 +42,6 @@ LITTLE = 0.1
 REASONS = 3
 """The number of reasons in that warning: those with most multiplications."""
 
-
 MULTIPLIES_OTHERS = (
     "its own code multiplies with weights of other layers or with constants, "
     "such as the table of an embedding, and stays as it is"

@@ -83,7 +83,6 @@ LayerFilter: TypeAlias = (
 
 _FILTERS = ("all", "auto", "safe")
 
-
 Patterns = tuple[re.Pattern[str], ...]
 
 
@@ -150,8 +149,9 @@ class Selection:
                 for number, candidate in enumerate(candidates)
                 if self._tied_head(candidate) is None
             ]
-            left = self.filter.reasons([candidates[n] for n in numbers])
-            by_size = {numbers[n]: reason for n, reason in left.items()}
+            # A filter numbers what it gets: without tied heads.
+            left_out = self.filter.reasons([candidates[n] for n in numbers])
+            by_size = {numbers[n]: reason for n, reason in left_out.items()}
             by_role = {**by_size, **(by_role or {})}
         return {**(by_role or {}), **reasons}
 
@@ -168,6 +168,7 @@ class Selection:
         )
 
     def _reason(self, candidate: Candidate, path: str) -> str | None:
+        """Return why the arguments leave a candidate out, or None."""
         if self.include is not None and not _first_match(self.include, path):
             return "`include` does not match its path"
         pattern = _first_match(self.exclude, path)
@@ -197,11 +198,12 @@ def _first_match(patterns: Patterns, path: str) -> re.Pattern[str] | None:
 
 
 def _patterns(name: str, given: object) -> Patterns:
-    several = [given] if isinstance(given, (str, re.Pattern)) else given
-    if not isinstance(several, Iterable):
+    """Compile the patterns of the argument `name`, given alone or in a list."""
+    patterns = [given] if isinstance(given, (str, re.Pattern)) else given
+    if not isinstance(patterns, Iterable):
         raise TypeError(_wrong_patterns(name, given))
     read = []
-    for pattern in several:
+    for pattern in patterns:
         if not isinstance(pattern, (str, re.Pattern)):
             raise TypeError(_wrong_patterns(name, given))
         try:
@@ -337,7 +339,7 @@ class Requested:
         if not self.policies:
             return Target(reason=f"{_PLAIN}{own.name}, not float8")
         if len(self.policies) > 1:
-            raise ValueError(_several(layer, self.policies))
+            raise ValueError(_different_policies(layer, self.policies))
         return _target(layer, self.policies[0], None)
 
 
@@ -371,6 +373,7 @@ class Target:
 def _target(
     layer: keras.Layer, given: keras.DTypePolicy, own: keras.DTypePolicy | None
 ) -> Target:
+    """Return the target of a layer for `given`; `own` if that is its own."""
     source = source_policy_of(layer)
     policy = policies.as_float8(of_path(given, layer.path))
     policy_here = policy
@@ -510,7 +513,9 @@ def _no_float8(received: object) -> str:
     )
 
 
-def _several(layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]) -> str:
+def _different_policies(
+    layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]
+) -> str:
     named = " and ".join(repr(getattr(x, "full_name", x.name)) for x in given)
     return (
         "Layers of this model were converted with different policies, and "

@@ -185,7 +185,7 @@ def mark(
 
 @dataclasses.dataclass
 class _Frame:
-    """What was found so far in the layer that is traced; fields as in `Call`."""
+    """What was found so far in the layer that is traced, as in `Call`."""
 
     layer: keras.Layer
     entered: bool = False  # Whether the call of the layer itself has begun.

@@ -271,9 +271,6 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
         return axes.pop() if len(axes) == 1 else None
 
 
-# The variable behind each operand.
-
-
 @dataclasses.dataclass(frozen=True)
 class _Origin:
     """The variable that a tensor was made of, and how it was moved."""

@@ -80,8 +80,6 @@ class Float8Controller:
         # own constructor has run.
         vars(layer).setdefault("float8_controller", cls(layer))
 
-    # The policy
-
     @property
     def current_policy(self) -> Float8DTypePolicy | None:
         """The layer's float8 policy or None; looked up if its path changed."""
@@ -164,8 +162,6 @@ class Float8Controller:
         if entries:
             layer.float8_state.load_own_variables(entries)
 
-    # The kernels
-
     @property
     def contracted(self) -> list[keras.Variable]:
         """The weights that the layer contracts in float8."""
@@ -206,8 +202,6 @@ class Float8Controller:
         kernels = [v for v in own if layer.is_float8_kernel(layer, v)]
         ids = {id(v) for v in (*kernels, *self.foreign)}
         return self._ordered(lambda v: id(v) in ids)
-
-    # The contraction
 
     def contract(
         self,

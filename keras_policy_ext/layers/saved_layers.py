@@ -28,8 +28,6 @@ from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.recipes import OPERANDS, FrozenKernels, Recipe
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
-# The state of a layer
-
 
 class KernelState(NamedTuple):
     """The state of a kernel in a file: its settled matrix, and observations.
@@ -266,9 +264,6 @@ def is_float8_layer(group: Any) -> bool:
     return "vars" in layer and bool(set(layer["vars"]) - {entries.HEADER})
 
 
-# The weights of a frozen layer
-
-
 def is_frozen(store: Mapping[str, Any]) -> bool:
     """Return True if a group has the weights of a frozen layer."""
     return entries.HEADER in store
@@ -364,9 +359,6 @@ def header_for_file(
         "lora": lora,
     }
     return np.frombuffer(json.dumps(header).encode(), "uint8")
-
-
-# The weights of a layer in Keras's own float8
 
 
 @dataclasses.dataclass(frozen=True)

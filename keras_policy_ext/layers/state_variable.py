@@ -40,7 +40,6 @@ _MOVED = (
     "does; `keras_policy_ext.inspect(model)` shows them."
 )
 
-
 SUFFIX = "_amax"
 """The suffix of a state variable's name; a LayoutMap for kernels skips it."""
 

@@ -20,7 +20,6 @@ _ALLOWED = (
     "Keras policy such as 'int8_from_float32'"
 )
 
-
 Rules = tuple[tuple[str, keras.DTypePolicy | None], ...]
 
 
