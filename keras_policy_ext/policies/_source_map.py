@@ -41,7 +41,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return self._source_policy
 
     def __getitem__(self, key: str) -> keras.DTypePolicy:
-        # That of all paths: stock layers compute as the source policy says.
+        # For any path: stock layers compute as the source policy says.
         return self._source_policy
 
     def __setitem__(self, key: str, policy: object) -> None:

@@ -344,7 +344,7 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
 
 def _from_legacy(config: object) -> keras.DTypePolicy:
     """Build a policy from the config dict of tf_keras's `Policy`."""
-    # It has a name and maybe a loss scale, which is else Keras's default.
+    # It has a name and maybe a loss scale; "auto" is Keras's default.
     fields = dict(config) if isinstance(config, Mapping) else {}
     name = fields.pop("name", None)
     loss_scale = fields.pop("loss_scale", "auto")
@@ -414,6 +414,7 @@ def _hint(identifier: object) -> str:
 
 
 def _read_source(identifier: object) -> _Given:
+    """Split the source argument of a policy into its parts."""
     if _is_full_name(identifier):
         name = policy_names.parse(identifier)
         recipe = None if name.spec is None else recipes.parse(name.spec)
@@ -425,6 +426,7 @@ def _read_source(identifier: object) -> _Given:
     except ValueError as error:
         full = ", or a full name such as 'float8_from_<source>'"
         raise ValueError(_wrong_source(identifier, full)) from error
+    # The global policy may be a map of Keras, whose default counts.
     while identifier is None and is_stock_map(policy):
         policy = as_float8(policy.default_policy)
     if not isinstance(policy, Float8DTypePolicy):
