@@ -14,8 +14,8 @@ _FLASH, _FLASH_BEFORE = "_flash_attention", "float8_flash_attention_before"
 
 def has_flash_attention(layer: keras.Layer) -> bool:
     """Return True if a layer was made with `flash_attention=True`."""
-    # Its config does not have this argument (`_flash_attention`, keras 3.7 to
-    # 3.15). Without the attribute, no flash attention is used.
+    # The config of a layer does not have this argument (`_flash_attention`,
+    # keras 3.7 to 3.15). Without the attribute, no flash attention is used.
     return bool(getattr(layer, "_flash_attention", False))
 
 
@@ -54,8 +54,8 @@ def replace_attention(
         own[_FLASH] = False
     elif _FLASH_BEFORE in own:
         own[_FLASH] = own.pop(_FLASH_BEFORE)
-    # A layer inside, which would cast float32 scores to float16 (`_softmax`,
-    # keras 3.0 to 3.16).
+    # The layer for the softmax would cast float32 scores to float16
+    # (`_softmax`, keras 3.0 to 3.16).
     softmax = getattr(layer, "_softmax", None)
     if softmax is not None:
         softmax.autocast = attend is None

@@ -258,8 +258,8 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
         # A Sequential model holds a Functional one that is not among its
         # layers, and its tracker those from when it had fewer layers. They
         # would keep removed variables alive.
-        earlier = tracked[1] if tracked else ()
-        for each in (*earlier, *children, layer):
+        former = tracked[1] if tracked else ()
+        for each in (*former, *children, layer):
             if hasattr(each, "_track_variables"):
                 modules.setdefault(id(each), each)
     for each in modules.values():

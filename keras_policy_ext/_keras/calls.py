@@ -106,6 +106,7 @@ def in_place_of(
     """
     thread = threading.get_ident()
     with _REPLACED:
+        # `own` is None for a method that the class inherits.
         stock, own = getattr(cls, name, None), vars(cls).get(name)
         if stock is None:
             raise versions.missing(

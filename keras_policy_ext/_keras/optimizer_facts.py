@@ -89,8 +89,8 @@ def with_public_class(
     config: dict[str, Any], optimizer: object
 ) -> dict[str, Any]:
     """Return an optimizer's config with the public name of the class."""
-    # So is that of a wrapped optimizer: Keras's own scaler writes its private
-    # class.
+    # Also of the optimizer that it wraps: Keras's own scaler writes the
+    # private class of that.
     fields = config.get("config") or {}
     inner = fields.get("inner_optimizer")
     if isinstance(inner, Mapping):

@@ -121,7 +121,7 @@ class TellsItsValue:
 
     def _tell(self) -> None:
         self._has_told = True
-        # Under another name it is what the variable hands out.
+        # Keras may have renamed `_value`; `value` is public.
         value = self.value if "_value" not in vars(self) else self._value
         self.value_made(value)
 
@@ -194,6 +194,7 @@ def stored_embeddings(layer: keras.Layer) -> keras.Variable:
 
 
 def _stored(layer: keras.Layer, name: str) -> keras.Variable:
+    """Return the variable behind the attribute `name` of a layer."""
     if hasattr(layer, f"_{name}"):
         return getattr(layer, f"_{name}")
     if getattr(layer, "lora_enabled", False):
@@ -237,6 +238,7 @@ _thread = threading.local()
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
     """Notify `companion` from now on when its variable is assigned."""
+    # The entry goes with the companion, which the dict does not keep alive.
     _COMPANIONS[id(variable)] = companion
 
 
@@ -260,12 +262,12 @@ def untold() -> Iterator[None]:
 @contextlib.contextmanager
 def not_noted() -> Iterator[None]:
     """In the block, companions do not note which optimizers are built."""
-    before = getattr(_thread, "notes", True)
+    noted = getattr(_thread, "notes", True)
     _thread.notes = False
     try:
         yield
     finally:
-        _thread.notes = before
+        _thread.notes = noted
 
 
 def tell_companions() -> None:
@@ -321,6 +323,7 @@ def _apply(
         trainable_variables = variables = list(variables)
     with untold():
         applied = stock(optimizer, grads, trainable_variables)
+        # The step has assigned the other companions.
         for companion in _companions_of(variables):
             if companion.left_out:
                 companion.stepped_beside()
@@ -332,6 +335,7 @@ def _finalize(
 ) -> Any:
     with untold():
         stock(optimizer, var_list)
+    # Only averages change the weights here.
     if getattr(optimizer, "use_ema", True):
         for companion in _companions_of(var_list):
             companion.stepped_beside()

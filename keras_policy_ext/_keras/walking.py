@@ -27,7 +27,7 @@ def forget_compiled_functions(model: keras.Model) -> None:
     # `compile` does this too, but needs the loss and the metrics again (keras
     # 3.0 to 3.15). KerasHub's generating models have one more step, which
     # `compile` also sets to None (keras_hub 0.32).
-    trains = getattr(model, "train_function", None) is not None
+    has_trained = getattr(model, "train_function", None) is not None
     generates = hasattr(model, "make_generate_function")
     for name in STEPS if generates else STEPS[:-1]:
         if hasattr(model, name):
@@ -36,8 +36,8 @@ def forget_compiled_functions(model: keras.Model) -> None:
             if getattr(model, name) is not None:
                 delattr(model, name)
             setattr(model, name, None)
-    # A running `fit` that has called a callback does not create it.
-    if trains:
+    # A `fit` that runs now, if a callback called this, does not make it.
+    if has_trained:
         model.make_train_function()
 
 
