@@ -119,7 +119,7 @@ def check_dataset(path: object, dataset: Any) -> None:
     whole = stored >= dataset.nbytes
     if _is_compressed(dataset):
         chunks = math.prod(
-            -(-size // chunk)
+            -(-size // chunk)  # Rounded up.
             for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
         )
         whole = dataset.id.get_num_chunks() == chunks
@@ -150,7 +150,7 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
             memory is allocated; or if the memory of this machine, or the stack,
             is too small.
     """
-    spare = SPARE // 4
+    spare = SPARE // 4  # Numbers of 4 bytes.
     made = 0
 
     def check(shape: tuple[Any, ...]) -> None:

@@ -175,8 +175,7 @@ class ToldWhenBuilt:
 
 def around_set_weights(function: Callable[..., None]) -> None:
     """Replace `Layer.set_weights` by `function`, whose first argument it is."""
-    # Keras sets one weight after another until one does not fit (keras 3.0 to
-    # 3.15).
+    # Keras sets weights in turn until one does not fit (keras 3.0 to 3.15).
     put_around(keras.Layer, "set_weights", function)
 
 
@@ -248,8 +247,7 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
     # Keras's layers on torch register their variables as parameters when they
     # are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
     # They are registered last again here: copies of a model and checkpoints of
-    # optimizers rely on the order of `parameters()`, and a loaded model has
-    # been built anew.
+    # optimizers rely on the order of `parameters()` that a loaded model has.
     modules: dict[int, Any] = {}
     for layer in layers:
         children = vars(layer).get("_modules", {}).values()

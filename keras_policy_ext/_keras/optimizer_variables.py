@@ -108,8 +108,7 @@ def _has_slots_for_all(
     try:
         other = type(optimizer).from_config(optimizer.get_config())
         other.build(overwritten[:1])
-    # The code is the user's, and may raise anything; its files cannot be
-    # loaded then either.
+    # The user's code may raise anything; its files do not load then either.
     except Exception:
         return False
     place = {id(overwritten[0]): 0}
@@ -262,9 +261,8 @@ def replace_slots(
 
 def without_states_that_lack_gradients() -> None:
     """Have optimizers leave out overwritten variables without a gradient."""
-    # These keep their values. Else Keras would name them in its warning of
-    # variables without gradients (`_filter_empty_gradients`, keras 3.12 to
-    # 3.16).
+    # They keep their values. Else Keras would warn that they have no gradients
+    # (`_filter_empty_gradients`, keras 3.12 to 3.16).
     name = "_filter_empty_gradients"
     put_around(keras.optimizers.Optimizer, name, _without_states)
 

@@ -123,8 +123,7 @@ def model_of(
 ) -> keras.Model:
     """Create the model that a config describes; no weights are loaded."""
     # Shared objects are created once inside a scope that is not public
-    # (`ObjectSharingScope`, keras 3.0 to 3.15). Without it, each layer has its
-    # own.
+    # (`ObjectSharingScope`, keras 3.0 to 3.15). Else each layer has its own.
     scope: Any = contextlib.nullcontext
     with contextlib.suppress(ImportError):
         from keras.src.saving import serialization_lib

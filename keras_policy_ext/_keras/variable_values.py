@@ -44,8 +44,7 @@ def has_value(variable: keras.Variable) -> bool:
     """Return True if a variable can be read now."""
     # The JAX trainer empties the variables while it trains, or leaves buffers
     # in them which the training step has deleted (`train_on_batch`; both seen
-    # in keras 3.3 to 3.15), and assigns the results before it reads them
-    # again.
+    # in keras 3.3 to 3.15), and assigns the results before it reads them.
     value = getattr(variable, "_value", variable)
     if value is not None and not _is_deleted(value):
         return True
@@ -250,8 +249,7 @@ def is_untold() -> bool:
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
     """In the block, assigning a variable does not notify its companion."""
-    # This is for a step of an optimizer, which assigns companions too, and for
-    # loading a file that has both.
+    # For steps of an optimizer, and for files: they have companions too.
     _thread.blocks = getattr(_thread, "blocks", 0) + 1
     try:
         yield
@@ -360,8 +358,7 @@ class _AverageStandIn(keras.Variable):
                 return keras.ops.copy(variable.value)
             return keras.ops.zeros(shape, dtype)
 
-        # That of the variable, as Keras makes slots: else a LayoutMap would
-        # choose one by the name, on JAX.
+        # As for slots, that of the variable; a LayoutMap would go by the name.
         layout = getattr(variable, "_layout", None)
         super().__init__(
             initial,

@@ -43,9 +43,8 @@ def forget_compiled_functions(model: keras.Model) -> None:
 
 def forget_gone_layers(model: keras.Model) -> None:
     """Release layers that a compiled model no longer contains."""
-    # Keras stores for each layer whether it was trainable
-    # (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
-    # kernel alive.
+    # Keras stores whether each layer was trainable, and so keeps it and its
+    # kernel alive (`_compiled_trainable_state`, keras 3.15).
     trainable = getattr(model, "_compiled_trainable_state", None)
     if isinstance(trainable, dict):
         for layer in trainable.keys() - set(layers_within(model)):

@@ -348,8 +348,7 @@ def check(model: keras.Layer) -> None:
 
 def check_is_layer(model: object, purpose: str, also: str = "") -> None:
     """Raise a TypeError if `model` is no Keras model or layer."""
-    # Not keras.Layer, in whose place libraries such as bert4keras3 put a class
-    # of their own.
+    # Not keras.Layer, which libraries such as bert4keras3 replace.
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
             f"This is not a Keras model or layer, and only those {purpose}. "

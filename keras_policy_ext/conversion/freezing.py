@@ -296,8 +296,7 @@ def _no_filter(given: object) -> str:
 
 def _release(model: keras.Layer, chosen: list[Candidate]) -> None:
     """Make stock layers of those that multiply kernels of layers to freeze."""
-    # They hold the state of these kernels. As stock layers they read the
-    # dequantized values.
+    # They hold the state of these kernels; as stock layers they read values.
     freezing = {id(each.layer) for each in chosen}
     for each in candidates.survey(model).candidates:
         stored = any(id(owner) in freezing for owner in each.owners)

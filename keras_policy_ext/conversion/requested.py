@@ -301,8 +301,7 @@ _PLAIN = "its own policy is "
 class Requested:
     """The policies that `convert` can give to layers."""
 
-    # Float8 policies, or maps with some in them. More than one where earlier
-    # conversions gave several.
+    # Float8 policies, or maps with some; several if earlier conversions differ.
     policies: tuple[keras.DTypePolicy, ...]
     # Whether a layer with a float8 policy of its own follows that one.
     own_first: bool
@@ -396,8 +395,7 @@ def _target(
 
 def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
     """Return the distinct policies that earlier conversions gave to layers."""
-    # Policies with one recipe and the same rules count as one: the dtypes are
-    # those of the layer.
+    # They differ by recipe and rules: the dtypes are those of the layer.
     policies_given: dict[object, keras.DTypePolicy] = {}
     for layer in layers:
         follows = float8_policy_of(layer)

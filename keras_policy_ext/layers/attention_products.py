@@ -251,7 +251,7 @@ def pass_on(operands: Sequence[Tensor], result: Tensor) -> None:
 
 
 def run_and_pass_on(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    _layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation that sets some entries of its operand."""
     result = stock(*args, **kwargs)
@@ -263,7 +263,7 @@ def run_and_pass_on(
 
 
 def softmax(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    layer: keras.Layer, stock: Operation, _name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a softmax, and note what made its result."""
     result, note = stock(*args, **kwargs), products.recorder()
@@ -285,7 +285,7 @@ def _follows() -> bool:
 
 
 def attend(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    layer: keras.Layer, stock: Operation, _name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run `dot_product_attention`: by its two products if in float8."""
     note = products.recorder()

@@ -66,8 +66,7 @@ class RecordedProduct:
     # moved. `CONVOLUTION` for a convolution.
     equation: str
     is_moved: bool  # Whether the operand is a moved copy of the weight.
-    # A weak reference to the layer that has the weight; None for the layer
-    # that multiplies.
+    # Refers to the layer that has the weight; None: it is that of the product.
     owner: weakref.ref[keras.Layer] | None = None
 
     @property
@@ -88,16 +87,14 @@ class Recorded:
 
     # Its products with weights that can be computed in float8.
     products: tuple[RecordedProduct, ...] = ()
-    # The name of an operation that runs a function of the caller; "" if the
-    # layer calls none.
+    # The name of an operation that it calls with a function; "" for none.
     branch: str = ""
     # Whether it calls a top-k, an argmax, an argmin or a sort.
     chooses: bool = False
     # Whether the weights are a table that other layers look up, or are of a
     # layer elsewhere, so that `convert` has to be asked.
     is_tied: bool = False
-    # Other layers with whose weights it multiplies too, and which compute in
-    # float8 themselves.
+    # Layers with whose weights it multiplies, but that do so in float8 too.
     refused: tuple[weakref.ref[keras.Layer], ...] = ()
     # Its products of two activations; None if they were not looked for.
     attention: Attention | None = None
@@ -302,7 +299,7 @@ def _origin(x: object) -> _Origin | None:
 
 
 def _move(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    _layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation that moves or casts; follow the operand through it."""
     result = stock(*args, **kwargs)
@@ -349,7 +346,7 @@ def _product(
 
 
 def _convolve(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    layer: keras.Layer, stock: Operation, _name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a convolution: in float8 if its kernel is a kernel of the layer."""
     compute = functools.partial(stock, *args, **kwargs)
@@ -384,8 +381,7 @@ def _multiply(
     if count is not None and isinstance(contraction, Einsum):
         count(contraction.equation, tuple(inputs.shape), operand.shape, kernel)
     dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
-    # Codes have scales for the kernel's own axes. A moved kernel is multiplied
-    # in floats.
+    # Codes have scales for the kernel's own axes: if moved, it is dequantized.
     is_moved_code = origin.moved and isinstance(kernel, StoredVariable)
     if (
         getattr(layer, "float8_policy", None) is None

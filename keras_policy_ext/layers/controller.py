@@ -76,8 +76,7 @@ class Float8Controller:
     @classmethod
     def join(cls, layer: keras.Layer) -> None:
         """Create the `float8_controller` of a layer, if it has none yet."""
-        # Keras tracks no such object, and PyTorch no attribute before its
-        # own constructor has run.
+        # By `vars`: PyTorch refuses attributes before its constructor has run.
         vars(layer).setdefault("float8_controller", cls(layer))
 
     @property
@@ -425,7 +424,10 @@ class Float8Controller:
         training: bool | None,
         compiling: bool,
     ) -> tuple[tuple[Tensor, ...], int]:
-        """Return the state for a contraction of a kernel, and its slot."""
+        """Return the state for a contraction of a kernel, and its slot.
+
+        The slot is the place of this use of the kernel in observations.
+        """
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         framework = backends.current
@@ -433,6 +435,7 @@ class Float8Controller:
             variable.look_at(value)
         matrix = variable.matrix()
         variable.warn_if_moved()
+        # No optimizer updates the state with the kernel: correct a copy.
         if variable.left_out and framework.steps_take_values:
             matrix = variable.kept_up(value, matrix)
         observes = framework.may_take_gradients()

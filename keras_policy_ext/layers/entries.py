@@ -220,7 +220,7 @@ FROZEN = Schema(
 # Checks of the fields of a header; each gets the header too.
 
 
-def _are_names(value: object, header: Mapping[str, Any]) -> bool:
+def _are_names(value: object, _header: Mapping[str, Any]) -> bool:
     if not isinstance(value, list):
         return False
     return all(type(x) is str for x in value) and len(set(value)) == len(value)
@@ -236,7 +236,7 @@ def _are_summed(value: object, header: Mapping[str, Any]) -> bool:
     return right and set(value) <= set(header["names"])
 
 
-def _is_lora(value: object, header: Mapping[str, Any]) -> bool:
+def _is_lora(value: object, _header: Mapping[str, Any]) -> bool:
     if not isinstance(value, dict):
         return value is None
     rank, alpha = value.get("rank"), value.get("alpha")

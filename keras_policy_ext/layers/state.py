@@ -83,8 +83,7 @@ class Float8State(keras.layers.Layer):
 
     def belong_to(self, layer: keras.Layer) -> None:
         """Set the layer, whose texts files store with this state."""
-        # They are saved here, since a layer may override how it saves its
-        # weights.
+        # Not with the weights, since a layer may override how it saves these.
         self._layer = weakref.ref(layer)
 
     def add(

@@ -74,8 +74,7 @@ class StateVariable(
     unchanged. The kernel is *ahead* where it was assigned and the state not.
     """
 
-    # Observations since the last assignment, on a framework that stores them
-    # with the variable.
+    # Observations since the last assignment, where a framework keeps them here.
     observed: Any = None
 
     # Whether other code has changed this state: `warn_if_moved`.
@@ -145,8 +144,7 @@ class StateVariable(
         """Assign an observation or a state; do not check the kernel's amax."""
         if self.is_stand_in(value):
             # Nothing was observed. On PyTorch observations wait for the step
-            # of the optimizer, and between two batches of one step there is
-            # none.
+            # of the optimizer, which comes after all batches of the step.
             return self.value
         self._check_shape(value)
         self.check(value)
@@ -176,8 +174,7 @@ class StateVariable(
         @property
         def value(self) -> Any:
             """The state; it includes the amax of the kernel's current value."""
-            # A compiled step takes values that are read here, and cannot read
-            # the variables.
+            # Here, since a compiled step gets values, and reads no variables.
             if self._kernel_ahead > 0 and not variable_values.is_stateless():
                 self.catch_up()
             return super().value
@@ -472,7 +469,7 @@ class StateVariable(
 def _hash_of_kernel_rows(value: np.ndarray) -> int:
     """Return a hash of a state's rows for the kernel, to detect changes."""
     third = len(value) // len(OPERANDS)
-    rows = value[third : 2 * third] if third else value
+    rows = value[third : 2 * third] if third else value  # One row of steps.
     return hash(rows.astype("float32").tobytes())
 
 

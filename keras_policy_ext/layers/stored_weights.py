@@ -61,8 +61,7 @@ class StoredConstant(keras.Variable):
 class StoredCodes(keras.Variable):
     """The variable of a stored kernel's codes, uint8, in the kernel's shape."""
 
-    # The variable that dequantizes the codes, while a layer being built holds
-    # the codes in an attribute.
+    # The variable that dequantizes the codes, while the layer is being built.
     read: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
@@ -365,6 +364,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     """Raise ValueError if a policy needs kernels stored in another form."""
     recipe = getattr(policy, "recipe", None)
     stores = recipe is not None and not recipe.trains
+    # Any policy fits a layer without kernels, or float kernels that stay such.
     if not (
         layer.float8_controller.kernel_paths and (stores or layer.is_frozen)
     ):

@@ -195,6 +195,7 @@ class Float8DTypePolicy(SourceMap):
         A recipe that does not say whether its scales are powers of two has
         powers of two, as in the versions that did not write it.
         """
+        # Keras passes `custom_objects`, which `config` has none of.
         fields = dict(config)
         if fields.get("recipe") is not None:
             recipe = recipes.get(fields["recipe"])
