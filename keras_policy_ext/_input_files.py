@@ -198,6 +198,7 @@ def _is_compressed(dataset: h5py.Dataset) -> bool:
 
 
 def _check_size(path: object, declared: int, real: int) -> None:
+    """Raise if a file declares far more bytes than it holds."""
     most = SPARE + _MOST_SAVED * real
     if declared > most:
         raise damaged(

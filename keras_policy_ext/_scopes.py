@@ -83,6 +83,7 @@ class Scopes:
             )
 
     def _leave(self, scope: _Scope, scopes: list[_Scope]) -> None:
+        """Close a scope; the next later one, if open, restores its state."""
         place = scopes.index(scope)
         if place + 1 < len(scopes):
             scopes[place + 1].to_restore = scope.to_restore

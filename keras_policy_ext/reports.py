@@ -82,7 +82,7 @@ class Table:
             rows, heads = [[c.heading for c in columns], *rows], 1
         gaps = len(columns) - 1
         least = sum(_least(columns, rows, COMFORTABLE))
-        # Each split puts cells above or below the rest of their row.
+        # A cell that is split off stands above or below its row: also headings.
         if columns[0].apart and least + 2 * gaps > width:
             columns[0] = Column("")
             rows = _in_two(rows, lambda row: (row[0], ["", *row[1:]]))
@@ -330,7 +330,7 @@ def _widths(
     least = _least(columns, rows)
     widths = _least([Column("")] * len(columns), rows)
     while sum(widths) > width:
-        can_shrink = [n for n, own in enumerate(widths) if own > least[n]]
+        can_shrink = [n for n, size in enumerate(widths) if size > least[n]]
         if not can_shrink:
             break
         widths[max(can_shrink, key=widths.__getitem__)] -= 1
@@ -355,13 +355,13 @@ def _lines(
             lines += itertools.chain.from_iterable(wrapped)
             continue
         grid = rich.table.Table.grid(padding=(0, gap, 0, 0))
-        for column, own in zip(columns, widths, strict=True):
+        for column, size in zip(columns, widths, strict=True):
             side: Any = "right" if column.right else "left"
-            grid.add_column(width=own, justify=side, overflow="fold")
+            grid.add_column(width=size, justify=side, overflow="fold")
         for row in run:
             cells = (
-                wrap(cell, own, most) if column.wraps else [printable(cell)]
-                for cell, own, column in zip(row, widths, columns, strict=True)
+                wrap(cell, size, most) if column.wraps else [printable(cell)]
+                for cell, size, column in zip(row, widths, columns, strict=True)
             )
             grid.add_row(*(rich.text.Text("\n".join(cell)) for cell in cells))
         total = sum(widths) + gap * (len(columns) - 1)

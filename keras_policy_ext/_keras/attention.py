@@ -54,8 +54,7 @@ def replace_attention(
         own[_FLASH] = False
     elif _FLASH_BEFORE in own:
         own[_FLASH] = own.pop(_FLASH_BEFORE)
-    # The layer for the softmax would cast float32 scores to float16
-    # (`_softmax`, keras 3.0 to 3.16).
+    # The layer `_softmax` would cast scores to float16 (keras 3.0 to 3.16).
     softmax = getattr(layer, "_softmax", None)
     if softmax is not None:
         softmax.autocast = attend is None

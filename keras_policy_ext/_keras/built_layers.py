@@ -139,8 +139,7 @@ class QuantizedAsLeaf:
 def skip_in_quantize(layer: keras.Layer) -> None:
     """Make `Model.quantize` skip a layer without a warning."""
     # Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
-    # Later it reports a layer with one as quantized, unless it was quantized
-    # before (3.16).
+    # Later it reports others as quantized, unless they were before (3.16).
     layer.quantize = _stays
     layer._is_quantized = True
 

@@ -23,7 +23,6 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
     """Return a variable's tensor in its stored dtype, without autocast."""
     # Inside a mixed-precision layer Keras returns a copy in the compute dtype,
     # but float8 is quantized from the variable itself (keras 3.0 to 3.16).
-    # Tensors are returned unchanged.
     if not isinstance(variable, keras.Variable):
         return variable
     try:
@@ -79,8 +78,7 @@ def let_wait_no_longer(variable: keras.Variable) -> None:
 def _is_deleted(value: Tensor) -> bool:
     """Return True if JAX has deleted (donated) an array or a shard of it."""
     # On several devices, the array looks complete if NumPy has a view of its
-    # first buffer, which is then kept. To read it would abort the process
-    # (jaxlib 0.10).
+    # first buffer. To read it would abort the process (jaxlib 0.10).
     is_deleted = getattr(value, "is_deleted", None)
     try:
         if not callable(is_deleted) or is_deleted():
@@ -180,8 +178,7 @@ class ComputedVariable:
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """Return the kernel variable of Dense, EinsumDense or a convolution."""
-    # Public `layer.kernel` merges LoRA's adapters into a new tensor
-    # (`_kernel`, keras 3.0 to 3.16).
+    # With LoRA `layer.kernel` is a new tensor (`_kernel`, keras 3.0 to 3.16).
     return _stored(layer, "kernel")
 
 
@@ -427,8 +424,7 @@ def leave_out_of_averages() -> None:
 
     # `Optimizer.build`, which gets the variables, is wrapped to fill the list
     # of averages (`_model_variables_moving_average`, keras 3.12 to 3.15).
-    # Without that list, optimizers fail as Keras's do. Expires when Keras
-    # skips None everywhere.
+    # Without it, optimizers fail as Keras's do. Expires if Keras skips None.
     def build(
         stock: Stock,
         optimizer: keras.optimizers.Optimizer,

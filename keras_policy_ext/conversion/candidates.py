@@ -133,7 +133,7 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
     result = Survey([], [], [])
     layers = walking.layers_within(model)
     unknown = [x for x in layers if _has_no_form(x)]
-    if attention:
+    if attention:  # Which was perhaps not recorded of these.
         unknown += [x for x in layers if isinstance(x, ByOperation)]
     products_by_operation.record(model, unknown, attention)
     for layer in layers:
@@ -307,6 +307,7 @@ def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
     elif issubclass(form, Float8Mixin):
         kernels = [v for v in own if form.is_float8_kernel(layer, v)]
         kernels += [kernel for _, kernel in foreign_kernels(layer)]
+    # Without weights of its own, a layer may be a composite.
     names = getattr(form, "float8_kernels", ())
     if own and not kernels and names is None:
         raise _CannotConvert(_NO_KERNEL)
@@ -365,6 +366,7 @@ def has_call(model: keras.Layer) -> bool:
 def _check_parts(model: keras.Layer) -> None:
     """Raise if a model that has not been called lacks weights in a part."""
     unbuilt = [name for name, _ in _unbuilt_parts(model)]
+    # A `call` gives all parts weights: without any, name the whole model.
     if unbuilt and (model.weights or not has_call(model)):
         raise ValueError(
             f"Parts of {type(model).__name__} {model.name!r} have no weights "

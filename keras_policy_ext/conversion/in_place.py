@@ -112,7 +112,7 @@ def declare_policies(model: keras.Layer) -> None:
 
 
 def _declare(backbone: keras.Model) -> None:
-    """Set the policy of one backbone, unless it is to stay."""
+    """Set the policy of a backbone, or keep it as `declare_policies` says."""
     own = backbone.dtype_policy
     if isinstance(own, keras.dtype_policies.DTypePolicyMap) and not isinstance(
         own, Float8DTypePolicy

@@ -51,6 +51,7 @@ def record(
         return
     notes = _Notes(model)
     with by_operation.recording(notes.take):
+        # Where sources cannot be followed, products with weights are noted.
         follows = attention and bool(
             model_calls.trace(model, tracer=_in_attention)
         )

@@ -282,7 +282,7 @@ class Tracer:
 
     def contracted(self, call: seams.ContractionCall) -> Any:
         """Return zeros for a float8 contraction, which is not computed."""
-        if call.weight is None:
+        if call.weight is None:  # Two activations: traced as an einsum.
             activations: Any = call.contraction
             operands = [ops.cast(x, call.dtype) for x in call.operands]
             return ops.einsum(activations.equation, *operands)

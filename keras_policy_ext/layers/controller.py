@@ -184,7 +184,7 @@ class Float8Controller:
     def add_kernel(self, variable: keras.Variable) -> None:
         """Register a new kernel, and create its state if that is needed."""
         self.kernel_paths += (variable.path,)
-        # Of the layer: attention has one only for products of its own.
+        # Not `self.policy`: attention follows it only for its own products.
         policy = self.layer.float8_policy
         if policy is not None:
             self._add_state(variable, policy.recipe)

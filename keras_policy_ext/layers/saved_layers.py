@@ -143,7 +143,7 @@ class SavedState(Group):
             names = {"i": i, "operand": operand}
             scales[rows] = self._of_matrices(count, entries.SCALE, names)
             rings = self._of_matrices(count, entries.HISTORY, names, rank=1)
-            for row, ring in zip(matrix[rows], rings, strict=True):
+            for row, ring in zip(matrix[rows], rings, strict=True):  # Views.
                 layout.history(row[None])[0] = _resized(ring, layout.length)
                 row[0] = _mark_of(row)
             if entries.PART.format(**names) in self.store:

@@ -109,9 +109,8 @@ class Float8State(keras.layers.Layer):
             )
         amaxes = source_of(recipe).observes_amaxes
         name = kernel.name + (SUFFIX if amaxes else STEPS_SUFFIX)
-        # Beside the kernel, wherever this is called. So the paths of states
-        # are as distinct as those of their kernels, which PyTorch needs: it
-        # keeps parameters by path.
+        # Beside the kernel, so that paths of states are as distinct as those
+        # of kernels: PyTorch keeps parameters by path.
         beside = scope_of_path(kernel.path.rpartition("/")[0])
         with beside, keras.name_scope(self.name):
             variable = StateVariable(recipe, kernel, name, bank_axis)
