@@ -90,5 +90,5 @@ def attend_by_scores(
     operands = query, key, value, attention_mask, training
     with keras.name_scope(layer.name, caller=layer):
         weighted_sum, weights = getattr(stock, _ATTEND)(*operands, **causal)
-    # Its softmax is in float32 where the layer computes in float16.
+    # The softmax gave float32 where the layer computes in float16.
     return weighted_sum, ops.cast(weights, query.dtype)

@@ -216,6 +216,7 @@ def _form(layer: keras.Layer, attention: bool) -> type | None:
     own = walking.own_weights(layer)
     if form is None and not quantized_by_keras(layer):
         form = form_by_operation(layer, attention)
+    # A form that does not train, that of an embedding, is for `freeze` alone.
     trains = getattr(form, "float8_trains", True)
     if form is None or (form is not cls and not trains):
         _refuse_unknown(layer, own)

@@ -558,7 +558,7 @@ def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
     recipe = layer.float8_policy.recipe
     if not layer.float8_trains or contractions.multiplies_codes(recipe):
         return []
-    cuts = backends.current.cuts
+    cuts = backends.current.cuts  # Large kernels are dequantized in parts.
     stored = stored_weights.stored_in(layer)
     return [each for each in stored if not cuts(math.prod(each.shape))]
 

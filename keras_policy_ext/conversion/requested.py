@@ -184,6 +184,7 @@ class Selection:
         return None
 
     def _check_matches(self, paths: list[str]) -> None:
+        """Raise if `include` matches no path; warn if an `exclude` does not."""
         include = self.include
         matched = any(_first_match(include or (), path) for path in paths)
         if include is not None and paths and not matched:
@@ -453,7 +454,7 @@ def _given(policy: object, recipe: Any) -> keras.DTypePolicy | None:
             f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "
             "or a float8 policy beside a recipe. Leave one out."
         )
-    _float8(_policy(policy))
+    _float8(_policy(policy))  # It raises if the policy has no float8.
     return _float8(Float8DTypePolicy(policy, recipe=recipe))
 
 

@@ -627,7 +627,10 @@ def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
 
 
 def _through(call: Call, flow: Flow) -> Callable[..., list[Sources]]:
-    """Return how sources pass through a call, with its choices noted."""
+    """Return a function from the sources of operands to those of results.
+
+    When it is called, it notes the choices of the call in the outer program.
+    """
 
     def through(operands: list[Sources]) -> list[Sources]:
         def found(sources: Sources) -> Sources:

@@ -572,9 +572,9 @@ class Float8Mixin(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
         """Return a rematerialized call, as a function of floats only."""
-        # Others are bound. As a function of all arguments, JAX would trace
-        # `training`, and TensorFlow refuses keyword arguments in a graph. It
-        # has no gradient for a tensor that is not an argument.
+        # Other arguments are bound: JAX would trace `training`, and TensorFlow
+        # refuses keyword arguments in a graph. Tensors stay arguments, since
+        # TensorFlow has no gradient for others.
         bound, tensors = stock_calls.of_floating_tensors(
             layer_call, args, kwargs
         )

@@ -207,7 +207,8 @@ class StateVariable(
     @override
     def assigned_beside(self) -> None:
         # A loop may assign kernels and states in any order: the kernel is
-        # ahead where it was assigned more often.
+        # ahead where it was assigned more often. Where no graph keeps the
+        # state, it catches up when it is read next: see `value`, `look_at`.
         self._kernel_ahead += 1
         if (
             self._kernel_ahead > 0
@@ -253,7 +254,7 @@ class StateVariable(
         state: Any = self
         attributes, pending = dict(vars(state)), state.observed
         observed = None if pending is None else dict(vars(pending))
-        was_seen = (
+        was_up_to_date = (
             self._kernel_version is not None
             and self._kernel_version == self._version_of_kernel()
         )
@@ -263,7 +264,7 @@ class StateVariable(
             vars(state).update(attributes)
             if observed is not None:
                 vars(pending).update(observed)
-            if was_seen:
+            if was_up_to_date:  # The restored kernel has a new version.
                 self._kernel_version = self._version_of_kernel()
             self._watch()
 
@@ -328,7 +329,7 @@ class StateVariable(
         value = backends.current.known_value(self)
         if value is None or value is self._checked_value:
             return
-        # On JAX each assignment brings another array.
+        # A changed JAX array is another object; NumPy's may change in place.
         self._checked_value = None if isinstance(value, np.ndarray) else value
         value = np.asarray(value)
         if self._has_warned or _moved_rows(value).any():
