@@ -151,13 +151,13 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
             is too small.
     """
     spare = SPARE // 4  # Numbers of 4 bytes.
-    made = 0
+    created = 0
 
     def check(shape: tuple[Any, ...]) -> None:
-        nonlocal made
+        nonlocal created
         size = math.prod(shape)
-        made += size
-        if size > numbers + spare or made > _MOST_MADE * numbers + spare:
+        created += size
+        if size > numbers + spare or created > _MOST_MADE * numbers + spare:
             raise damaged(
                 path,
                 f"its config asks for a weight of shape {shape}, and there "

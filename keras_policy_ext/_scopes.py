@@ -91,8 +91,8 @@ class Scopes:
             # A coroutine may be collected, and so closed, in another thread.
             self._restore(scope.to_restore)
         del scopes[place]
-        mine = self._of_task.get()
-        self._of_task.set(tuple(each for each in mine if each is not scope))
+        of_task = self._of_task.get()
+        self._of_task.set(tuple(each for each in of_task if each is not scope))
 
     def _overlap(self, got: str) -> str:
         return (

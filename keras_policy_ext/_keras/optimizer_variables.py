@@ -180,10 +180,7 @@ NO_SLOTS = (*_KNOWN, _AVERAGES, "_accumulated_gradients")
 
 
 def _are_slots(candidate: object, places: dict[int, int]) -> bool:
-    """Return True if a list holds a slot, or None, for each variable.
-
-    `places` has the index of each variable by its id.
-    """
+    """Return True if a list has a slot or None for each id in `places`."""
     if not isinstance(candidate, list) or len(candidate) != len(places):
         return False
     return all(
@@ -213,8 +210,8 @@ def _retarget_accumulators(
         for v, i in zip(variables, places, strict=True)
     ]
     moved = {id(v) for v in (*old, *new)}
-    rest = [v for v in optimizer._variables if id(v) not in moved]
-    ordered = rest[:start] + new + rest[start:]
+    others = [v for v in optimizer._variables if id(v) not in moved]
+    ordered = others[:start] + new + others[start:]
     _replace_variables(optimizer, ordered)
     _replace_list(optimizer, "_accumulated_gradients", new)
 

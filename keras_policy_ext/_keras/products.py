@@ -227,10 +227,10 @@ def _wrap(names: tuple[str, ...]) -> None:
                     continue  # Wrapped already, and not replaced by others.
                 # It may be ours, which others put back after their patch.
                 stock = getattr(stock, _ORIGINAL, stock)
-                made = _made.get((home, name))
-                if made is None or made[0] is not stock:
-                    made = _made[home, name] = stock, _through(stock, name)
-                new[name].append((home, vars(home).get(name), made[1]))
+                pair = _made.get((home, name))
+                if pair is None or pair[0] is not stock:
+                    pair = _made[home, name] = stock, _through(stock, name)
+                new[name].append((home, vars(home).get(name), pair[1]))
         _users.update(names)
         for name, functions in new.items():
             _replaced.setdefault(name, []).extend(functions)

@@ -104,8 +104,8 @@ class TellsItsValue:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parent: Any = super()
         parent.__init__(*args, **kwargs)
-        made: Any = self
-        if not self._has_told and has_value(made):
+        variable: Any = self
+        if not self._has_told and has_value(variable):
             self._tell()
 
     def value_made(self, value: Tensor) -> None:
@@ -171,9 +171,9 @@ class ComputedVariable:
         self.held.trainable = value
 
     def __repr__(self) -> str:
-        made: Any = self
+        this: Any = self
         shape = tuple(self.held.shape)
-        return f"<Variable path={made.path}, shape={shape}, dtype={made.dtype}>"
+        return f"<Variable path={this.path}, shape={shape}, dtype={this.dtype}>"
 
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:

@@ -177,8 +177,8 @@ def multiply(
     """
     weights = None
     if _follows():
-        made = (n for n in (0, 1) if _PROBABILITIES.of(operands[n]))
-        weights = next(made, None)
+        numbers = (n for n in (0, 1) if _PROBABILITIES.of(operands[n]))
+        weights = next(numbers, None)
     note = products.recorder()
     if note is not None:
         mark = note(layer, Multiplied(equation, weights))

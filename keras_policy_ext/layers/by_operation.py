@@ -536,8 +536,8 @@ def _without_broadcast(
         for axis, (c, n) in enumerate(zip(a, first, strict=True))
         if n == 1 and sizes.get(c, 1) not in (1, None)
     )
-    rest = "".join(c for axis, c in enumerate(a) if axis not in axes)
-    return axes, f"{rest},{b}->{out}"
+    kept = "".join(c for axis, c in enumerate(a) if axis not in axes)
+    return axes, f"{kept},{b}->{out}"
 
 
 _CONV_ARGUMENTS = "inputs", "kernel", "strides", "padding", "data_format"
@@ -634,10 +634,7 @@ def _operation(
 
 
 def _equation(name: str, first: int, second: int) -> str:
-    """Return the equation of `matmul` or `dot` of operands of these ranks.
-
-    Raises ValueError for others.
-    """
+    """Return the equation of `matmul` or `dot`, by ranks; raise for others."""
     # For a `dot` with a second operand of more than two axes backends differ.
     if min(first, second) < 2 or (name == "dot" and second > 2):
         raise ValueError("no such product")
@@ -647,10 +644,7 @@ def _equation(name: str, first: int, second: int) -> str:
 
 
 def _of_axes(axes: Any, first: int, second: int) -> str | None:
-    """Return the equation of a tensordot of operands of these ranks, or None.
-
-    `axes` is its argument: a number of axes, or the axes of each operand.
-    """
+    """Return a tensordot's equation by its `axes` and the ranks, or None."""
     if isinstance(axes, int):
         axes = [list(range(first - axes, first)), list(range(axes))]
     pair = [[x] if isinstance(x, int) else list(x) for x in axes]

@@ -46,12 +46,12 @@ class _View:
             )
         variable = variables[0]  # Such a layer has one kernel.
         layout, rows = variable.rows_layout, variable.rows_of(self.operand)
-        at: Any = rows if variable.matrices > 1 else rows.start
+        index: Any = rows if variable.matrices > 1 else rows.start
         matrix = variable_values.value_without_autocast(variable)
         matrix = ops.stop_gradient(matrix)
         if self.kind == "amax_history":
-            return layout.history(matrix)[at]
-        scale = layout.scale(matrix)[at]
+            return layout.history(matrix)[index]
+        scale = layout.scale(matrix)[index]
         return ops.where(ops.greater(scale, 0.0), scale, 1.0)
 
 

@@ -111,8 +111,8 @@ class Float8State(keras.layers.Layer):
         name = kernel.name + (SUFFIX if amaxes else STEPS_SUFFIX)
         # Beside the kernel, so that paths of states are as distinct as those
         # of kernels: PyTorch keeps parameters by path.
-        beside = scope_of_path(kernel.path.rpartition("/")[0])
-        with beside, keras.name_scope(self.name):
+        scope_of_kernel = scope_of_path(kernel.path.rpartition("/")[0])
+        with scope_of_kernel, keras.name_scope(self.name):
             variable = StateVariable(recipe, kernel, name, bank_axis)
             if hasattr(self, name):  # Of a kernel of another layer.
                 name = f"{name}_{len(self._owners)}"
@@ -172,8 +172,8 @@ class Float8State(keras.layers.Layer):
         # Files then hold another kernel, the one with adapters merged in:
         # what was observed of this one is not written.
         merged = layer is not None and layer.merges_adapters
-        earlier = backends.current.earlier_observation
-        kernels = [(each, earlier(each)) for each in self.matrices]
+        observed_earlier = backends.current.earlier_observation
+        kernels = [(each, observed_earlier(each)) for each in self.matrices]
         for key, value in state_for_file(texts, kernels, merged).items():
             store[key] = value
 

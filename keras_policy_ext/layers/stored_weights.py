@@ -230,8 +230,8 @@ def add_stored(
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):
-        made = StoredCodes(shape, name, codes)
-    variable = StoredVariable(made, axes, recipe, layer.variable_dtype)
+        held_codes = StoredCodes(shape, name, codes)
+    variable = StoredVariable(held_codes, axes, recipe, layer.variable_dtype)
     state, name = layer.float8_state, variable.name
     with scope_of_path(path), keras.name_scope(state.name):
         variable.scale = _constant(
