@@ -48,8 +48,8 @@ def replace_attention(
     own.pop(_ATTEND, None)
     if attend is not None:
         own[_ATTEND] = attend
-        # Keras returns no scores with it. A layer that was made with it has no
-        # `attend`; here it is from `keras.config.enable_flash_attention`.
+        # With flash attention Keras returns no scores. Layers made with it have
+        # no `attend`; here `keras.config.enable_flash_attention` asks for it.
         own.setdefault(_FLASH_BEFORE, own.get(_FLASH))
         own[_FLASH] = False
     elif _FLASH_BEFORE in own:

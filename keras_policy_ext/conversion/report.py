@@ -554,7 +554,7 @@ def _is_coarser(layer: keras.Layer) -> bool:
 
 
 def _shares_scales(layer: keras.Layer) -> bool:
-    """Return True if a layer scales activations per tensor, and no kernel."""
+    """Return True if a layer multiplies only activations, scaled per tensor."""
     if float8_policy_of(layer) is None or layer.float8_contracted:
         return False
     recipe = layer.float8_controller.recipe_of_activations

@@ -53,6 +53,7 @@ class _Float8Attention(Float8Mixin):
                 )
             super().__init__(*args, **kwargs)
             if attention is not None:
+                # The signature behind the mixin is that of the stock layer.
                 stock = inspect.signature(super(Float8Mixin, self).__init__)
                 if stock.bind(*args, **kwargs).arguments.get("flash_attention"):
                     raise ValueError(

@@ -424,10 +424,7 @@ class Float8Controller:
         training: bool | None,
         compiling: bool,
     ) -> tuple[tuple[Tensor, ...], int]:
-        """Return the state for a contraction of a kernel, and its slot.
-
-        The slot is the place of this use of the kernel in observations.
-        """
+        """Return a kernel's state for one use of it, and the slot of the use."""
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         framework = backends.current

@@ -114,6 +114,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         logits = self.float8_einsum(
             equation, inputs, kernel, training, dtype=inputs.dtype
         )
+        # LoRA adapts `embeddings`, which project only if they are tied.
         if self.tie_weights and self.lora_enabled:
             logits = ops.add(logits, self._adapter(inputs))
         return logits

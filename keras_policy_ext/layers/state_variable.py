@@ -190,6 +190,7 @@ class StateVariable(
             self._kernel_ahead, self._assigned_since_look = 0, False
             self._kernel_version = self._version_of_kernel()
         elif not variable_values.is_untold():
+            # Below 0 the state was assigned first; the kernel may follow once.
             self._kernel_ahead = max(self._kernel_ahead - 1, -1)
 
     def _count_unchanged(self) -> None:
@@ -367,7 +368,7 @@ class StateVariable(
                 # What settling comes to, without its thirty operations.
                 matrix[row, 0] = VALID_MARK
                 layout.history(matrix)[row, 0] = amax
-            else:
+            else:  # An observation: one use, and its amax.
                 matrix[row] = 0.0
                 matrix[row, :2] = UNIT, UNIT * amax
         self.enter(matrix)
