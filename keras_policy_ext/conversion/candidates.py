@@ -155,6 +155,7 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
 def _candidate(
     layer: keras.Layer, form: type, kernels: tuple[keras.Variable, ...]
 ) -> Candidate:
+    # Only products recognised by operation have kernels of other layers.
     if not issubclass(form, ByOperation) or is_frozen(layer):
         return Candidate(layer, form, kernels)
     record = record_of(layer)

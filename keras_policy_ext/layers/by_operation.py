@@ -330,7 +330,6 @@ def _move(
 
 
 def _part(move: Callable[[Tensor], Any], number: int) -> Any:
-    """Return a function for one part of those that `move` returns."""
     return lambda x: move(x)[number]
 
 

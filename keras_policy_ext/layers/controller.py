@@ -424,7 +424,7 @@ class Float8Controller:
         training: bool | None,
         compiling: bool,
     ) -> tuple[tuple[Tensor, ...], int]:
-        """Return a kernel's state for one use of it, and the slot of the use."""
+        """Return a kernel's state for one use of it, and the slot of that."""
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         framework = backends.current

@@ -99,7 +99,7 @@ def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
 
 def _check_constant(variable: keras.Variable, value: Tensor) -> None:
     numbers = np.asarray(ops.convert_to_numpy(value))
-    is_scale = not variable.name.endswith(WIDENED)
+    is_scale = not variable.name.endswith(WIDENED)  # Else a whole kernel.
     if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
         return
     raise ValueError(
