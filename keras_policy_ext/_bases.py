@@ -25,12 +25,12 @@ def check_before(cls: type, mixin: type, base: type, name: str) -> None:
     if base not in order or order.index(mixin) < order.index(base):
         return
     bases = cls.__bases__
-    right = sorted(bases, key=lambda each: not issubclass(each, mixin))
+    in_order = sorted(bases, key=lambda each: not issubclass(each, mixin))
     raise TypeError(
         f"{mixin.__name__} has to come before {name}, or it changes "
         f"nothing. Received: {_written(cls, bases)}. Allowed: the mixin, or "
         "a class with it, before all Keras classes. Write "
-        f"{_written(cls, right)}."
+        f"{_written(cls, in_order)}."
     )
 
 

@@ -119,7 +119,7 @@ def check_dataset(path: object, dataset: Any) -> None:
     whole = stored >= dataset.nbytes
     if _is_compressed(dataset):
         chunks = math.prod(
-            -(-size // chunk)
+            -(-size // chunk)  # Rounded up.
             for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
         )
         whole = dataset.id.get_num_chunks() == chunks
@@ -150,14 +150,14 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
             memory is allocated; or if the memory of this machine, or the stack,
             is too small.
     """
-    spare = SPARE // 4
-    made = 0
+    spare = SPARE // 4  # Numbers of 4 bytes.
+    created = 0
 
     def check(shape: tuple[Any, ...]) -> None:
-        nonlocal made
+        nonlocal created
         size = math.prod(shape)
-        made += size
-        if size > numbers + spare or made > _MOST_MADE * numbers + spare:
+        created += size
+        if size > numbers + spare or created > _MOST_MADE * numbers + spare:
             raise damaged(
                 path,
                 f"its config asks for a weight of shape {shape}, and there "
@@ -198,6 +198,7 @@ def _is_compressed(dataset: h5py.Dataset) -> bool:
 
 
 def _check_size(path: object, declared: int, real: int) -> None:
+    """Raise if a file declares far more bytes than it holds."""
     most = SPARE + _MOST_SAVED * real
     if declared > most:
         raise damaged(

@@ -17,8 +17,10 @@ from typing import Any
 
 
 class _Scope:
-    def __init__(self, before: Any):
-        self.before = before
+    """An open scope, with the state to restore when it is closed."""
+
+    def __init__(self, to_restore: Any):
+        self.to_restore = to_restore
 
 
 class _OfThread(threading.local):
@@ -81,15 +83,16 @@ class Scopes:
             )
 
     def _leave(self, scope: _Scope, scopes: list[_Scope]) -> None:
+        """Close a scope; the next later one, if open, restores its state."""
         place = scopes.index(scope)
         if place + 1 < len(scopes):
-            scopes[place + 1].before = scope.before
+            scopes[place + 1].to_restore = scope.to_restore
         elif scopes is self._of_thread.scopes:
             # A coroutine may be collected, and so closed, in another thread.
-            self._restore(scope.before)
+            self._restore(scope.to_restore)
         del scopes[place]
-        mine = self._of_task.get()
-        self._of_task.set(tuple(each for each in mine if each is not scope))
+        of_task = self._of_task.get()
+        self._of_task.set(tuple(each for each in of_task if each is not scope))
 
     def _overlap(self, got: str) -> str:
         return (

@@ -29,8 +29,7 @@ _told: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
 def once(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that one call gives each warning only once."""
 
-    # Python does so for one line of a program, but forgets it as soon as a
-    # framework changes the warning filters.
+    # Python does so too, but not if a framework changes the warning filters.
     # No context manager: its code after the function could be interrupted when
     # it is too late to undo a change.
     @functools.wraps(function)

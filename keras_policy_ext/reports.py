@@ -65,9 +65,7 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Cells | str]  # The rows from top to bottom.
     title: str = ""  # The title above the headings.
-    # Whether there is a blank line between rows, for tables with several
-    # columns that wrap.
-    spaced: bool = False
+    spaced: bool = False  # Whether blank lines separate the rows.
 
     def text(self, width: int, most: int | None = None) -> list[str]:
         """Return the table as lines of text; wrapped cells have `most` lines.
@@ -75,6 +73,7 @@ class Table:
         No word is ever cut: a table whose words do not fit is wider. An
         ellipsis marks what is left out.
         """
+        # `heads`: how many of the rows are headings.
         columns, rows, heads = list(self.columns), list(self.rows), 0
         if self.spaced:
             rows = [part for row in rows for part in ("", row)][1:]
@@ -83,6 +82,7 @@ class Table:
             rows, heads = [[c.heading for c in columns], *rows], 1
         gaps = len(columns) - 1
         least = sum(_least(columns, rows, COMFORTABLE))
+        # A cell that is split off stands above or below its row: also headings.
         if columns[0].apart and least + 2 * gaps > width:
             columns[0] = Column("")
             rows = _in_two(rows, lambda row: (row[0], ["", *row[1:]]))
@@ -161,7 +161,7 @@ class BaseReport:
             if len(lines) <= LINES or not count:
                 break
         while len(lines) > LINES and count > 1:
-            # A row has three lines at most: one, and two below it.
+            # At `most=2` lines a cell, a row has three lines at most.
             count = max(1, count - max(1, (len(lines) - LINES) // 3))
             lines = _text(_with(self._parts(False, count), every), 2)
         return "\n".join(lines)
@@ -255,12 +255,12 @@ def wrap(
     text: str,
     width: int,
     most: int | None = None,
-    how: type[textwrap.TextWrapper] = _Cells,
+    wrapper: type[textwrap.TextWrapper] = _Cells,
 ) -> list[str]:
     """Wrap a text to this width; "…" marks the end after `most` lines."""
     text = printable(text)
     indent = " " * (len(text) - len(text.lstrip()))
-    return how(
+    return wrapper(
         max(width, len(indent) + 1),
         subsequent_indent=indent,
         break_long_words=False,
@@ -279,7 +279,7 @@ def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
             lines += [*([""] if lines and lines[-1] else [])]
             lines += [*part.text(width, most), ""]
         else:
-            lines += wrap(part, width, how=_Sentences)
+            lines += wrap(part, width, wrapper=_Sentences)
     return lines[:-1] if lines and not lines[-1] else lines
 
 
@@ -299,14 +299,12 @@ def _in_two(
         part
         for row in rows
         for part in ([row] if isinstance(row, str) else split(row))
-        if row == part or not isinstance(part, str) or part.strip()
+        if row == part or not isinstance(part, str) or part.strip()  # No blank.
     ]
 
 
 def _least(
-    columns: Sequence[Column],
-    rows: Iterable[Cells | str],
-    narrow: int = NARROW,
+    columns: Sequence[Column], rows: Iterable[Cells | str], narrow: int = NARROW
 ) -> list[int]:
     """Return the minimum width of each column, from its cells."""
     cells = [row for row in rows if not isinstance(row, str)]
@@ -332,10 +330,10 @@ def _widths(
     least = _least(columns, rows)
     widths = _least([Column("")] * len(columns), rows)
     while sum(widths) > width:
-        spare = [n for n, own in enumerate(widths) if own > least[n]]
-        if not spare:
+        can_shrink = [n for n, size in enumerate(widths) if size > least[n]]
+        if not can_shrink:
             break
-        widths[max(spare, key=widths.__getitem__)] -= 1
+        widths[max(can_shrink, key=widths.__getitem__)] -= 1
     return widths
 
 
@@ -349,21 +347,21 @@ def _lines(
 ) -> list[str]:
     """Return table rows as lines of text, at these column widths."""
     lines: list[str] = []
-    for are_across, run in itertools.groupby(
+    for are_texts, run in itertools.groupby(
         rows, lambda row: isinstance(row, str)
     ):
-        if are_across:
+        if are_texts:  # Rows of one text span all columns.
             wrapped = (wrap(str(text), width, most) or [""] for text in run)
             lines += itertools.chain.from_iterable(wrapped)
             continue
         grid = rich.table.Table.grid(padding=(0, gap, 0, 0))
-        for column, own in zip(columns, widths, strict=True):
+        for column, size in zip(columns, widths, strict=True):
             side: Any = "right" if column.right else "left"
-            grid.add_column(width=own, justify=side, overflow="fold")
+            grid.add_column(width=size, justify=side, overflow="fold")
         for row in run:
             cells = (
-                wrap(cell, own, most) if column.wraps else [printable(cell)]
-                for cell, own, column in zip(row, widths, columns, strict=True)
+                wrap(cell, size, most) if column.wraps else [printable(cell)]
+                for cell, size, column in zip(row, widths, columns, strict=True)
             )
             grid.add_row(*(rich.text.Text("\n".join(cell)) for cell in cells))
         total = sum(widths) + gap * (len(columns) - 1)

@@ -141,7 +141,7 @@ class ContractionCall:
         return self._plan()
 
     def run(self, planned: Planned | None = None) -> Tensor:
-        """Run the contraction; handlers of outer blocks are called.
+        """Run the contraction; the handlers of outer blocks are called first.
 
         Args:
             planned: What to run; None for `self.planned`. Pass

@@ -33,15 +33,15 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
         return False
     of_class = inspect.ismethod(stock)
     stock = getattr(stock, "__func__", stock)
-    given = f"{function.__module__}.{function.__qualname__}"
-    before = getattr(stock, _MARK, ())
-    if given in before:
+    own_name = f"{function.__module__}.{function.__qualname__}"
+    wrappers = getattr(stock, _MARK, ())
+    if own_name in wrappers:
         return True
 
     @functools.wraps(stock)
     def around(*args: Any, **kwargs: Any) -> Any:
         return function(stock, *args, **kwargs)
 
-    vars(around)[_MARK] = (*before, given)
+    vars(around)[_MARK] = (*wrappers, own_name)
     setattr(owner, name, classmethod(around) if of_class else around)
     return True

@@ -14,8 +14,8 @@ _FLASH, _FLASH_BEFORE = "_flash_attention", "float8_flash_attention_before"
 
 def has_flash_attention(layer: keras.Layer) -> bool:
     """Return True if a layer was made with `flash_attention=True`."""
-    # Its config does not have this argument (`_flash_attention`, keras 3.7 to
-    # 3.15). Without the attribute, no flash attention is used.
+    # The config of a layer does not have this argument (`_flash_attention`,
+    # keras 3.7 to 3.15). Without the attribute, no flash attention is used.
     return bool(getattr(layer, "_flash_attention", False))
 
 
@@ -48,14 +48,13 @@ def replace_attention(
     own.pop(_ATTEND, None)
     if attend is not None:
         own[_ATTEND] = attend
-        # Keras returns no scores with it. A layer that was made with it has no
-        # `attend`; here it is from `keras.config.enable_flash_attention`.
+        # With flash attention Keras returns no scores. Layers made with it have
+        # no `attend`; here `keras.config.enable_flash_attention` asks for it.
         own.setdefault(_FLASH_BEFORE, own.get(_FLASH))
         own[_FLASH] = False
     elif _FLASH_BEFORE in own:
         own[_FLASH] = own.pop(_FLASH_BEFORE)
-    # A layer inside, which would cast float32 scores to float16 (`_softmax`,
-    # keras 3.0 to 3.16).
+    # The layer `_softmax` would cast scores to float16 (keras 3.0 to 3.16).
     softmax = getattr(layer, "_softmax", None)
     if softmax is not None:
         softmax.autocast = attend is None
@@ -91,5 +90,5 @@ def attend_by_scores(
     operands = query, key, value, attention_mask, training
     with keras.name_scope(layer.name, caller=layer):
         weighted_sum, weights = getattr(stock, _ATTEND)(*operands, **causal)
-    # Its softmax is in float32 where the layer computes in float16.
+    # The softmax gave float32 where the layer computes in float16.
     return weighted_sum, ops.cast(weights, query.dtype)

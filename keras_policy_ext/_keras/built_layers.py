@@ -139,8 +139,7 @@ class QuantizedAsLeaf:
 def skip_in_quantize(layer: keras.Layer) -> None:
     """Make `Model.quantize` skip a layer without a warning."""
     # Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
-    # Later it reports a layer with one as quantized, unless it was quantized
-    # before (3.16).
+    # Later it reports others as quantized, unless they were before (3.16).
     layer.quantize = _stays
     layer._is_quantized = True
 
@@ -175,8 +174,7 @@ class ToldWhenBuilt:
 
 def around_set_weights(function: Callable[..., None]) -> None:
     """Replace `Layer.set_weights` by `function`, whose first argument it is."""
-    # Keras sets one weight after another until one does not fit (keras 3.0 to
-    # 3.15).
+    # Keras sets weights in turn until one does not fit (keras 3.0 to 3.15).
     put_around(keras.Layer, "set_weights", function)
 
 
@@ -248,8 +246,7 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
     # Keras's layers on torch register their variables as parameters when they
     # are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
     # They are registered last again here: copies of a model and checkpoints of
-    # optimizers rely on the order of `parameters()`, and a loaded model has
-    # been built anew.
+    # optimizers rely on the order of `parameters()` that a loaded model has.
     modules: dict[int, Any] = {}
     for layer in layers:
         children = vars(layer).get("_modules", {}).values()
@@ -258,8 +255,8 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
         # A Sequential model holds a Functional one that is not among its
         # layers, and its tracker those from when it had fewer layers. They
         # would keep removed variables alive.
-        earlier = tracked[1] if tracked else ()
-        for each in (*earlier, *children, layer):
+        former = tracked[1] if tracked else ()
+        for each in (*former, *children, layer):
             if hasattr(each, "_track_variables"):
                 modules.setdefault(id(each), each)
     for each in modules.values():

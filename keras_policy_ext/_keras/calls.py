@@ -16,7 +16,6 @@ from keras_policy_ext._keras import Stock, versions
 # A method of a class is replaced for all threads, and acts in one.
 _REPLACED = threading.RLock()
 
-
 _BUILT = "_post_build"
 """The method that Keras calls once a layer has its weights (3.12 to 3.16)."""
 
@@ -107,6 +106,7 @@ def in_place_of(
     """
     thread = threading.get_ident()
     with _REPLACED:
+        # `own` is None for a method that the class inherits.
         stock, own = getattr(cls, name, None), vars(cls).get(name)
         if stock is None:
             raise versions.missing(

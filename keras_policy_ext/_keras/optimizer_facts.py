@@ -48,9 +48,8 @@ def _elementwise() -> tuple[type, ...]:
 
 def updates_apart(optimizer: Any) -> bool:
     """Return True if weights can be updated in groups, one after the other."""
-    # The optimizer updates each number by itself, and an update changes
-    # nothing that the update of another weight reads. Nadam's changes a
-    # variable of the optimizer.
+    # Then the update of a weight changes nothing that those of others read.
+    # Nadam's changes a variable of the optimizer.
     return updates_elementwise(optimizer) and not isinstance(
         optimizer, keras.optimizers.Nadam
     )
@@ -89,8 +88,7 @@ def with_public_class(
     config: dict[str, Any], optimizer: object
 ) -> dict[str, Any]:
     """Return an optimizer's config with the public name of the class."""
-    # So is that of a wrapped optimizer: Keras's own scaler writes its private
-    # class.
+    # Keras's own scaler writes the private class of what it wraps.
     fields = config.get("config") or {}
     inner = fields.get("inner_optimizer")
     if isinstance(inner, Mapping):

@@ -5,12 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import (
-    Stock,
-    put_around,
-    variable_values,
-    versions,
-)
+from keras_policy_ext._keras import Stock, put_around, variable_values, versions
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -75,18 +70,18 @@ def retarget_optimizer(
     ):
         _build_again(optimizer, variables)
         return
-    before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
-    places = [before.get(id(v)) for v in variables]
-    slots = [
+    old_places = {id(v): i for i, v in enumerate(old)}
+    places = [old_places.get(id(v)) for v in variables]
+    names_of_slots = [
         name
         for name, value in vars(optimizer).items()
         if name not in ("_variables", "_accumulated_gradients")
-        and _are_slots(value, before)
+        and _are_slots(value, old_places)
     ]
     _retarget_accumulators(optimizer, variables, places)
-    for name in slots:
-        old = getattr(optimizer, name)
-        moved = [None if i is None else old[i] for i in places]
+    for name in names_of_slots:
+        slots = getattr(optimizer, name)
+        moved = [None if i is None else slots[i] for i in places]
         _replace_list(optimizer, name, moved)
     _replace_known(optimizer, variables)
 
@@ -103,8 +98,8 @@ def _has_slots_for_all(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> bool:
     """Return True if `build` makes slots even for overwritten variables."""
-    # It is tried with one. Keras's own optimizers make only accumulators of
-    # gradients, which do not count as slots here.
+    # Another optimizer is built for one. Those of Keras make only accumulators
+    # of gradients, which do not count as slots here.
     overwritten = [
         v for v in variables if getattr(v, "overwrite_with_gradient", False)
     ]
@@ -113,8 +108,7 @@ def _has_slots_for_all(
     try:
         other = type(optimizer).from_config(optimizer.get_config())
         other.build(overwritten[:1])
-    # The code is the user's, and may raise anything; its files cannot be
-    # loaded then either.
+    # The user's code may raise anything; its files do not load then either.
     except Exception:
         return False
     place = {id(overwritten[0]): 0}
@@ -133,28 +127,30 @@ def _build_again(
     # that had some are replaced by these.
     other = type(optimizer).from_config(optimizer.get_config())
     other.build(variables)
-    before = {id(v): i for i, v in enumerate(optimizer._trainable_variables)}
-    after = {id(v): i for i, v in enumerate(variables)}
-    slots_to_use: dict[int, keras.Variable] = {}
-    own: set[int] = set()
+    known = optimizer._trainable_variables
+    old_places = {id(v): i for i, v in enumerate(known)}
+    new_places = {id(v): i for i, v in enumerate(variables)}
+    slots_to_use: dict[int, keras.Variable] = {}  # By the id of the new slot.
+    old_slots: set[int] = set()
     for name, new in list(vars(other).items()):
         old: Any = getattr(optimizer, name, None)
-        if name in _KNOWN or not _are_slots(new, after):
+        if name in _KNOWN or not _are_slots(new, new_places):
             continue
-        if not _are_slots(old, before):
+        if not _are_slots(old, old_places):
             continue
-        own |= {id(slot) for slot in old}
+        old_slots |= {id(slot) for slot in old}
         for variable, slot in zip(variables, new, strict=True):
-            place = before.get(id(variable))
+            place = old_places.get(id(variable))
             slots_to_use[id(slot)] = slot if place is None else old[place]
+            # An average begins as the variable.
             if place is None and name == _AVERAGES and slot is not None:
                 slot.assign(keras.ops.copy(variable.value))
         _replace_list(optimizer, name, [slots_to_use[id(slot)] for slot in new])
     slots = [
         slots_to_use[id(v)] for v in other._variables if id(v) in slots_to_use
     ]
-    rest = [v for v in optimizer._variables if id(v) not in own]
-    _replace_variables(optimizer, [*rest, *slots])
+    others = [v for v in optimizer._variables if id(v) not in old_slots]
+    _replace_variables(optimizer, [*others, *slots])
     _replace_known(optimizer, variables)
 
 
@@ -183,13 +179,13 @@ NO_SLOTS = (*_KNOWN, _AVERAGES, "_accumulated_gradients")
 """The lists of variables that an optimizer has besides those of slots."""
 
 
-def _are_slots(candidate: object, before: dict[int, int]) -> bool:
-    """Return True if a list holds a slot, or None, for each variable."""
-    if not isinstance(candidate, list) or len(candidate) != len(before):
+def _are_slots(candidate: object, places: dict[int, int]) -> bool:
+    """Return True if a list has a slot or None for each id in `places`."""
+    if not isinstance(candidate, list) or len(candidate) != len(places):
         return False
     return all(
         slot is None
-        or (isinstance(slot, keras.Variable) and id(slot) not in before)
+        or (isinstance(slot, keras.Variable) and id(slot) not in places)
         for slot in candidate
     )
 
@@ -214,8 +210,8 @@ def _retarget_accumulators(
         for v, i in zip(variables, places, strict=True)
     ]
     moved = {id(v) for v in (*old, *new)}
-    rest = [v for v in optimizer._variables if id(v) not in moved]
-    ordered = rest[:start] + new + rest[start:]
+    others = [v for v in optimizer._variables if id(v) not in moved]
+    ordered = others[:start] + new + others[start:]
     _replace_variables(optimizer, ordered)
     _replace_list(optimizer, "_accumulated_gradients", new)
 
@@ -241,8 +237,7 @@ def untracked() -> Any:
 
 
 def replace_slots(
-    optimizer: keras.optimizers.Optimizer,
-    replaced: dict[int, keras.Variable],
+    optimizer: keras.optimizers.Optimizer, replaced: dict[int, keras.Variable]
 ) -> None:
     """Put other variables, by the ids of the old ones, in the place of slots.
 
@@ -263,9 +258,8 @@ def replace_slots(
 
 def without_states_that_lack_gradients() -> None:
     """Have optimizers leave out overwritten variables without a gradient."""
-    # These keep their values. Else Keras would name them in its warning of
-    # variables without gradients (`_filter_empty_gradients`, keras 3.12 to
-    # 3.16).
+    # They keep their values. Else Keras would warn that they have no gradients
+    # (`_filter_empty_gradients`, keras 3.12 to 3.16).
     name = "_filter_empty_gradients"
     put_around(keras.optimizers.Optimizer, name, _without_states)
 

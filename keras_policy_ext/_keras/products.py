@@ -119,7 +119,9 @@ _open_blocks = 0
 # `_users` counts these.
 _LOCK = threading.RLock()
 _users: collections.Counter[str] = collections.Counter()
+# (module, its former attribute or None, our function) of each replacement.
 _replaced: dict[str, list[tuple[Any, Any, Handler]]] = {}
+# (Keras's function, ours), kept so that each pair is made only once.
 _made: dict[tuple[Any, str], tuple[Handler, Handler]] = {}
 
 
@@ -146,9 +148,7 @@ def watch(handlers: Mapping[tuple[str, ...], Handler]) -> None:
 
 
 @contextlib.contextmanager
-def on_operation(
-    handlers: Mapping[tuple[str, ...], Handler],
-) -> Iterator[None]:
+def on_operation(handlers: Mapping[tuple[str, ...], Handler]) -> Iterator[None]:
     """In the block, call handlers for operations inside of all layers.
 
     They are as for `watch`, but `stock` goes through the handlers of outer
@@ -225,12 +225,12 @@ def _wrap(names: tuple[str, ...]) -> None:
                     continue
                 if _users[name] and hasattr(stock, _ORIGINAL):
                     continue  # Wrapped already, and not replaced by others.
-                # Of ours, which others put back after a patch of theirs.
+                # It may be ours, which others put back after their patch.
                 stock = getattr(stock, _ORIGINAL, stock)
-                made = _made.get((home, name))
-                if made is None or made[0] is not stock:
-                    made = _made[home, name] = stock, _through(stock, name)
-                new[name].append((home, vars(home).get(name), made[1]))
+                pair = _made.get((home, name))
+                if pair is None or pair[0] is not stock:
+                    pair = _made[home, name] = stock, _through(stock, name)
+                new[name].append((home, vars(home).get(name), pair[1]))
         _users.update(names)
         for name, functions in new.items():
             _replaced.setdefault(name, []).extend(functions)
@@ -265,7 +265,7 @@ def _through(stock: Operation, name: str) -> Operation:
             layer = innermost_layer()
         if layer is None or layer is _NO_LAYER:
             return stock(*args, **kwargs)
-        # Asked first: a graph of torch.compile would guard `_open_blocks`.
+        # First, since a graph of torch.compile would guard `_open_blocks`.
         if not _is_compiling() and _open_blocks:
             return _through_blocks(layer, stock, name, args, kwargs)
         if name in _watching and (
@@ -288,12 +288,13 @@ def _through_blocks(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation through the handlers of `on_operation` blocks."""
-    run, watching = stock, _watching.get(name)
+    # Innermost is the handler of `watch`, as without blocks.
+    run, of_watch = stock, _watching.get(name)
     is_watched = type(layer) in _FOLLOWED or recorder()
-    if watching and (is_watched or getattr(_thread, "follows", False)):
-        run = _handled(watching, layer, stock, name)
-    mine = [x.handlers[name] for x in _blocks.get() if x.offers(name)]
-    if not mine:
+    if of_watch and (is_watched or getattr(_thread, "follows", False)):
+        run = _handled(of_watch, layer, stock, name)
+    of_blocks = [x.handlers[name] for x in _blocks.get() if x.offers(name)]
+    if not of_blocks:
         return run(*args, **kwargs)
 
     def in_the_layer(*args: Any, **kwargs: Any) -> Any:
@@ -301,7 +302,7 @@ def _through_blocks(
             return run(*args, **kwargs)
 
     through_all: Operation = in_the_layer
-    for handler in mine:
+    for handler in of_blocks:
         through_all = _handled(handler, layer, through_all, name)
     # What a handler computes itself is of no layer, or it would be handled too.
     with outside_of_layers():
@@ -325,23 +326,23 @@ def outside_of_layers() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def recording(note: Callable[[keras.Layer, Any], None]) -> Iterator[None]:
     """In the block, `recorder()` is `note` in this thread."""
-    before = recorder()
+    outer_note = recorder()
     _thread.note = note
     try:
         yield
     finally:
-        _thread.note = before
+        _thread.note = outer_note
 
 
 @contextlib.contextmanager
 def following() -> Iterator[None]:
     """In the block, call handlers inside of all layers, in this thread."""
-    before = getattr(_thread, "follows", False)
+    followed = getattr(_thread, "follows", False)
     _thread.follows = True
     try:
         yield
     finally:
-        _thread.follows = before
+        _thread.follows = followed
 
 
 def recorder() -> Any:

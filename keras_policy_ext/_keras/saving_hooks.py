@@ -123,8 +123,7 @@ def model_of(
 ) -> keras.Model:
     """Create the model that a config describes; no weights are loaded."""
     # Shared objects are created once inside a scope that is not public
-    # (`ObjectSharingScope`, keras 3.0 to 3.15). Without it, each layer has its
-    # own.
+    # (`ObjectSharingScope`, keras 3.0 to 3.15). Else each layer has its own.
     scope: Any = contextlib.nullcontext
     with contextlib.suppress(ImportError):
         from keras.src.saving import serialization_lib
@@ -200,10 +199,9 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
 
 def serialize_as(cls: type, original: type) -> None:
     """Save layers of class `cls` under the name of class `original`."""
-    # A file must name a class that can be imported where it is loaded, and
-    # `cls` is created at run time. Keras has the names in a table (keras 3.0
-    # to 3.15). Without it, the class is found by its module and name, which
-    # are those of the original.
+    # A file must name a class that can be imported, and `cls` is created at
+    # run time. Keras has the names in a table (keras 3.0 to 3.15). Without it,
+    # the class is found by module and name, which are those of the original.
     try:
         from keras.src.saving import object_registration
     except ImportError:

@@ -10,9 +10,8 @@ from keras_policy_ext._keras import built_layers
 
 def is_quantized(layer: keras.Layer) -> bool:
     """Return True if Keras's own `quantize` has changed a layer."""
-    # `quantization_mode` is also set for a layer that follows a policy with a
-    # mode, as float8 layers of this package do (`_is_quantized`, keras 3.5 to
-    # 3.15).
+    # `quantization_mode` is also set by a policy with a mode, as in float8
+    # layers of this package (`_is_quantized`, keras 3.5 to 3.15).
     return bool(getattr(layer, "_is_quantized", False))
 
 

@@ -39,5 +39,5 @@ def around_axis(
         # Where Keras computes the same, it has said that backends differ.
         warnings.simplefilter("ignore")
         of_axis = getattr(_utils, _OLD)
-        cut, behind = of_axis(kernel, stride, dilation, padding, more)
-    return -cut, min(behind, stride - 1) - cut
+        cut, added = of_axis(kernel, stride, dilation, padding, more)
+    return -cut, min(added, stride - 1) - cut

@@ -23,7 +23,6 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
     """Return a variable's tensor in its stored dtype, without autocast."""
     # Inside a mixed-precision layer Keras returns a copy in the compute dtype,
     # but float8 is quantized from the variable itself (keras 3.0 to 3.16).
-    # Tensors are returned unchanged.
     if not isinstance(variable, keras.Variable):
         return variable
     try:
@@ -44,8 +43,7 @@ def has_value(variable: keras.Variable) -> bool:
     """Return True if a variable can be read now."""
     # The JAX trainer empties the variables while it trains, or leaves buffers
     # in them which the training step has deleted (`train_on_batch`; both seen
-    # in keras 3.3 to 3.15), and assigns the results before it reads them
-    # again.
+    # in keras 3.3 to 3.15), and assigns the results before it reads them.
     value = getattr(variable, "_value", variable)
     if value is not None and not _is_deleted(value):
         return True
@@ -80,8 +78,7 @@ def let_wait_no_longer(variable: keras.Variable) -> None:
 def _is_deleted(value: Tensor) -> bool:
     """Return True if JAX has deleted (donated) an array or a shard of it."""
     # On several devices, the array looks complete if NumPy has a view of its
-    # first buffer, which is then kept. To read it would abort the process
-    # (jaxlib 0.10).
+    # first buffer. To read it would abort the process (jaxlib 0.10).
     is_deleted = getattr(value, "is_deleted", None)
     try:
         if not callable(is_deleted) or is_deleted():
@@ -107,8 +104,8 @@ class TellsItsValue:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parent: Any = super()
         parent.__init__(*args, **kwargs)
-        made: Any = self
-        if not self._has_told and has_value(made):
+        variable: Any = self
+        if not self._has_told and has_value(variable):
             self._tell()
 
     def value_made(self, value: Tensor) -> None:
@@ -121,7 +118,7 @@ class TellsItsValue:
 
     def _tell(self) -> None:
         self._has_told = True
-        # Under another name it is what the variable hands out.
+        # Keras may have renamed `_value`; `value` is public.
         value = self.value if "_value" not in vars(self) else self._value
         self.value_made(value)
 
@@ -174,15 +171,14 @@ class ComputedVariable:
         self.held.trainable = value
 
     def __repr__(self) -> str:
-        made: Any = self
+        this: Any = self
         shape = tuple(self.held.shape)
-        return f"<Variable path={made.path}, shape={shape}, dtype={made.dtype}>"
+        return f"<Variable path={this.path}, shape={shape}, dtype={this.dtype}>"
 
 
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """Return the kernel variable of Dense, EinsumDense or a convolution."""
-    # Public `layer.kernel` merges LoRA's adapters into a new tensor
-    # (`_kernel`, keras 3.0 to 3.16).
+    # With LoRA `layer.kernel` is a new tensor (`_kernel`, keras 3.0 to 3.16).
     return _stored(layer, "kernel")
 
 
@@ -194,6 +190,7 @@ def stored_embeddings(layer: keras.Layer) -> keras.Variable:
 
 
 def _stored(layer: keras.Layer, name: str) -> keras.Variable:
+    """Return the variable behind the attribute `name` of a layer."""
     if hasattr(layer, f"_{name}"):
         return getattr(layer, f"_{name}")
     if getattr(layer, "lora_enabled", False):
@@ -237,6 +234,7 @@ _thread = threading.local()
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
     """Notify `companion` from now on when its variable is assigned."""
+    # The entry goes with the companion, which the dict does not keep alive.
     _COMPANIONS[id(variable)] = companion
 
 
@@ -248,8 +246,7 @@ def is_untold() -> bool:
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
     """In the block, assigning a variable does not notify its companion."""
-    # This is for a step of an optimizer, which assigns companions too, and for
-    # loading a file that has both.
+    # For steps of an optimizer, and for files: they have companions too.
     _thread.blocks = getattr(_thread, "blocks", 0) + 1
     try:
         yield
@@ -260,12 +257,12 @@ def untold() -> Iterator[None]:
 @contextlib.contextmanager
 def not_noted() -> Iterator[None]:
     """In the block, companions do not note which optimizers are built."""
-    before = getattr(_thread, "notes", True)
+    noted = getattr(_thread, "notes", True)
     _thread.notes = False
     try:
         yield
     finally:
-        _thread.notes = before
+        _thread.notes = noted
 
 
 def tell_companions() -> None:
@@ -321,6 +318,7 @@ def _apply(
         trainable_variables = variables = list(variables)
     with untold():
         applied = stock(optimizer, grads, trainable_variables)
+        # The step has assigned the other companions.
         for companion in _companions_of(variables):
             if companion.left_out:
                 companion.stepped_beside()
@@ -328,12 +326,11 @@ def _apply(
 
 
 def _finalize(
-    stock: Stock,
-    optimizer: keras.Optimizer,
-    var_list: Sequence[Any],
+    stock: Stock, optimizer: keras.Optimizer, var_list: Sequence[Any]
 ) -> Any:
     with untold():
         stock(optimizer, var_list)
+    # Only averages change the weights here.
     if getattr(optimizer, "use_ema", True):
         for companion in _companions_of(var_list):
             companion.stepped_beside()
@@ -358,8 +355,7 @@ class _AverageStandIn(keras.Variable):
                 return keras.ops.copy(variable.value)
             return keras.ops.zeros(shape, dtype)
 
-        # That of the variable, as Keras makes slots: else a LayoutMap would
-        # choose one by the name, on JAX.
+        # As for slots, that of the variable; a LayoutMap would go by the name.
         layout = getattr(variable, "_layout", None)
         super().__init__(
             initial,
@@ -428,8 +424,7 @@ def leave_out_of_averages() -> None:
 
     # `Optimizer.build`, which gets the variables, is wrapped to fill the list
     # of averages (`_model_variables_moving_average`, keras 3.12 to 3.15).
-    # Without that list, optimizers fail as Keras's do. Expires when Keras
-    # skips None everywhere.
+    # Without it, optimizers fail as Keras's do. Expires if Keras skips None.
     def build(
         stock: Stock,
         optimizer: keras.optimizers.Optimizer,

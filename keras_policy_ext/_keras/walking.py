@@ -27,7 +27,7 @@ def forget_compiled_functions(model: keras.Model) -> None:
     # `compile` does this too, but needs the loss and the metrics again (keras
     # 3.0 to 3.15). KerasHub's generating models have one more step, which
     # `compile` also sets to None (keras_hub 0.32).
-    trains = getattr(model, "train_function", None) is not None
+    has_trained = getattr(model, "train_function", None) is not None
     generates = hasattr(model, "make_generate_function")
     for name in STEPS if generates else STEPS[:-1]:
         if hasattr(model, name):
@@ -36,16 +36,15 @@ def forget_compiled_functions(model: keras.Model) -> None:
             if getattr(model, name) is not None:
                 delattr(model, name)
             setattr(model, name, None)
-    # A running `fit` that has called a callback does not create it.
-    if trains:
+    # A `fit` that runs now, if a callback called this, does not make it.
+    if has_trained:
         model.make_train_function()
 
 
 def forget_gone_layers(model: keras.Model) -> None:
     """Release layers that a compiled model no longer contains."""
-    # Keras stores for each layer whether it was trainable
-    # (`_compiled_trainable_state`, keras 3.15), which keeps the layer and its
-    # kernel alive.
+    # Keras stores whether each layer was trainable, and so keeps it and its
+    # kernel alive (`_compiled_trainable_state`, keras 3.15).
     trainable = getattr(model, "_compiled_trainable_state", None)
     if isinstance(trainable, dict):
         for layer in trainable.keys() - set(layers_within(model)):

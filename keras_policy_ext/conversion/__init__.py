@@ -23,10 +23,7 @@ from keras_policy_ext.conversion.report import (
 if TYPE_CHECKING:
     from keras_policy_ext.ext.calibrate.calibration import calibrate
     from keras_policy_ext.ext.smoothing.eight_bits import eight_bit_rules
-    from keras_policy_ext.ext.smoothing.smoothing import (
-        Smoothed,
-        smooth_swiglu,
-    )
+    from keras_policy_ext.ext.smoothing.smoothing import Smoothed, smooth_swiglu
 
 __all__ = [
     "Converted",

@@ -133,7 +133,7 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
     result = Survey([], [], [])
     layers = walking.layers_within(model)
     unknown = [x for x in layers if _has_no_form(x)]
-    if attention:
+    if attention:  # Which was perhaps not recorded of these.
         unknown += [x for x in layers if isinstance(x, ByOperation)]
     products_by_operation.record(model, unknown, attention)
     for layer in layers:
@@ -155,6 +155,7 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
 def _candidate(
     layer: keras.Layer, form: type, kernels: tuple[keras.Variable, ...]
 ) -> Candidate:
+    # Only products recognised by operation have kernels of other layers.
     if not issubclass(form, ByOperation) or is_frozen(layer):
         return Candidate(layer, form, kernels)
     record = record_of(layer)
@@ -216,6 +217,7 @@ def _form(layer: keras.Layer, attention: bool) -> type | None:
     own = walking.own_weights(layer)
     if form is None and not quantized_by_keras(layer):
         form = form_by_operation(layer, attention)
+    # A form that does not train, that of an embedding, is for `freeze` alone.
     trains = getattr(form, "float8_trains", True)
     if form is None or (form is not cls and not trains):
         _refuse_unknown(layer, own)
@@ -307,6 +309,7 @@ def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
     elif issubclass(form, Float8Mixin):
         kernels = [v for v in own if form.is_float8_kernel(layer, v)]
         kernels += [kernel for _, kernel in foreign_kernels(layer)]
+    # Without weights of its own, a layer may be a composite.
     names = getattr(form, "float8_kernels", ())
     if own and not kernels and names is None:
         raise _CannotConvert(_NO_KERNEL)
@@ -348,8 +351,7 @@ def check(model: keras.Layer) -> None:
 
 def check_is_layer(model: object, purpose: str, also: str = "") -> None:
     """Raise a TypeError if `model` is no Keras model or layer."""
-    # Not keras.Layer, in whose place libraries such as bert4keras3 put a class
-    # of their own.
+    # Not keras.Layer, which libraries such as bert4keras3 replace.
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
             f"This is not a Keras model or layer, and only those {purpose}. "
@@ -366,6 +368,7 @@ def has_call(model: keras.Layer) -> bool:
 def _check_parts(model: keras.Layer) -> None:
     """Raise if a model that has not been called lacks weights in a part."""
     unbuilt = [name for name, _ in _unbuilt_parts(model)]
+    # A `call` gives all parts weights: without any, name the whole model.
     if unbuilt and (model.weights or not has_call(model)):
         raise ValueError(
             f"Parts of {type(model).__name__} {model.name!r} have no weights "

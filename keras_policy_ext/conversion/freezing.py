@@ -154,11 +154,12 @@ def freeze(
         projecting = _projecting(model, eligible)
         reasons = {**projecting, **reasons}
     chosen = [each for n, each in enumerate(eligible) if n not in reasons]
-    left = [Unconverted(eligible[n].layer, reasons[n]) for n in sorted(reasons)]
+    stay = [Unconverted(eligible[n].layer, reasons[n]) for n in sorted(reasons)]
     _check_not_frozen(chosen)
     plans = [_plan(each, recipe, trained_scales) for each in chosen]
     stored: list[Stored] = []
     with training.changing(model) as retraced:
+        # Those that stay for this reason alone leave float8 too.
         for number in projecting:
             if reasons[number] is projecting[number]:
                 to_stock_class(eligible[number].layer)
@@ -170,15 +171,15 @@ def freeze(
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
         layers = [plan.layer for plan in plans]
-        beside = [x for layer in layers for x in _kernels_in_floats(layer)]
-        holds = not beside and work.hold_for(layers)
+        in_floats = [x for layer in layers for x in _kernels_in_floats(layer)]
+        holds = not in_floats and work.hold_for(layers)
         return report_of(
             FrozenReport,
             model,
             layers,
-            [*left, *beside, *skipped],
+            [*stay, *in_floats, *skipped],
             retraced=retraced,
-            work=work if holds else None,
+            work=work if holds else None,  # None: counted anew.
             stored=tuple(stored),
         )
 
@@ -222,18 +223,17 @@ def frozen_layers(model: keras.Layer) -> list[Any]:
     return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
-def freezable(
-    model: keras.Layer,
-) -> tuple[list[Candidate], list[Unconverted]]:
+def freezable(model: keras.Layer) -> tuple[list[Candidate], list[Unconverted]]:
     """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
-    several = list(map(_of_own_kernels, survey.candidates))
-    by_id = {id(each.layer): each for each in several if each.kernels}
+    found = list(map(_of_own_kernels, survey.candidates))
+    by_id = {id(each.layer): each for each in found if each.kernels}
     skipped = [
         Unconverted(each.layer, _KERNEL_ELSEWHERE)
-        for each in several
+        for each in found
         if not each.kernels
     ]
+    # Skipped layers that do not train in float8, embeddings, can be frozen.
     for each in survey.skipped:
         form = _form(each.layer)
         trains = getattr(form, "float8_trains", True)
@@ -298,7 +298,7 @@ def _no_filter(given: object) -> str:
 
 def _release(model: keras.Layer, chosen: list[Candidate]) -> None:
     """Make stock layers of those that multiply kernels of layers to freeze."""
-    # They hold the state of these kernels. Then they read them as numbers.
+    # They hold the state of these kernels; as stock layers they read values.
     freezing = {id(each.layer) for each in chosen}
     for each in candidates.survey(model).candidates:
         stored = any(id(owner) in freezing for owner in each.owners)
@@ -358,6 +358,7 @@ def _moves_kernels(candidate: Candidate) -> str | None:
     form: Any = candidate.form
     if stored_weights.kernels_to_store(candidate.layer, form):
         return None
+    # Only products that are recognised by operation may move kernels.
     if not issubclass(form, ByOperation) or is_frozen(candidate.layer):
         return None
     return "it moves its kernel before it multiplies with it"
@@ -409,8 +410,8 @@ class _Plan:
 
     candidate: Candidate
     recipe: FrozenKernels
-    inputs_scales: dict[str, float]
-    scales: dict[str, float]
+    inputs_scales: dict[str, float]  # Static ones, by the path of the kernel.
+    scales: dict[str, float]  # Trained ones of kernels; others are computed.
 
     @property
     def layer(self) -> Any:
@@ -448,7 +449,7 @@ def _plan(
     inputs: dict[str, float] = {}
     scales: dict[str, float] = {}
     for kernel in candidate.kernels:
-        rows = _seen(layer, kernel)
+        rows = _recorded_rows(layer, kernel)
         form: Any = candidate.form
         if recipe.activations == "static" and form.float8_trains:
             amax = float(np.max(rows["inputs"][1], initial=0.0)) if rows else 0
@@ -462,8 +463,8 @@ def _plan(
     return _Plan(candidate, recipe, inputs, scales)
 
 
-def _seen(layer: keras.Layer, kernel: keras.Variable) -> Any:
-    """Return the recorded amaxes of a kernel and its inputs; {} without any."""
+def _recorded_rows(layer: keras.Layer, kernel: keras.Variable) -> Any:
+    """Return (scale, amaxes) by operand, from a kernel's state, or {}."""
     if not isinstance(layer, Float8Mixin):
         return {}
     variable = layer.float8_state.of(kernel)
@@ -559,7 +560,7 @@ def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
     recipe = layer.float8_policy.recipe
     if not layer.float8_trains or contractions.multiplies_codes(recipe):
         return []
-    cuts = backends.current.cuts
+    cuts = backends.current.cuts  # Large kernels are dequantized in parts.
     stored = stored_weights.stored_in(layer)
     return [each for each in stored if not cuts(math.prod(each.shape))]
 

@@ -95,9 +95,9 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
 
 def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
     """Revert a composite if a layer in it has left float8, and none stays."""
-    within = walking.layers_within(layer)[1:]
-    none_stays = not any(float8_policy_of(each) is not None for each in within)
-    if none_stays and any(each is one for each in within for one in left):
+    inner = walking.layers_within(layer)[1:]
+    any_stays = any(float8_policy_of(each) is not None for each in inner)
+    if not any_stays and any(each is one for each in inner for one in left):
         to_stock_class(layer)
 
 
@@ -112,6 +112,7 @@ def declare_policies(model: keras.Layer) -> None:
 
 
 def _declare(backbone: keras.Model) -> None:
+    """Set the policy of a backbone, or keep it as `declare_policies` says."""
     own = backbone.dtype_policy
     if isinstance(own, keras.dtype_policies.DTypePolicyMap) and not isinstance(
         own, Float8DTypePolicy
@@ -172,8 +173,8 @@ class _Decided:
     """The decisions of `convert`, before any layer is changed."""
 
     survey: candidates.Survey
-    decisions: list[Decision]
-    left: list[Unconverted]
+    decisions: list[Decision]  # The layers to convert, each with its policy.
+    left: list[Unconverted]  # Candidates that are not converted.
     work: ModelWork | None  # Of the layers before; None if not needed.
 
 
@@ -342,7 +343,7 @@ def _convert(
     chosen = [candidate.layer for candidate, _ in decided.decisions]
     work = decided.work
     if attention or (work is not None and not work.hold_for(chosen)):
-        work = None
+        work = None  # The report counts anew.
     for candidate, target in decided.decisions:
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
@@ -356,25 +357,26 @@ def _convert(
         if (reason := _enter_composite(composite, attention))
     ]
     declare_policies(model)
+    # With `attention`, composites multiply too: two activations.
     contracting = [
         layer
         for layer in survey.composites
         if attention and float8_policy_of(layer) is not None
     ]
-    idle = []
+    without_effect = []
+    changed = [*chosen, *contracting]
     if attention is not None:
-        done = [x for x in (*chosen, *contracting) if attends(x)]
-        idle = _partly_left([*chosen, *contracting])
-        refused += _left(model, [*chosen, *contracting], refused)
-        if not contracting and not done:
-            idle.append(_no_attention(model, refused))
+        without_effect = _partly_left(changed)
+        refused += _left(model, changed, refused)
+        if not contracting and not any(map(attends, changed)):
+            without_effect.append(_no_attention(model, refused))
     return report_of(
         Report,
         model,
-        [*chosen, *contracting],
+        changed,
         [*decided.left, *refused, *survey.skipped],
         names_others=True,
-        without_effect=idle,
+        without_effect=without_effect,
         retraced=retraced,
         work=work,
     )
@@ -474,10 +476,10 @@ def _with_one_state(
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Leave out layers whose kernels other layers multiply in float8."""
     # A kernel has one state, which is that of the layer that multiplies.
-    stays = {id(each.layer) for each in left}
-    multiplying: dict[int, Candidate] = {}
+    unchanged = {id(each.layer) for each in left}
+    multiplying: dict[int, Candidate] = {}  # By the id of a kernel.
     for each in convertible:
-        if id(each.layer) in stays and float8_policy_of(each.layer):
+        if id(each.layer) in unchanged and float8_policy_of(each.layer):
             multiplying.update(_foreign(each))
     for each, _ in decisions:
         multiplying = {**_foreign(each), **multiplying}
@@ -585,6 +587,7 @@ def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
     if not enter_float8_with_children(layer):
         return _PROJECTIONS if attention and can_attend(layer) else None
     choose = getattr(layer, "choose_attention", None)
+    # Without the argument, a layer that was converted before keeps its mode.
     if choose is None or not (was_stock or attention):
         return None
     try:

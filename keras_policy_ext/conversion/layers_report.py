@@ -33,9 +33,7 @@ class Totals:
     listed_in_float8: int  # How many of them are in float8.
     layers: int  # How many multiply with a kernel.
     in_float8: int  # How many of these are in float8.
-    # How many of these multiply in floats, with a kernel that is stored in
-    # float8.
-    stored: int
+    stored: int  # How many of these multiply in floats, by stored kernels.
     # Multiplications of one sample; 0 if not counted, as the two that follow.
     multiplications: int
     multiplications_in_float8: int  # Those that are in float8.
@@ -44,9 +42,7 @@ class Totals:
     # Entries of kernels in float8, and of tables that are stored in it.
     parameters_in_float8: int
     sizes_known: bool  # Whether no size was unknown.
-    # How many kernels or layers of `stored` are in floats beside others that
-    # are stored.
-    partly_stored: int
+    partly_stored: int  # How many kernels stay in floats beside stored ones.
     is_counted: bool  # Whether multiplications are counted.
 
     @classmethod
@@ -65,7 +61,7 @@ class Totals:
         return cls(
             listed=len(entries),
             listed_in_float8=sum(e.in_float8 for e in entries),
-            layers=sum(e not in kernels for e in multiplying),
+            layers=sum(e not in kernels for e in multiplying),  # Whole ones.
             in_float8=len(in_float8),
             stored=len(stored),
             multiplications=multiplications_of(multiplying),

@@ -58,8 +58,8 @@ def trace(
     """
     for arguments in _guesses(model):
         with contextlib.suppress(Exception):
-            several = map(arguments.of, samples)
-            calls = traced_calls.trace(model, several, tracer())
+            batches = map(arguments.of, samples)
+            calls = traced_calls.trace(model, batches, tracer())
             return ModelCall(model, arguments, calls)
     return None
 
@@ -103,8 +103,8 @@ class Arguments:
         )
 
 
-# In place of a size that is not known. More where the model refuses less:
-# layers shorten images, and sound even more.
+# Tried in place of a size that is not known. A model may refuse small ones,
+# since its layers shorten images, and sound even more.
 _FILLERS = (1, 32, 1024)
 
 
@@ -124,7 +124,7 @@ def _guesses(model: keras.Layer) -> Iterator[Arguments]:
         if found is None:
             return
         args, kwargs = found
-        # Shapes are recorded without dtypes: activations, or indices.
+        # Shapes are recorded without dtypes; int32 is that of indices.
         dtypes = (None, "int32")
     if "training" in inspect.signature(model.call).parameters:
         kwargs = {**kwargs, "training": False}
@@ -155,11 +155,7 @@ def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
 
 
 def _tensors(layer: keras.Layer, shapes: Any) -> Any:
-    """Replace each shape in nested shapes by a symbolic tensor.
-
-    Raises:
-        TypeError: If there is something else than shapes.
-    """
+    """Replace each shape by a symbolic tensor; TypeError for anything else."""
     if not isinstance(shapes, (dict, list, tuple)):
         raise TypeError(f"{shapes!r} is no shape")
     if isinstance(shapes, dict):

@@ -51,6 +51,7 @@ def record(
         return
     notes = _Notes(model)
     with by_operation.recording(notes.take):
+        # Where sources cannot be followed, products with weights are noted.
         follows = attention and bool(
             model_calls.trace(model, tracer=_in_attention)
         )
@@ -118,18 +119,20 @@ class _Notes:
     """Collects the products of the layers of a model in a traced call."""
 
     def __init__(self, model: keras.Layer) -> None:
+        # The layer of each weight, and the number of the weight in it.
         self._places = {
             id(variable): (layer, number)
             for layer in walking.layers_within(model)
             for number, variable in enumerate(walking.own_weights(layer))
         }
+        # All by the id of the layer; fields of `Recorded` say what they are.
         self._products: dict[int, list[_Product]] = {}
         self._branches: dict[int, str] = {}
         self._choosing: set[int] = set()
-        self._called: set[int] = set()
+        self._called: set[int] = set()  # Layers that the call has reached.
         self._activations: dict[int, list[Multiplied | Fused]] = {}
-        self._scores: set[object] = set()
-        self._like: dict[int, int] = {}
+        self._scores: set[object] = set()  # Sources that reach a softmax.
+        self._like: dict[int, int] = {}  # The equal layer that was traced.
 
     def take(self, layer: Any, found: Any) -> Any:
         """Add a note; see `by_operation.recording`."""
@@ -180,13 +183,11 @@ class _Notes:
                 reaches_softmax = (_PRODUCT, key, number) in self._scores
                 role = role_in_attention(each, reaches_softmax)
                 roles.append((each.equation, role))
-        return Attention(
-            tuple(roles),
-            bool(fused),
-            any(each.needs_flash for each in fused),
-        )
+        needs_flash = any(each.needs_flash for each in fused)
+        return Attention(tuple(roles), bool(fused), needs_flash)
 
     def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:
+        """Note a call of `layer`, with all that was noted of its equal."""
         self._called.add(id(layer))
         if isinstance(layer, keras.layers.RNN):
             # The calls of its cell are counted, and not traced.
@@ -198,7 +199,7 @@ class _Notes:
             walking.layers_within(layer),
             strict=True,
         )
-        pairs = [(a, b) for a, b in within if a is not b]
+        pairs = [(a, b) for a, b in within if a is not b]  # Of old and new.
         place = {id(a): b for a, b in pairs}
         for a, b in pairs:
             if id(a) in self._called:
@@ -231,15 +232,17 @@ class _Notes:
         foreign = [x for x in found if x.owner is not layer]
         if not _may_read_others(layer):
             foreign = []
+        # Owners that only hold weights come first. A weight that its owner
+        # multiplies in float8 is refused; others are tied to their owner.
         uncalled = [x for x in foreign if self._is_uncalled(x.owner, layer)]
         called = [x for x in foreign if x not in uncalled]
         refused = [x for x in called if self._contracts(x)]
         tied = [x for x in called if x not in refused]
         chosen = uncalled or ([] if own else tied)
         return Recorded(
-            (*own, *(_recorded(x, layer) for x in chosen)),
-            self._branches.get(id(layer), ""),
-            id(layer) in self._choosing,
+            products=(*own, *(_recorded(x, layer) for x in chosen)),
+            branch=self._branches.get(id(layer), ""),
+            chooses=id(layer) in self._choosing,
             is_tied=bool(tied) and not own and not uncalled,
             refused=tuple(weakref.ref(x.owner) for x in refused),
             attention=self._attention(layer) if attention else None,

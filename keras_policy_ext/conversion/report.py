@@ -13,23 +13,14 @@ import keras
 import numpy as np
 
 from keras_policy_ext import _user_code
-from keras_policy_ext.conversion import (
-    layers_report,
-    roles,
-    saved_input_bytes,
-)
+from keras_policy_ext.conversion import layers_report, roles, saved_input_bytes
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
     Unconverted,
     path_of,
 )
 from keras_policy_ext.conversion.layers_report import LayersReport
-from keras_policy_ext.conversion.work import (
-    ModelWork,
-    Work,
-    scalars,
-    work_of,
-)
+from keras_policy_ext.conversion.work import ModelWork, Work, scalars, work_of
 from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -50,7 +41,6 @@ LITTLE = 0.1
 
 REASONS = 3
 """The number of reasons in that warning: those with most multiplications."""
-
 
 MULTIPLIES_OTHERS = (
     "its own code multiplies with weights of other layers or with constants, "
@@ -92,8 +82,8 @@ class Converted(Work):
         shares_scales: Whether it multiplies activations that have one scale
             for all positions and examples.
         looks_up: Whether its call looks up rows of its kernel.
-        parameters, multiplications, plain_multiplications, sizes_known: As
-            for `work.Work`.
+        parameters, multiplications, plain_multiplications, sizes_known,
+            plain_parameters: As for `work.Work`.
     """
 
     path: str
@@ -331,9 +321,9 @@ class Stored:
             width //= 2
         return cls(
             kernel.path,
-            value.size * width,
-            stored.nbytes,
-            _sqnr_db(value, stored.dequantized()),
+            bytes_before=value.size * width,
+            bytes_after=stored.nbytes,
+            sqnr_db=_sqnr_db(value, stored.dequantized()),
         )
 
 
@@ -408,7 +398,7 @@ def report_of(
     model: keras.Layer,
     converted: Sequence[keras.Layer],
     left: Sequence[Unconverted],
-    # List layers that multiply with kernels of others as skipped.
+    # List also layers that multiply with kernels of others, as skipped.
     names_others: bool = False,
     without_effect: Sequence[str] = (),
     retraced: Sequence[str] = (),
@@ -426,23 +416,24 @@ def report_of(
             if names_others and id(layer) not in listed
         ),
     ]
+    # Kernels of frozen layers that stay in floats have entries of their own.
     kernels: dict[int, list[Any]] = {}
     for each in left:
         if each.kernel is not None:
             kernels.setdefault(id(each.layer), []).append(each.kernel)
-    parts: dict[int, Work] = {}
-    done = []
+    by_kernel: dict[int, Work] = {}
+    changed = []
     for layer in converted:
-        counted, of_kernels = work.of(layer), kernels.get(id(layer), [])
-        if of_kernels:
-            counted, counts = work.of_parts(layer, of_kernels)
-            parts.update(zip(map(id, of_kernels), counts, strict=True))
-        done.append(_converted(layer, counted))
-    rest = [_skipped(each, work, parts.get(id(each.kernel))) for each in left]
+        counted, in_floats = work.of(layer), kernels.get(id(layer), [])
+        if in_floats:
+            counted, counts = work.of_parts(layer, in_floats)
+            by_kernel.update(zip(map(id, in_floats), counts, strict=True))
+        changed.append(_converted(layer, counted))
+    skipped = [_skipped(x, work, by_kernel.get(id(x.kernel))) for x in left]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
-        tuple(done),
-        tuple(rest),
+        tuple(changed),
+        tuple(skipped),
         scalars(weights),
         tuple(retraced),
         tuple(without_effect),
@@ -453,25 +444,27 @@ def report_of(
 def _skipped(
     each: Unconverted, work: ModelWork, of_kernel: Work | None
 ) -> Skipped:
+    """Return the entry of a layer, or of one kernel with its own `Work`."""
     is_whole = each.kernel is None
     return Skipped(
-        path_of(each.layer) if each.kernel is None else each.kernel.path,
-        type(each.layer).__name__,
-        each.reason,
-        _float8_policy(each.layer) if is_whole else None,
-        is_whole and _per_tensor(each.layer),
-        not is_whole,
+        path=path_of(each.layer) if each.kernel is None else each.kernel.path,
+        class_name=type(each.layer).__name__,
+        reason=each.reason,
+        policy=_float8_policy(each.layer) if is_whole else None,
+        per_tensor=is_whole and _is_coarser(each.layer),
+        is_kernel=not is_whole,
         **dataclasses.asdict(of_kernel or work.of(each.layer)),
     )
 
 
 def _converted(layer: keras.Layer, counted: Work) -> Converted:
+    """Return the entry of a layer; after `revert` or `thaw` it is in floats."""
     kept, kept_before = saved_input_bytes.of_layer(layer) or (None, None)
     return Converted(
         path=path_of(layer),
         class_name=type(layer).__name__,
         policy=_float8_policy(layer) or source_policy_of(layer).name,
-        per_tensor=_per_tensor(layer),
+        per_tensor=_is_coarser(layer),
         kept_bytes=kept,
         kept_bytes_before=kept_before,
         shares_scales=_shares_scales(layer),
@@ -552,7 +545,7 @@ def _float8_policy(layer: keras.Layer) -> str | None:
     return None if policy is None else policy.full_name
 
 
-def _per_tensor(layer: keras.Layer) -> bool:
+def _is_coarser(layer: keras.Layer) -> bool:
     """Return True if a layer scales per tensor though its recipe is finer."""
     policy = float8_policy_of(layer)
     if policy is None or policy.recipe.granularity == "tensorwise":
@@ -561,7 +554,7 @@ def _per_tensor(layer: keras.Layer) -> bool:
 
 
 def _shares_scales(layer: keras.Layer) -> bool:
-    """Return True if a layer scales activations per tensor, and no kernel."""
+    """Return True if a layer multiplies only activations, scaled per tensor."""
     if float8_policy_of(layer) is None or layer.float8_contracted:
         return False
     recipe = layer.float8_controller.recipe_of_activations

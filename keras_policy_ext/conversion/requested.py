@@ -83,7 +83,6 @@ LayerFilter: TypeAlias = (
 
 _FILTERS = ("all", "auto", "safe")
 
-
 Patterns = tuple[re.Pattern[str], ...]
 
 
@@ -150,8 +149,9 @@ class Selection:
                 for number, candidate in enumerate(candidates)
                 if self._tied_head(candidate) is None
             ]
-            left = self.filter.reasons([candidates[n] for n in numbers])
-            by_size = {numbers[n]: reason for n, reason in left.items()}
+            # A filter numbers what it gets: without tied heads.
+            left_out = self.filter.reasons([candidates[n] for n in numbers])
+            by_size = {numbers[n]: reason for n, reason in left_out.items()}
             by_role = {**by_size, **(by_role or {})}
         return {**(by_role or {}), **reasons}
 
@@ -168,6 +168,7 @@ class Selection:
         )
 
     def _reason(self, candidate: Candidate, path: str) -> str | None:
+        """Return why the arguments leave a candidate out, or None."""
         if self.include is not None and not _first_match(self.include, path):
             return "`include` does not match its path"
         pattern = _first_match(self.exclude, path)
@@ -183,6 +184,7 @@ class Selection:
         return None
 
     def _check_matches(self, paths: list[str]) -> None:
+        """Raise if `include` matches no path; warn if an `exclude` does not."""
         include = self.include
         matched = any(_first_match(include or (), path) for path in paths)
         if include is not None and paths and not matched:
@@ -197,11 +199,12 @@ def _first_match(patterns: Patterns, path: str) -> re.Pattern[str] | None:
 
 
 def _patterns(name: str, given: object) -> Patterns:
-    several = [given] if isinstance(given, (str, re.Pattern)) else given
-    if not isinstance(several, Iterable):
+    """Compile the patterns of the argument `name`, given alone or in a list."""
+    patterns = [given] if isinstance(given, (str, re.Pattern)) else given
+    if not isinstance(patterns, Iterable):
         raise TypeError(_wrong_patterns(name, given))
     read = []
-    for pattern in several:
+    for pattern in patterns:
         if not isinstance(pattern, (str, re.Pattern)):
             raise TypeError(_wrong_patterns(name, given))
         try:
@@ -299,8 +302,7 @@ _PLAIN = "its own policy is "
 class Requested:
     """The policies that `convert` can give to layers."""
 
-    # Float8 policies, or maps with some in them. More than one where earlier
-    # conversions gave several.
+    # Float8 policies, or maps with some; several if earlier conversions differ.
     policies: tuple[keras.DTypePolicy, ...]
     # Whether a layer with a float8 policy of its own follows that one.
     own_first: bool
@@ -337,7 +339,7 @@ class Requested:
         if not self.policies:
             return Target(reason=f"{_PLAIN}{own.name}, not float8")
         if len(self.policies) > 1:
-            raise ValueError(_several(layer, self.policies))
+            raise ValueError(_different_policies(layer, self.policies))
         return _target(layer, self.policies[0], None)
 
 
@@ -369,10 +371,9 @@ class Target:
 
 
 def _target(
-    layer: keras.Layer,
-    given: keras.DTypePolicy,
-    own: keras.DTypePolicy | None,
+    layer: keras.Layer, given: keras.DTypePolicy, own: keras.DTypePolicy | None
 ) -> Target:
+    """Return the target of a layer for `given`; `own` if that is its own."""
     source = source_policy_of(layer)
     policy = policies.as_float8(of_path(given, layer.path))
     policy_here = policy
@@ -395,8 +396,7 @@ def _target(
 
 def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
     """Return the distinct policies that earlier conversions gave to layers."""
-    # Policies with one recipe and the same rules count as one: the dtypes are
-    # those of the layer.
+    # They differ by recipe and rules: the dtypes are those of the layer.
     policies_given: dict[object, keras.DTypePolicy] = {}
     for layer in layers:
         follows = float8_policy_of(layer)
@@ -454,7 +454,7 @@ def _given(policy: object, recipe: Any) -> keras.DTypePolicy | None:
             f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "
             "or a float8 policy beside a recipe. Leave one out."
         )
-    _float8(_policy(policy))
+    _float8(_policy(policy))  # It raises if the policy has no float8.
     return _float8(Float8DTypePolicy(policy, recipe=recipe))
 
 
@@ -512,7 +512,9 @@ def _no_float8(received: object) -> str:
     )
 
 
-def _several(layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]) -> str:
+def _different_policies(
+    layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]
+) -> str:
     named = " and ".join(repr(getattr(x, "full_name", x.name)) for x in given)
     return (
         "Layers of this model were converted with different policies, and "

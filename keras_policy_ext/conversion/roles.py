@@ -53,14 +53,15 @@ def deciding(
     """
     routers = keras_hub.routers(model)
     followed = call.followed() if call and call.chooses else None
-    several = followed.chosen if followed else frozenset[Sources]()
-    chosen, reached = _few(several), frozenset[object]().union(*several)
+    choices = followed.chosen if followed else frozenset[Sources]()
+    choosing = _of_few_layers(choices)
+    reached = frozenset[object]().union(*choices)
     reasons = {}
     for number, candidate in enumerate(found):
         key = id(candidate.layer)
         if key in routers:
             reasons[number] = f"{DECIDES}which experts of {routers[key]} run"
-        elif key in chosen or (key in reached and _chooses(candidate.layer)):
+        elif key in choosing or (key in reached and _chooses(candidate.layer)):
             reasons[number] = _CHOOSES
     return reasons
 
@@ -76,12 +77,12 @@ def ends(found: Sequence[Candidate], call: ModelCall | None) -> dict[int, str]:
         A reason by the index of the first layer and of each head. If no head
         is known, the last layer counts as one.
     """
-    alone = _alone(call.followed() if call else None)
+    heads = _only_sources(call.followed() if call else None)
     reasons = {}
     for number, candidate in enumerate(found):
         if _reads_table(candidate.layer):
             reasons[number] = _TIED
-        elif id(candidate.layer) in alone:
+        elif id(candidate.layer) in heads:
             reasons[number] = _HEAD
     if not reasons:
         reasons[len(found) - 1] = "it is the last layer"
@@ -98,16 +99,17 @@ def _chooses(layer: keras.Layer) -> bool:
     return record is not None and record.chooses and bool(record.products)
 
 
-def _few(several: Sequence[Sources] | frozenset[Sources]) -> set[object]:
-    """Return the layers that make a choice, without sums of many layers."""
-    layers = [[x for x in each if isinstance(x, int)] for each in several]
+def _of_few_layers(choices: frozenset[Sources]) -> set[object]:
+    """Return the ids of layers in choices that at most `FEW` of them reach."""
+    # Among sources, layers are ids; others are arguments.
+    layers = [[x for x in each if isinstance(x, int)] for each in choices]
     return {x for each in layers if len(each) <= FEW for x in each}
 
 
-def _alone(call: Call | None) -> set[object]:
+def _only_sources(call: Call | None) -> set[object]:
     """Return the layers that are the only source of an output of the model."""
-    several = call.reached if call else ()
-    return {x for each in several if len(each) == 1 for x in each}
+    sources_of_outputs = call.reached if call else ()
+    return {x for each in sources_of_outputs if len(each) == 1 for x in each}
 
 
 def _reads_table(layer: keras.Layer) -> bool:

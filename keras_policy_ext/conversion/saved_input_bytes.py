@@ -34,12 +34,12 @@ def of_layer(layer: keras.Layer) -> tuple[int, int] | None:
     kernels = layer.float8_contracted
     if not kernels:
         return None
-    before = itemsize(layer.compute_dtype)
+    in_floats = itemsize(layer.compute_dtype)
     quantization = policy.recipe.quantization("inputs", "kernel_grad")
     if quantization is None:
-        return before, before
-    framework, kernel = backends.current, kernels[0].value
-    return itemsize(framework.kept_dtype(kernel, quantization.format)), before
+        return in_floats, in_floats
+    dtype = backends.current.kept_dtype(kernels[0].value, quantization.format)
+    return itemsize(dtype), in_floats
 
 
 def note(entries: Iterable[Any]) -> list[str]:
@@ -51,11 +51,11 @@ def note(entries: Iterable[Any]) -> list[str]:
     )
     if not sizes:
         return []
-    several = len(sizes) > 1
+    differ = len(sizes) > 1
     shown = [
         f"{counted(now, 'byte')} per element "
         + ("(as before" if now == before else f"(was {before}")
-        + (f"; {counted(layers, 'layer')})" if several else ")")
+        + (f"; {counted(layers, 'layer')})" if differ else ")")
         for (now, before), layers in sorted(sizes.items())
     ]
     return [

@@ -54,9 +54,9 @@ _MULTIPLYING = frozenset(
 )
 _CELLS = ("SimpleRNNCell", "GRUCell", "LSTMCell", "ConvLSTMCell")
 
-# Classes of Keras, without layers in them, whose arithmetic is that of what
-# they are given or of what derives from them, or depends on an argument.
-OTHERS = frozenset(
+# Classes of Keras, without layers in them, that run code of their subclass or
+# of what they are given; the last one multiplies only if an argument says so.
+RUN_OTHER_CODE = frozenset(
     (
         *("Layer", "Model", "Functional", "Sequential", "Wrapper", "Lambda"),
         *("TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer"),
@@ -81,14 +81,14 @@ def stock_multiplies(layer: keras.Layer) -> bool | None:
     layers in it.
     """
     name = keras_class(layer).__name__
-    if name in OTHERS or not runs_stock_call(layer):
+    if name in RUN_OTHER_CODE or not runs_stock_call(layer):
         return None
     if name in _MULTIPLYING:
         return True
     inner = walking.layers_directly_in(layer)
     if any(not isinstance(each, Float8State) for each in inner):
         return None
-    return False
+    return False  # Such as an activation or a normalization.
 
 
 def is_stock_cell(cell: Any) -> bool:
@@ -106,8 +106,8 @@ def einsum_of(layer: Any, shape: Shape) -> tuple[str, tuple[int, ...]]:
 def runs_stock_call(layer: keras.Layer) -> bool:
     """Return True if a layer's `call` is Keras's, or the float8 form's."""
     owner = next(base for base in type(layer).__mro__ if "call" in vars(base))
-    room = owner.__module__.partition(".")[0]
-    return room in ("keras", "keras_policy_ext")
+    package = owner.__module__.partition(".")[0]
+    return package in ("keras", "keras_policy_ext")
 
 
 class Call(NamedTuple):
@@ -166,9 +166,7 @@ def trace(
 
 
 def mark(
-    operands: Sequence[Any],
-    result: Any,
-    through: Callable[[Sources], Sources],
+    operands: Sequence[Any], result: Any, through: Callable[[Sources], Sources]
 ) -> Any:
     """Mark an operation in the program of the call that is being traced.
 
@@ -187,13 +185,15 @@ def mark(
 
 @dataclasses.dataclass
 class _Frame:
-    """What was found so far in the layer whose call is being traced."""
+    """What was found so far in the layer that is traced, as in `Call`."""
 
     layer: keras.Layer
-    entered: bool = False
-    counted: list[Any] = dataclasses.field(default_factory=list)
+    entered: bool = False  # Whether the call of the layer itself has begun.
+    counted: list[Any] = dataclasses.field(
+        default_factory=list
+    )  # As in `Call`.
     chooses: bool = False
-    flow: Flow | None = None
+    flow: Flow | None = None  # Where sources go; None if not followed.
 
     def add(self, call: Call) -> None:
         """Add what was found in a call of an inner layer."""
@@ -282,7 +282,7 @@ class Tracer:
 
     def contracted(self, call: seams.ContractionCall) -> Any:
         """Return zeros for a float8 contraction, which is not computed."""
-        if call.weight is None:
+        if call.weight is None:  # Two activations: traced as an einsum.
             activations: Any = call.contraction
             operands = [ops.cast(x, call.dtype) for x in call.operands]
             return ops.einsum(activations.equation, *operands)
@@ -307,7 +307,9 @@ class Tracer:
         flow = self._frames[-1].flow if self._frames else None
         if flow is None:
             return result
-        number = flow.new_call(lambda each: [through(NONE.union(*each))], 1)
+        number = flow.new_call(
+            lambda sources: [through(NONE.union(*sources))], results=1
+        )
         given = [ops.convert_to_tensor(x) for x in operands]
         (marked,) = backends.current.mark_call(flow, number, given, [result])
         return marked
@@ -333,7 +335,8 @@ class Tracer:
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
         """Trace a call; for a layer like a traced one, copy the result."""
-        self._kept.append((args, kwargs))  # No other object gets an id of it.
+        # Kept alive: keys have ids, which no later object may get.
+        self._kept.append((args, kwargs))
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
         if key not in self._calls:
             self._calls[key] = (
@@ -347,6 +350,7 @@ class Tracer:
     def _traced_or_described(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
+        """Trace a call; if it fails, ask the layer for its output spec."""
         try:
             return self._traced(layer, args, kwargs)
         # The code is the user's, and may raise anything.
@@ -372,6 +376,7 @@ class Tracer:
             if multiplies is not None:
                 counted = self.count_stock(layer, args[0].shape)
                 outputs = _stock_outputs(layer, args, kwargs)
+                # A product is a source; other layers pass on what they get.
                 given = map(Given, range(len(_symbolic((args, kwargs)))))
                 sources = frozenset([id(layer)] if multiplies else given)
                 reached = [sources] * len(_symbolic(outputs))
@@ -384,6 +389,7 @@ class Tracer:
         return self._by_program(layer, args, kwargs)
 
     def _in_turn(self, model: keras.Sequential, inputs: Any) -> Call:
+        """Trace a Sequential model one layer at a time."""
         frame = self._new_frame(model, inputs)
         for layer in model.layers:
             call = self.trace(layer, (inputs,), {})
@@ -404,7 +410,8 @@ class Tracer:
         flow = frame.flow
         if flow is None:
             return call.outputs
-        # Calls of layers that are alike have the same outputs.
+        # New tensors: the sources of tensors are found by their ids, and calls
+        # of layers that are alike have the same outputs.
         outputs = keras.tree.map_structure(_described, call.outputs)
         results = _symbolic(outputs)
         self._kept.append((given, outputs))
@@ -416,6 +423,7 @@ class Tracer:
         return outputs
 
     def _finished(self, frame: _Frame, outputs: Any) -> Call:
+        """Return what a frame found as a call with these outputs."""
         call = Call(outputs, frame.counted, frame.chooses)
         if frame.flow is None:
             return call
@@ -565,8 +573,8 @@ _PRODUCTS = frozenset(
 # Operations that look for the largest or smallest entries.
 _CHOICES = frozenset(("Argmax", "Argmin", "Argsort", "Sort", "TopK"))
 
-# In names of attributes that no two layers have in common, or of TensorFlow's
-# and of this package.
+# Found in names of attributes that differ between equal layers, or are those
+# of TensorFlow and of this package.
 _OF_ONE_LAYER = re.compile("name|path|^_self_|float8|_given_by_keras")
 
 # Objects of these packages, such as initializers, say nothing about shapes.
@@ -619,7 +627,10 @@ def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
 
 
 def _through(call: Call, flow: Flow) -> Callable[..., list[Sources]]:
-    """Return how sources pass through a call, with its choices noted."""
+    """Return a function from the sources of operands to those of results.
+
+    When it is called, it notes the choices of the call in the outer program.
+    """
 
     def through(operands: list[Sources]) -> list[Sources]:
         def found(sources: Sources) -> Sources:
@@ -651,11 +662,13 @@ def _with_sources(call: Call, flow: Flow, here: keras.Layer) -> Call:
 
 
 def _symbolic(nested: Any) -> list[keras.KerasTensor]:
+    """Return the symbolic tensors in nested values, in their order."""
     leaves = keras.tree.flatten(nested)
     return [x for x in leaves if isinstance(x, keras.KerasTensor)]
 
 
 def _described(x: Any) -> Any:
+    """Return a new symbolic tensor like an array; other values themselves."""
     if not _is_array(x):
         return x
     dtype = keras.backend.standardize_dtype(x.dtype)

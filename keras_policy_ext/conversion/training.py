@@ -131,19 +131,20 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
         if isinstance(layer, keras.Model)
     ]
     # Kept until then, so that no other variable gets the id of one.
-    before = model.variables
+    old_variables = model.variables
     slots = _slots(model)
     compiled = compiled_in(model)
     yield tuple(each.name for each in compiled)
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
-    ids = {id(v) for v in before}
+    old = {id(v) for v in old_variables}
     for each in models:
-        _update_optimizers(each, ids - present, present - ids)
+        _update_optimizers(each, gone=old - present, come=present - old)
     for each in compiled:
         backends.current.forget_traces(each.function, each.layer)
     present |= {id(v) for v in _slots(model)}
-    gone = [v for v in [*before, *slots] if id(v) not in present]
+    gone = [v for v in [*old_variables, *slots] if id(v) not in present]
+    # On TensorFlow graphs would keep the memory of weights and slots.
     backends.current.let_go([v for v in gone if not is_state(v)])
 
 
@@ -193,6 +194,7 @@ def replicas(model: keras.Layer) -> AbstractContextManager[object]:
 def _update_optimizers(
     model: keras.Model, gone: set[int], come: set[int]
 ) -> None:
+    """Give a model's optimizers its variables: `gone` and `come` are ids."""
     walking.forget_compiled_functions(model)
     walking.forget_gone_layers(model)
     keras_hub.count_adapted_layers_again(model)
@@ -209,6 +211,7 @@ def _update_optimizers(
             if optimized is None:
                 continue
             new = _states(model, optimized, has_all)
+            # An optimizer with substitutes for the weights gets states alone.
             if has_all and not _stands_in(model, optimized, gone):
                 new |= {
                     id(v) for v in model.trainable_variables if id(v) in come
@@ -277,7 +280,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizer of `compile`, then those in other attributes."""
     by_id: dict[int, Any] = {}
     seen: set[int] = set()  # A list may be in itself.
-    # The next one is at the end.
+    # Reversed: the next one is taken from the end.
     waiting = [*vars(model).values()][::-1]
     waiting.append(getattr(model, "optimizer", None))
     while waiting:
@@ -304,9 +307,7 @@ def _stands_in(
 
 
 def _has_all(
-    model: keras.Model,
-    optimized: list[keras.Variable] | None,
-    come: set[int],
+    model: keras.Model, optimized: list[keras.Variable] | None, come: set[int]
 ) -> bool:
     """Return True if an optimizer was built with all trainable weights."""
     # Weights that were added since then do not count. A wrapped optimizer may

@@ -19,7 +19,7 @@ from keras_policy_ext import _extensions
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion import model_calls
 from keras_policy_ext.conversion.traced_calls import (
-    OTHERS,
+    RUN_OTHER_CODE,
     keras_class,
     multiplies_in_float8,
 )
@@ -43,6 +43,8 @@ class Work:
             counted, None if none is in float8, else 0.
         sizes_known: Whether all sizes of the inputs were known; one that is
             not counts as 1.
+        plain_parameters: How many of `parameters` stay in floats though the
+            layer is in float8; without counts, those that `freeze` left.
     """
 
     parameters: int = 0
@@ -69,7 +71,7 @@ class ModelWork:
 
     def hold_for(self, converted: Iterable[keras.Layer]) -> bool:
         """Return True if the counts hold once these layers are in float8."""
-        return True
+        return True  # Nothing is counted here.
 
     @property
     def multiplying(self) -> Sequence[keras.Layer]:
@@ -96,14 +98,14 @@ class ModelWork:
     def of_parts(
         self, layer: keras.Layer, left: list[keras.Variable]
     ) -> tuple[Work, list[Work]]:
-        """Return the `Work` of a frozen layer without some of its kernels.
+        """Split the `Work` of a frozen layer whose kernels are partly stored.
 
         Args:
             layer: A frozen layer, in the model when it was counted.
-            left: Kernels of it that are not stored.
+            left: The kernels that `freeze` left in floats.
 
         Returns:
-            That of the layer, and that of each of these kernels.
+            That of its stored part, and that of each kernel in floats.
         """
         whole = self.of(layer)
         parts = [
@@ -164,15 +166,15 @@ def _kernels(
     layer: keras.Layer, own: list[keras.Variable]
 ) -> list[keras.Variable]:
     """Return the weights with which the call of a layer multiplies."""
-    beside = [v for v in own if v.name == DEPTHWISE]
+    depthwise = [v for v in own if v.name == DEPTHWISE]
     if isinstance(layer, Float8Mixin) and layer.float8_contracted:
         contracted = layer.float8_contracted
-        return [v for v in contracted if not _looks_up(layer, v)] + beside
+        return [v for v in contracted if not _looks_up(layer, v)] + depthwise
     # By the stock class, also where a subclass computes something else.
     form = drop_in_of(type(layer))
     if form is not None and issubclass(form, Float8Mixin):
-        return [v for v in own if form.is_float8_kernel(layer, v)] + beside
-    if keras_class(layer).__name__ in OTHERS:
+        return [v for v in own if form.is_float8_kernel(layer, v)] + depthwise
+    if keras_class(layer).__name__ in RUN_OTHER_CODE:
         return [v for v in own if _looks_like_kernel(layer, v)]
     return [v for v in own if v.name.endswith("kernel")]
 
@@ -184,6 +186,7 @@ def _looks_up(layer: keras.Layer, kernel: keras.Variable) -> bool:
 
 
 def _looks_like_kernel(layer: keras.Layer, variable: keras.Variable) -> bool:
+    """Guess from shape, dtype and name whether a layer multiplies with it."""
     axes = [size for size in variable.shape if size > 1]
     if len(axes) < 2 or not keras.backend.is_float_dtype(variable.dtype):
         return False

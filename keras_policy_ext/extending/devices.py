@@ -3,10 +3,4 @@
 from keras_policy_ext.backends.devices import KNOWN, Device, pretend, pretended
 from keras_policy_ext.policies._plain import for_this_device
 
-__all__ = [
-    "KNOWN",
-    "Device",
-    "for_this_device",
-    "pretend",
-    "pretended",
-]
+__all__ = ["KNOWN", "Device", "for_this_device", "pretend", "pretended"]

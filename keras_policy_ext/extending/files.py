@@ -7,9 +7,4 @@ from keras_policy_ext._input_files import (
     within_memory_of,
 )
 
-__all__ = [
-    "check_archive",
-    "damaged",
-    "json_in",
-    "within_memory_of",
-]
+__all__ = ["check_archive", "damaged", "json_in", "within_memory_of"]

@@ -3,9 +3,4 @@
 from keras_policy_ext._scopes import Scopes
 from keras_policy_ext._user_code import once, stacklevel, warn
 
-__all__ = [
-    "Scopes",
-    "once",
-    "stacklevel",
-    "warn",
-]
+__all__ = ["Scopes", "once", "stacklevel", "warn"]

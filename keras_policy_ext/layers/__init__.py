@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
     if _extensions.has(f"layers.{name}"):
         return _extensions.get(f"layers.{name}")
     if name in __all__ and not hasattr(keras.layers, name):
-        return _extensions.get(f"layers.{name}")
+        return _extensions.get(f"layers.{name}")  # It raises.
     return getattr(keras.layers, name)
 
 

@@ -53,6 +53,7 @@ class _Float8Attention(Float8Mixin):
                 )
             super().__init__(*args, **kwargs)
             if attention is not None:
+                # The signature behind the mixin is that of the stock layer.
                 stock = inspect.signature(super(Float8Mixin, self).__init__)
                 if stock.bind(*args, **kwargs).arguments.get("flash_attention"):
                     raise ValueError(
@@ -72,10 +73,11 @@ class _Float8Attention(Float8Mixin):
         """Build the projections; swap them to float8 under a float8 policy."""
         super().build(query_shape, value_shape, key_shape)
         self._resolve_float8_policy()  # Path and equations are known now.
-        made = walking.layers_within(self)[1:]
-        if not any(isinstance(held_policy(x), Float8DTypePolicy) for x in made):
+        inner = walking.layers_within(self)[1:]
+        policies = map(held_policy, inner)
+        if not any(isinstance(x, Float8DTypePolicy) for x in policies):
             return
-        for layer in made:
+        for layer in inner:
             if type(layer) in drop_ins():
                 to_float8_class(layer)
             else:
@@ -100,8 +102,8 @@ class _Float8Attention(Float8Mixin):
                 "its scores and weighted sum are computed by flash attention, "
                 "one kernel that is not float8"
             )
-        own = stock_attention.has_own_attention(self, _Float8Attention)
-        if attention is not None and own:
+        is_own = stock_attention.has_own_attention(self, _Float8Attention)
+        if attention is not None and is_own:
             raise ValueError(
                 "its class computes scores and weighted sum itself, in "
                 "`_compute_attention`; a layer of your own can multiply them "
@@ -131,8 +133,8 @@ class _Float8Attention(Float8Mixin):
         super()._resolve_float8_policy()
         controller = self.float8_controller
         controller.attention = None
-        own = stock_attention.has_own_attention(self, _Float8Attention)
-        wanted = self._float8_attention and controller.policy and not own
+        is_own = stock_attention.has_own_attention(self, _Float8Attention)
+        wanted = self._float8_attention and controller.policy and not is_own
         if wanted and self.weights:
             scores, weighted_sum = stock_attention.products_of(self)
             roles = (scores, SCORES), (weighted_sum, WEIGHTED_SUM)

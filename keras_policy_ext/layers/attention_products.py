@@ -128,13 +128,13 @@ def attends(layer: keras.Layer) -> bool:
 
 @contextlib.contextmanager
 def _call(layer: keras.Layer) -> Iterator[None]:
-    before = getattr(_thread, "call", None)
+    outer_call = getattr(_thread, "call", None)
     _thread.call = _Call(layer)
     try:
         with products.following():
             yield
     finally:
-        _thread.call = before
+        _thread.call = outer_call
 
 
 def call_of(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
@@ -147,16 +147,17 @@ def call_of(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _none(layer: keras.Layer) -> Iterator[None]:
-    before = getattr(_thread, "none", None)
+    outer_layer = getattr(_thread, "none", None)
     _thread.none = layer
     try:
         yield
     finally:
-        _thread.none = before
+        _thread.none = outer_layer
 
 
 def none_in(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
     """Return a block in which no product of a layer is one of attention."""
+    # For the emulation of a contraction, which multiplies by `keras.ops` too.
     if attends(layer):
         return _none(layer)
     return contextlib.nullcontext()
@@ -176,21 +177,22 @@ def multiply(
     """
     weights = None
     if _follows():
-        made = (n for n in (0, 1) if _PROBABILITIES.of(operands[n]))
-        weights = next(made, None)
+        numbers = (n for n in (0, 1) if _PROBABILITIES.of(operands[n]))
+        weights = next(numbers, None)
     note = products.recorder()
     if note is not None:
-        return note(layer, Multiplied(equation, weights))(operands, stock())
+        mark = note(layer, Multiplied(equation, weights))
+        return mark(operands, stock())
     role = _role_in_call(layer, equation, weights)
     dtype = keras.backend.result_type(*(x.dtype for x in operands))
     if role is None or layer.float8_policy is None:
         return stock()
     if dtype not in COMPUTE_DTYPES:
         return stock()
-    narrow = any(
+    has_float16 = any(
         keras.backend.standardize_dtype(x.dtype) == "float16" for x in operands
     )
-    if narrow and layer.float8_controller.attention.widens_float16:
+    if has_float16 and layer.float8_controller.attention.widens_float16:
         dtype = "float32" if role == SCORES else "float16"
     if role == SCORES:
         compute = layer.float8_activations_einsum
@@ -249,11 +251,11 @@ def pass_on(operands: Sequence[Tensor], result: Tensor) -> None:
 
 
 def run_and_pass_on(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    _layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation that sets some entries of its operand."""
     result = stock(*args, **kwargs)
-    # Of `where`, the first operand is the condition.
+    # Of `where`, the first operand is the condition; it is skipped.
     named = [kwargs[k] for k in ("inputs", "x1", "x2") if k in kwargs]
     operands = [*args[name == "where" :][:2], *named]
     pass_on([x for x in operands if x is not result], result)
@@ -261,7 +263,7 @@ def run_and_pass_on(
 
 
 def softmax(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    layer: keras.Layer, stock: Operation, _name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a softmax, and note what made its result."""
     result, note = stock(*args, **kwargs), products.recorder()
@@ -283,10 +285,11 @@ def _follows() -> bool:
 
 
 def attend(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    layer: keras.Layer, stock: Operation, _name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run `dot_product_attention`: by its two products if in float8."""
     note = products.recorder()
+    # By position, `flash_attention` is the eighth argument.
     needs_flash = kwargs.get("flash_attention", (*args, *[None] * 8)[7])
     if note is not None:
         note(layer, Fused(bool(needs_flash)))
@@ -322,16 +325,16 @@ def dot_product(
     """
     tensors = [ops.convert_to_tensor(x) for x in (query, key, value)]
     dtype = keras.backend.result_type(*(x.dtype for x in tensors))
-    heads, of_keys = tensors[0].shape[-2], tensors[1].shape[-2]
+    heads, key_heads = tensors[0].shape[-2], tensors[1].shape[-2]
     if dtype not in COMPUTE_DTYPES or any(len(x.shape) != 4 for x in tensors):
         return None
-    if not (heads and of_keys) or heads % of_keys:
+    if not (heads and key_heads) or heads % key_heads:
         return None
     query, key, value = (ops.cast(x, dtype) for x in tensors)
-    if heads > of_keys:
-        groups = heads // of_keys
+    if heads > key_heads:  # Several heads of queries share one of keys.
+        groups = heads // key_heads
         key, value = (ops.repeat(x, groups, axis=2) for x in (key, value))
-    equation = "btnh,bsnh->bnts"
+    equation = "btnh,bsnh->bnts"  # t: queries, s: keys, n: heads, h: size
     scores = layer.float8_activations_einsum(equation, query, key, "float32")
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if attn_logits_soft_cap is not None:

@@ -66,8 +66,7 @@ class RecordedProduct:
     # moved. `CONVOLUTION` for a convolution.
     equation: str
     is_moved: bool  # Whether the operand is a moved copy of the weight.
-    # A weak reference to the layer that has the weight; None for the layer
-    # that multiplies.
+    # Refers to the layer that has the weight; None: it is that of the product.
     owner: weakref.ref[keras.Layer] | None = None
 
     @property
@@ -88,16 +87,14 @@ class Recorded:
 
     # Its products with weights that can be computed in float8.
     products: tuple[RecordedProduct, ...] = ()
-    # The name of an operation that runs a function of the caller; "" if the
-    # layer calls none.
+    # The name of an operation that it calls with a function; "" for none.
     branch: str = ""
     # Whether it calls a top-k, an argmax, an argmin or a sort.
     chooses: bool = False
     # Whether the weights are a table that other layers look up, or are of a
     # layer elsewhere, so that `convert` has to be asked.
     is_tied: bool = False
-    # Other layers with whose weights it multiplies too, and which compute in
-    # float8 themselves.
+    # Layers with whose weights it multiplies, but that do so in float8 too.
     refused: tuple[weakref.ref[keras.Layer], ...] = ()
     # Its products of two activations; None if they were not looked for.
     attention: Attention | None = None
@@ -271,9 +268,6 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
         return axes.pop() if len(axes) == 1 else None
 
 
-# The variable behind each operand.
-
-
 @dataclasses.dataclass(frozen=True)
 class _Origin:
     """The variable that a tensor was made of, and how it was moved."""
@@ -305,7 +299,7 @@ def _origin(x: object) -> _Origin | None:
 
 
 def _move(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    _layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation that moves or casts; follow the operand through it."""
     result = stock(*args, **kwargs)
@@ -316,12 +310,13 @@ def _move(
     if origin is None or isinstance(result, keras.Variable):
         return result
     if name not in products.CASTS:
-        before, rest = origin.moved, args[1:]
-        # That of a variable is no function of tensors.
-        again = operator.getitem if name == products.ENTRIES else stock
+        earlier, rest = origin.moved, args[1:]
+        # `__getitem__` of a variable is no function of tensors.
+        operation = operator.getitem if name == products.ENTRIES else stock
 
         def move(x: Tensor) -> Any:
-            return again(before.move(x) if before else x, *rest, **kwargs)
+            moved = earlier.move(x) if earlier else x
+            return operation(moved, *rest, **kwargs)
 
         if isinstance(result, (list, tuple)):  # Of `split`.
             for n, part in enumerate(result):
@@ -350,7 +345,7 @@ def _product(
 
 
 def _convolve(
-    layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
+    layer: keras.Layer, stock: Operation, _name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a convolution: in float8 if its kernel is a kernel of the layer."""
     compute = functools.partial(stock, *args, **kwargs)
@@ -368,7 +363,11 @@ def _multiply(
     origin: _Origin,
     contraction: Einsum | Conv,
 ) -> Tensor:
-    """Multiply inputs and a kernel in a layer's call; note it if recording."""
+    """Multiply inputs and a kernel in a layer's call; note it if recording.
+
+    `stock` computes the product as Keras does. `operand` is the kernel as the
+    product reads it, and `origin` its variable.
+    """
     note = products.recorder()
     if note is not None:
         equation = CONVOLUTION
@@ -381,7 +380,7 @@ def _multiply(
     if count is not None and isinstance(contraction, Einsum):
         count(contraction.equation, tuple(inputs.shape), operand.shape, kernel)
     dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
-    # Codes have scales for the kernel's own axes: a moved one is numbers.
+    # Codes have scales for the kernel's own axes: if moved, it is dequantized.
     is_moved_code = origin.moved and isinstance(kernel, StoredVariable)
     if (
         getattr(layer, "float8_policy", None) is None
@@ -407,7 +406,10 @@ def _split_by_matrix(
     inputs: Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
-    """Return a product with a bank as one for each matrix, where needed."""
+    """Return a product with a bank as one for each matrix, where needed.
+
+    That is where each matrix has its own scales, or a tile would cover two.
+    """
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
@@ -416,6 +418,7 @@ def _split_by_matrix(
     if not (has_own_scales or _crosses_matrices(contraction, shape, recipe)):
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)
+    # Each matrix gets the inputs, which all of them multiply.
     inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
     inputs = ops.repeat(inputs, shape[0], axis=0)
     return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
@@ -426,16 +429,16 @@ def _of_activations(
 ) -> Any:
     """Run a product of two activations: in float8 if it is one of attention."""
     operation = _operation(name, args, kwargs)
-    is_known = products.recorder() or attention_products.attends(layer)
-    if operation is None or not is_known:
+    is_wanted = products.recorder() or attention_products.attends(layer)
+    if operation is None or not is_wanted:
         return stock(*args, **kwargs)
     equation, operands = operation
     first, second = (len(getattr(x, "shape", ())) for x in operands)
     explicit = _explicit(name, equation, first, second, swapped=False)
-    floats = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
+    are_float = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
     if explicit is None or any(_origin(x) for x in operands):
         return stock(*args, **kwargs)
-    if not (first and second and all(floats)):
+    if not (first and second and all(are_float)):
         return stock(*args, **kwargs)
     try:
         contraction_of(explicit, *(tuple(x.shape) for x in operands))
@@ -500,7 +503,7 @@ def _recognised(
     if any(len(getattr(x, "shape", ())) == 0 for x in operands):
         return None
     ranks = len(first.shape), len(second.shape)
-    explicit = _explicit(name, equation, *ranks, origins[1] is None)
+    explicit = _explicit(name, equation, *ranks, swapped=origins[1] is None)
     if explicit is None:
         return None  # No einsum equation says what the operation computes.
     if origins[0] is not None:
@@ -532,18 +535,18 @@ def _without_broadcast(
         for axis, (c, n) in enumerate(zip(a, first, strict=True))
         if n == 1 and sizes.get(c, 1) not in (1, None)
     )
-    rest = "".join(c for axis, c in enumerate(a) if axis not in axes)
-    return axes, f"{rest},{b}->{out}"
+    kept = "".join(c for axis, c in enumerate(a) if axis not in axes)
+    return axes, f"{kept},{b}->{out}"
 
 
-_OF_CONV = "inputs", "kernel", "strides", "padding", "data_format"
+_CONV_ARGUMENTS = "inputs", "kernel", "strides", "padding", "data_format"
 
 
 def _recognised_convolution(
     args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Conv] | None:
     """Return what `_recognised` does, of a call of `ops.conv`."""
-    given = dict(zip((*_OF_CONV, "dilation_rate"), args, strict=False))
+    given = dict(zip((*_CONV_ARGUMENTS, "dilation_rate"), args, strict=False))
     given.update(kwargs)
     inputs, kernel = given.pop("inputs", None), given.pop("kernel", None)
     origin = _origin(kernel)
@@ -571,7 +574,11 @@ def _per_axis(size: int | Sequence[int], rank: int) -> tuple[int, ...]:
 def _with_kernel_last(
     name: str, equation: str | None, first: int, second: int, swapped: bool
 ) -> str | None:
-    """Return the explicit equation of a product, the kernel second, or None."""
+    """Return the explicit equation of a product, the kernel second, or None.
+
+    `first` and `second` are the ranks of its operands, of which the first one
+    is the kernel if they are `swapped`.
+    """
     try:
         if equation is None:
             equation = _equation(name, first, second)
@@ -580,7 +587,8 @@ def _with_kernel_last(
         return None
     if swapped:
         a, b = b, a
-    # The amax of a kernel is found before an axis of it is summed alone.
+    # Not if an axis of the kernel is summed alone: the sums are quantized then,
+    # and the amax in the state is that of the kernel.
     return None if set(b) - set(a + out) else f"{a},{b}->{out}"
 
 
@@ -605,7 +613,10 @@ def _dtype_of(x: object) -> str:
 def _operation(
     name: str, args: Args, kwargs: Kwargs
 ) -> tuple[str | None, tuple[Any, Any]] | None:
-    """Return the equation of a product, None if to be found, and operands."""
+    """Return (equation, operands) of a product; None for other calls.
+
+    The equation is None if it follows from the ranks of the operands.
+    """
     if name == "einsum":
         if len(args) != 3 or kwargs or not isinstance(args[0], str):
             return None
@@ -622,7 +633,7 @@ def _operation(
 
 
 def _equation(name: str, first: int, second: int) -> str:
-    """Return the equation of `matmul` or `dot`; raise ValueError for others."""
+    """Return the equation of `matmul` or `dot`, by ranks; raise for others."""
     # For a `dot` with a second operand of more than two axes backends differ.
     if min(first, second) < 2 or (name == "dot" and second > 2):
         raise ValueError("no such product")
@@ -632,7 +643,7 @@ def _equation(name: str, first: int, second: int) -> str:
 
 
 def _of_axes(axes: Any, first: int, second: int) -> str | None:
-    """Return the equation of a tensordot, or None."""
+    """Return a tensordot's equation by its `axes` and the ranks, or None."""
     if isinstance(axes, int):
         axes = [list(range(first - axes, first)), list(range(axes))]
     pair = [[x] if isinstance(x, int) else list(x) for x in axes]
@@ -715,16 +726,18 @@ def _branch(
     note = products.recorder()
     if note is None:
         return stock(*args, **kwargs)
-    matters = name not in products.ALL_RUN
+    # A function that runs in each trace counts only if it has a product in it.
+    # Others may be left out of this trace, with their products.
+    counts = name not in products.ALL_RUN
 
-    def look(layer: keras.Layer, noted: object) -> Any:
-        nonlocal matters
-        matters = matters or isinstance(noted, Noted)
+    def note_and_look(layer: keras.Layer, noted: object) -> Any:
+        nonlocal counts
+        counts = counts or isinstance(noted, Noted)
         return note(layer, noted)
 
-    with products.recording(look):
+    with products.recording(note_and_look):
         result = stock(*args, **kwargs)
-    if matters:  # A function without a product in it does not.
+    if counts:
         note(layer, name)
     return result
 

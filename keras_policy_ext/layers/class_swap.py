@@ -1,4 +1,4 @@
-"""Turn built layers into their float8 classes and back, in place.
+"""Turn built layers into their float8 classes (forms) and back, in place.
 
 A layer keeps its identity, its variables and its place in the model. Only its
 class changes, and a layer with kernels gets a float8 state.
@@ -26,11 +26,8 @@ from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies.of_layers import source_policy_of
 
-# What a form keeps in a layer beside its state.
-_OF_FORMS = (
-    "_float8_attention",
-    "float8_controller",
-)
+# The attributes of float8 classes, besides the state.
+_ATTRIBUTES_OF_FORMS = ("_float8_attention", "float8_controller")
 
 
 def to_float8_class(
@@ -95,7 +92,7 @@ def to_stock_class(layer: keras.Layer) -> None:
                     built_layers.detach(layer, "float8_state")
             if original is not None:
                 built_layers.swap_class(layer, original)
-                for name in _OF_FORMS:
+                for name in _ATTRIBUTES_OF_FORMS:
                     vars(layer).pop(name, None)
             global_policy.replace_layer_policy(layer, plain)
         built_layers.track_again([layer])
@@ -110,9 +107,8 @@ def _take_foreign(layer: ByOperation, policy: Any) -> None:
     for owner, kernel in foreign:
         controller = getattr(owner, "float8_controller", None)
         if controller is not None and controller.has_kernel(kernel):
-            to_stock_class(
-                owner
-            )  # The state is that of the one that multiplies.
+            # A kernel has one state, which the layer that multiplies holds.
+            to_stock_class(owner)
     layer.float8_controller.foreign = tuple(kernel for _, kernel in foreign)
 
 

@@ -11,13 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import (
-    backends,
-    contractions,
-    formats,
-    policies,
-    seams,
-)
+from keras_policy_ext import backends, contractions, formats, policies, seams
 from keras_policy_ext._keras import (
     built_layers,
     calls,
@@ -58,20 +52,20 @@ class Float8Controller:
 
     def __init__(self, layer: keras.Layer) -> None:
         self.layer = layer
-        # Of the weights that are contracted in float8.
+        # Paths of the weights that are contracted in float8.
         self.kernel_paths: tuple[str, ...] = ()
         # Weights of other layers that this layer contracts.
         self.foreign: tuple[keras.Variable, ...] = ()
-        # Of all weights, as they were made, while kernels are stored.
+        # Names of all weights in the order of their creation, if frozen.
         self.weight_names: tuple[str, ...] = ()
         # Products of two activations that are in float8; see `by_operation`.
         self.attention: Any = None
-        # As of the last look at the path; `current_policy` looks.
+        # The policy for `_path`; `current_policy` looks whether that changed.
         self.policy: Float8DTypePolicy | None = None
         # For operands that are no weights; None outside of float8.
         self.recipe_of_activations: Any = None
-        # For weights times values; and the largest of these values, if they
-        # are quantized and scaled by keys.
+        # For weights times values; and the largest number of the format of
+        # the values, if each key has a scale.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
         self._scales_each_matrix = self._has_histories = False
@@ -82,11 +76,8 @@ class Float8Controller:
     @classmethod
     def join(cls, layer: keras.Layer) -> None:
         """Create the `float8_controller` of a layer, if it has none yet."""
-        # Keras tracks no such object, and PyTorch no attribute before its
-        # own constructor has run.
+        # By `vars`: PyTorch refuses attributes before its constructor has run.
         vars(layer).setdefault("float8_controller", cls(layer))
-
-    # The policy
 
     @property
     def current_policy(self) -> Float8DTypePolicy | None:
@@ -97,8 +88,8 @@ class Float8Controller:
 
     def resolve_policy(self) -> None:
         """Look up and store the float8 policy for the layer's path."""
-        # Not in each step: torch.compile takes the class of a mapping for
-        # another one and would leave float8 out (torch 2.13).
+        # Not in each step: torch.compile takes a policy, which is a mapping,
+        # for one of another class, and would leave float8 out (torch 2.13).
         policy = policy_of(self.layer)
         follows = isinstance(policy, Float8DTypePolicy) and (
             self.layer.float8_trains or not policy.recipe.trains
@@ -170,8 +161,6 @@ class Float8Controller:
         if entries:
             layer.float8_state.load_own_variables(entries)
 
-    # The kernels
-
     @property
     def contracted(self) -> list[keras.Variable]:
         """The weights that the layer contracts in float8."""
@@ -180,7 +169,7 @@ class Float8Controller:
     def _ordered(
         self, is_wanted: Callable[[keras.Variable], bool]
     ) -> list[Any]:
-        """Return some of the weights in the layer, then some of elsewhere."""
+        """Return the wanted weights: of the layer, then those of others."""
         weights = self.layer.weights
         if self.foreign:
             ids = {id(v) for v in weights}
@@ -195,7 +184,7 @@ class Float8Controller:
     def add_kernel(self, variable: keras.Variable) -> None:
         """Register a new kernel, and create its state if that is needed."""
         self.kernel_paths += (variable.path,)
-        # Of the layer: attention has one only for products of its own.
+        # Not `self.policy`: attention follows it only for its own products.
         policy = self.layer.float8_policy
         if policy is not None:
             self._add_state(variable, policy.recipe)
@@ -212,8 +201,6 @@ class Float8Controller:
         kernels = [v for v in own if layer.is_float8_kernel(layer, v)]
         ids = {id(v) for v in (*kernels, *self.foreign)}
         return self._ordered(lambda v: id(v) in ids)
-
-    # The contraction
 
     def contract(
         self,
@@ -264,7 +251,7 @@ class Float8Controller:
             )
         if training is None:
             training = calls.training_of_call()
-        # A tensor that is traced is as good as none.
+        # A traced tensor has no value here: it is unknown, as None is.
         is_known = isinstance(training, (bool, int, np.bool_))
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
@@ -308,6 +295,7 @@ class Float8Controller:
         state: StateVariable | None,
         compiling: bool,
     ) -> Any:
+        """Return a contraction that scales each matrix of the kernel alone."""
         matrices = 1 if state is None else state.matrices
         # torch.compile leaves caches out.
         with_bank = contractions.with_bank
@@ -337,6 +325,7 @@ class Float8Controller:
         bias: Tensor | None,
         run: Callable[..., Any] | None,
     ) -> Any:
+        """Contract inputs with a kernel that is stored as codes."""
         plan = contractions.frozen_plan(
             contraction, kernel.recipe, kernel.axes, dtype
         )
@@ -366,15 +355,15 @@ class Float8Controller:
         values: Tensor,
         dtype: str,
     ) -> Tensor:
-        """Contract weights and values in float8; no scale is of two keys."""
-        # Where the recipe has one scale per tensor, it is of all keys.
+        """Contract weights and values in float8; no scale covers two keys."""
+        # Unless the recipe has one scale per tensor, which covers all keys.
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
         given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
         if limit is None:
             return self._contract_scaled(*given, dtype)
         # A product of a probability and a scale can be too small for float16.
-        wide = "float32" if dtype == "float16" else dtype
-        outputs = self._contract_scaled(*given, wide, limit)
+        wide_dtype = "float32" if dtype == "float16" else dtype
+        outputs = self._contract_scaled(*given, wide_dtype, limit)
         return ops.cast(outputs, dtype)
 
     def _contract_scaled(
@@ -388,6 +377,11 @@ class Float8Controller:
         limit: float | None = None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
+        """Contract two activations; with `limit`, fold scales of keys first.
+
+        `contractions.fold` moves the scale of each key from the values, then
+        at most `limit`, to the weights. `run` is as for `contract`.
+        """
         compiling = backends.current.is_compiling()
         if (
             run is None
@@ -430,7 +424,7 @@ class Float8Controller:
         training: bool | None,
         compiling: bool,
     ) -> tuple[tuple[Tensor, ...], int]:
-        """Return the state for a contraction of a kernel, and its slot."""
+        """Return a kernel's state for one use of it, and the slot of that."""
         if variable is None:
             raise ValueError(self._unknown_kernel(kernel))
         framework = backends.current
@@ -438,6 +432,7 @@ class Float8Controller:
             variable.look_at(value)
         matrix = variable.matrix()
         variable.warn_if_moved()
+        # No optimizer updates the state with the kernel: correct a copy.
         if variable.left_out and framework.steps_take_values:
             matrix = variable.kept_up(value, matrix)
         observes = framework.may_take_gradients()

@@ -54,8 +54,8 @@ class _Float8Conv(_Convolves):
         if padding == "causal":
             widths = [(0, 0), (0, 0), (0, 0)]
             axis = 1 if self.data_format == "channels_last" else 2
-            before = self.dilation_rate[0] * (self.kernel_size[0] - 1)
-            widths[axis] = (before, 0)
+            padded = self.dilation_rate[0] * (self.kernel_size[0] - 1)
+            widths[axis] = (padded, 0)  # In front alone.
             inputs = ops.pad(inputs, widths)
             padding = "valid"
         contraction = contractions.Conv(
@@ -89,7 +89,7 @@ class _Float8ConvTranspose(_Convolves):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        # Filters are before the channels.
+        # Its kernel has the filters before the channels, unlike other kernels.
         *window, filters, channels = range(len(kernel.shape))
         return Axes((*window, channels), (filters,))
 

@@ -35,25 +35,23 @@ class _View:
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
         if layer is None:
             return self
-        matrices = getattr(layer, "float8_state", None)
-        matrices = [] if matrices is None else matrices.matrices
-        known = bool(matrices) and matrices[0].observes_amaxes
-        if layer.float8_policy is None or not known:
+        state = getattr(layer, "float8_state", None)
+        variables = [] if state is None else state.matrices
+        has_amaxes = bool(variables) and variables[0].observes_amaxes
+        if layer.float8_policy is None or not has_amaxes:
             raise AttributeError(
                 f"Layer {layer.name!r} has no {self.name!r}: its recipe keeps "
                 f"no amaxes. Received: the policy {layer.dtype_policy!r}. "
                 "Allowed: a float8 policy with delayed scaling."
             )
-        layout, rows = (
-            matrices[0].rows_layout,
-            matrices[0].rows_of(self.operand),
-        )
-        at: Any = rows if matrices[0].matrices > 1 else rows.start
-        state = variable_values.value_without_autocast(matrices[0])
-        state = ops.stop_gradient(state)
+        variable = variables[0]  # Such a layer has one kernel.
+        layout, rows = variable.rows_layout, variable.rows_of(self.operand)
+        index: Any = rows if variable.matrices > 1 else rows.start
+        matrix = variable_values.value_without_autocast(variable)
+        matrix = ops.stop_gradient(matrix)
         if self.kind == "amax_history":
-            return layout.history(state)[at]
-        scale = layout.scale(state)[at]
+            return layout.history(matrix)[index]
+        scale = layout.scale(matrix)[index]
         return ops.where(ops.greater(scale, 0.0), scale, 1.0)
 
 

@@ -1,4 +1,8 @@
-"""The registry of float8 classes that replace stock layer classes."""
+"""The registry of float8 classes that replace stock layer classes.
+
+A *form* is the float8 class of a stock class or of a user's class. A *drop-in*
+is that of a stock class, and has its name.
+"""
 
 from __future__ import annotations
 
@@ -104,12 +108,12 @@ def _replaced(cls: type, stock: type) -> str | None:
     # An override may call `super()` if the form has the method too and the
     # class declares `float8_calls_super`.
     form: Any = _FORMS[stock]
-    own = form.__mro__[: form.__mro__.index(stock)]
+    float8_bases = form.__mro__[: form.__mro__.index(stock)]
     for base in cls.__mro__[: cls.__mro__.index(stock)]:
         for name in getattr(form, "float8_replaces", ()):
             if name not in vars(base):
                 continue
-            called = any(callable(vars(part).get(name)) for part in own)
-            if not (called and vars(base).get("float8_calls_super")):
+            has_it = any(callable(vars(x).get(name)) for x in float8_bases)
+            if not (has_it and vars(base).get("float8_calls_super")):
                 return f"a `{name}`"
     return None

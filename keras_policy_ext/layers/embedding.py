@@ -83,7 +83,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        # A word of the vocabulary is kept.
+        # The axis of the vocabulary is free; the other one is summed.
         projects = kernel.name == "reverse_embeddings"
         return Axes((0,), (1,)) if projects else Axes((1,), (0,))
 
@@ -92,7 +92,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     def is_stored_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        # What is looked up counts.
+        # Also a table that is only looked up.
         return variable.name in cls.float8_kernels
 
     @classmethod
@@ -100,7 +100,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     def is_float8_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        # Only what projects counts.
+        # Only the table that projects inputs to logits is multiplied.
         tied = "embeddings" if layer.tie_weights else "reverse_embeddings"
         return variable.name == tied
 
@@ -114,6 +114,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         logits = self.float8_einsum(
             equation, inputs, kernel, training, dtype=inputs.dtype
         )
+        # LoRA adapts `embeddings`, which project only if they are tied.
         if self.tie_weights and self.lora_enabled:
             logits = ops.add(logits, self._adapter(inputs))
         return logits
@@ -155,7 +156,7 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        # A word of the vocabulary is kept.
+        # The axis of the vocabulary is free: each word may have a scale.
         return Axes((1,), (0,))
 
     @classmethod
@@ -195,6 +196,7 @@ def _scale_of(
         return ops.reshape(scale, ())
     if variable.granularity == "channel":
         return ops.take(scale, inputs, axis=0)
+    # "block": one scale for BLOCK by BLOCK entries of the table.
     rows = ops.take(scale, ops.floor_divide(inputs, BLOCK), axis=0)
-    whole = backends.current.repeat(rows, BLOCK, -1)
-    return whole[..., : variable.shape[1]]
+    per_entry = backends.current.repeat(rows, BLOCK, -1)
+    return per_entry[..., : variable.shape[1]]

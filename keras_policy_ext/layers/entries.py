@@ -28,14 +28,14 @@ GROUP = "float8_state"
 
 VERSION = "format_version"
 POLICY = "policy"
-GIVEN = "given"
+GIVEN = "given"  # The policy that `convert` was given.
 ATTENTION = "attention"
 KERAS_LENGTH = "keras_amax_history_length"
 SCALE = "{i}.{operand}.scale"
 HISTORY = "{i}.{operand}.amax_history"
-PART = "{i}.{operand}.observed"
-EARLIER = "{i}.observed"
-STEPS = "{i}.steps"
+PART = "{i}.{operand}.observed"  # The share of an average that observed it.
+EARLIER = "{i}.observed"  # By micro-batches before the next step.
+STEPS = "{i}.steps"  # The count of a state that counts steps.
 
 HEADER = "stored"
 CODES = "{name}"
@@ -220,7 +220,7 @@ FROZEN = Schema(
 # Checks of the fields of a header; each gets the header too.
 
 
-def _are_names(value: object, header: Mapping[str, Any]) -> bool:
+def _are_names(value: object, _header: Mapping[str, Any]) -> bool:
     if not isinstance(value, list):
         return False
     return all(type(x) is str for x in value) and len(set(value)) == len(value)
@@ -236,7 +236,7 @@ def _are_summed(value: object, header: Mapping[str, Any]) -> bool:
     return right and set(value) <= set(header["names"])
 
 
-def _is_lora(value: object, header: Mapping[str, Any]) -> bool:
+def _is_lora(value: object, _header: Mapping[str, Any]) -> bool:
     if not isinstance(value, dict):
         return value is None
     rank, alpha = value.get("rank"), value.get("alpha")

@@ -25,6 +25,8 @@ def einsum_adapter(layer: keras.Layer, equation: str, inputs: Tensor) -> Tensor:
     last = second[-1]
     rank = next(c for c in string.ascii_letters if c not in equation)
     factor_a, factor_b = second[:-1] + rank, rank + last
+    # B has the last axis of the kernel. If both inputs and outputs have it, no
+    # order of two products is right; if only the inputs have it, B is first.
     if last in first and last in out:
         merged = ops.matmul(a, b)
         return _scale(layer, ops.einsum(equation, inputs, merged))

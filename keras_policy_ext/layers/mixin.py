@@ -319,6 +319,7 @@ class Float8Mixin(
         return None if plan is None else plan.choice
 
     def _resolve_float8_policy(self) -> None:
+        """Look up the policy for the layer's path; subclasses add to it."""
         self.float8_controller.resolve_policy()
 
     def _plain_einsum(
@@ -328,6 +329,7 @@ class Float8Mixin(
         kernel: keras.Variable,
         dtype: Any = None,
     ) -> Tensor:
+        """Compute an einsum as `keras.ops` does, in `dtype`; no float8."""
         dtype = dtype or self.compute_dtype
         kernel = ops.convert_to_tensor(kernel)
         return ops.einsum(
@@ -570,15 +572,14 @@ class Float8Mixin(
         self, layer_call: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Callable[..., Tensor]:
         """Return a rematerialized call, as a function of floats only."""
-        # Other arguments are bound. Keras would rematerialize a function of
-        # all arguments. JAX then traces `training`. TensorFlow refuses keyword
-        # arguments in a graph, and has no gradient for a tensor that is not an
-        # argument.
+        # Other arguments are bound: JAX would trace `training`, and TensorFlow
+        # refuses keyword arguments in a graph. Tensors stay arguments, since
+        # TensorFlow has no gradient for others.
         bound, tensors = stock_calls.of_floating_tensors(
             layer_call, args, kwargs
         )
-        again = super().rematerialized_call(bound, *args, **kwargs)
-        return lambda *args, **kwargs: again(*tensors)
+        recomputed = super().rematerialized_call(bound, *args, **kwargs)
+        return lambda *args, **kwargs: recomputed(*tensors)
 
     def quantized_build(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing in float8: `add_weight` has created the state."""

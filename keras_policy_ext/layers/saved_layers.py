@@ -28,8 +28,6 @@ from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.recipes import OPERANDS, FrozenKernels, Recipe
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
-# The state of a layer
-
 
 class KernelState(NamedTuple):
     """The state of a kernel in a file: its settled matrix, and observations.
@@ -121,6 +119,10 @@ class SavedState(Group):
     def _matrix(
         self, i: int, recipe: Recipe, matrices: int | None
     ) -> np.ndarray:
+        """Return the state matrix of kernel `i`, as a `StateVariable` has it.
+
+        Its rows: for each operand in turn, one per matrix of the kernel.
+        """
         source = state_source_of(recipe, matrices or self._matrices(i))
         layout, matrix = source.layout, source.layout.never_observed()
         scales, histories = layout.scale(matrix), layout.history(matrix)
@@ -139,34 +141,35 @@ class SavedState(Group):
         for n, operand in enumerate(OPERANDS):
             rows = slice(n * count, (n + 1) * count)
             names = {"i": i, "operand": operand}
-            scales[rows] = self._of_matrices(count, 0, entries.SCALE, names)
-            rings = self._of_matrices(count, 1, entries.HISTORY, names)
-            for row, ring in zip(matrix[rows], rings, strict=True):
+            scales[rows] = self._of_matrices(count, entries.SCALE, names)
+            rings = self._of_matrices(count, entries.HISTORY, names, rank=1)
+            for row, ring in zip(matrix[rows], rings, strict=True):  # Views.
                 layout.history(row[None])[0] = _resized(ring, layout.length)
                 row[0] = _mark_of(row)
             if entries.PART.format(**names) in self.store:
-                part = self._of_matrices(count, 0, entries.PART, names)
+                # An average of states, of which this part has observed.
+                part = self._of_matrices(count, entries.PART, names)
                 matrix[rows, 0] = UNSEEN + part
         return matrix
 
     def _matrices(self, i: int) -> int:
-        """Return of how many matrices the file has histories of a kernel."""
+        """Return how many matrices of kernel `i` have a history in the file."""
         names = {"i": i, "operand": OPERANDS[0]}
         if entries.SCALE.format(**names) not in self.store:
             return 1
         return int(self.read(entries.SCALE, **names).size)
 
     def _of_matrices(
-        self, count: int, rank: int, template: str, names: Mapping[str, Any]
+        self, count: int, template: str, names: Mapping[str, Any], rank: int = 0
     ) -> np.ndarray:
-        """Return an entry, of `rank` for one history, for `count` matrices."""
+        """Return an entry for `count` matrices; for one it has `rank` axes."""
         array = self.read(template, **names)
         if array.ndim > rank and len(array) != count:
             key = template.format(**names)
             fault = f"{key!r} is of {len(array)} matrices, the kernel of "
             raise self.damaged(f"{fault}{count}")
-        one = array.shape[array.ndim - rank :]
-        return np.broadcast_to(array, (count, *one))
+        shape_of_one = array.shape[array.ndim - rank :]
+        return np.broadcast_to(array, (count, *shape_of_one))
 
     def _earlier(self, i: int) -> np.ndarray | None:
         if entries.EARLIER.format(i=i) not in self.store:
@@ -194,9 +197,9 @@ def state_for_file(
 ) -> dict[str, np.ndarray]:
     """Return the entries of the state of a layer, with strings about it.
 
-    A state variable is with what micro-batches before the next step observed.
-    If LoRA adapters are `merged` into the kernels of the file, those are not
-    the kernels whose amaxes were observed.
+    Each state variable comes with what micro-batches before the next step
+    observed. If LoRA adapters are `merged` into the kernels of the file, those
+    are not the kernels whose amaxes were observed: they get zeros.
     """
     arrays: dict[str, np.ndarray] = {}
     if kernels or texts:
@@ -215,6 +218,7 @@ def state_for_file(
 
 
 def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
+    """Return the entries of the state of kernel number `i`."""
     layout, matrix = variable.rows_layout, variable.trusted()
     scales, histories = layout.scale(matrix), layout.history(matrix)
     if not variable.observes_amaxes:
@@ -223,15 +227,12 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
     marks = np.array([_mark_of(row) for row in matrix], "float32")
     for operand in OPERANDS:
         names, rows = {"i": i, "operand": operand}, variable.rows_of(operand)
-        values = {
-            entries.SCALE: scales[rows],
-            entries.HISTORY: histories[rows],
-        }
-        if (matrix[rows, 0] != marks[rows]).any():
+        values = {entries.SCALE: scales[rows], entries.HISTORY: histories[rows]}
+        if (matrix[rows, 0] != marks[rows]).any():  # An average of states.
             values[entries.PART] = matrix[rows, 0] - UNSEEN
         for key, value in values.items():
-            one = value[0] if variable.matrices == 1 else value
-            arrays[key.format(**names)] = one
+            entry = value[0] if variable.matrices == 1 else value
+            arrays[key.format(**names)] = entry
     return arrays
 
 
@@ -250,20 +251,17 @@ def _resized(ring: np.ndarray, length: int) -> np.ndarray:
 
 def is_float8_layer(group: Any) -> bool:
     """Return True if an HDF5 group is the state of a layer that contracts."""
-    # It has weights, or contracts those of other layers: then `convert` gave
-    # it its policy, or its state has a kernel. A composite such as attention
-    # has a state too, which records its float8 form. If it is frozen, it also
-    # has a header that names no weight.
-    of_state = group.name.endswith(f"/{entries.GROUP}/vars")
-    if not of_state or entries.VERSION not in group:
+    # A layer contracts if `convert` gave it its policy (GIVEN), if its state
+    # has a first kernel ("0."), or if it has weights. The state of a composite
+    # such as attention has none of these; where the composite is frozen, its
+    # group of weights holds a header alone.
+    is_state = group.name.endswith(f"/{entries.GROUP}/vars")
+    if not is_state or entries.VERSION not in group:
         return False
     if entries.GIVEN in group or any(key.startswith("0.") for key in group):
         return True
     layer = group.parent.parent
     return "vars" in layer and bool(set(layer["vars"]) - {entries.HEADER})
-
-
-# The weights of a frozen layer
 
 
 def is_frozen(store: Mapping[str, Any]) -> bool:
@@ -284,7 +282,7 @@ class FrozenWeights(Group):
     @classmethod
     def of(cls, store: Mapping[str, Any], path: str) -> FrozenWeights:
         """Read the header of a group; raise ValueError if it cannot be read."""
-        group = Group(FROZEN, path, store)
+        group = Group(schema=FROZEN, path=path, store=store)
         header = _json(group)
         group.check_version(header["version"])
         try:
@@ -296,8 +294,8 @@ class FrozenWeights(Group):
         except (ValueError, KeyError, TypeError) as error:
             raise group.damaged(f"in {entries.HEADER!r}: {error}") from error
         summed = {key: tuple(axes) for key, axes in header["summed"].items()}
-        about = (recipe, header["names"], summed, header["lora"])
-        return cls(FROZEN, path, store, *about)
+        fields_of_header = recipe, header["names"], summed, header["lora"]
+        return cls(FROZEN, path, store, *fields_of_header)
 
     def array(self, name: str) -> np.ndarray:
         """Return a weight that is no kernel; bfloat16 becomes float32."""
@@ -363,9 +361,6 @@ def header_for_file(
     return np.frombuffer(json.dumps(header).encode(), "uint8")
 
 
-# The weights of a layer in Keras's own float8
-
-
 @dataclasses.dataclass(frozen=True)
 class KerasWeights:
     """The variables of a layer that was saved in Keras's own float8.
@@ -387,13 +382,13 @@ class KerasWeights:
         """Split the entries of a layer; return None if there are others."""
         keys = set(store.keys())
         numbers = [str(number) for number in range(len(keys))]
-        own = len(numbers) - len(KERAS.forms)
-        if own not in (1, 2) or keys != set(numbers):
+        weights = len(numbers) - len(KERAS.forms)  # A kernel, maybe a bias.
+        if weights not in (1, 2) or keys != set(numbers):
             return None
-        behind = zip(KERAS.forms, numbers[own:], strict=True)
+        state = zip(KERAS.forms, numbers[weights:], strict=True)
         return cls(
-            {number: store[number] for number in numbers[:own]},
-            {key: store[number] for key, number in behind},
+            {number: store[number] for number in numbers[:weights]},
+            {key: store[number] for key, number in state},
         )
 
     @classmethod

@@ -9,12 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import (
-    _user_code,
-    backends,
-    formats,
-    stored_kernels,
-)
+from keras_policy_ext import _user_code, backends, formats, stored_kernels
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_files
@@ -104,7 +99,7 @@ def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
 
 def _check_constant(variable: keras.Variable, value: Tensor) -> None:
     numbers = np.asarray(ops.convert_to_numpy(value))
-    is_scale = not variable.name.endswith(WIDENED)
+    is_scale = not variable.name.endswith(WIDENED)  # Else a whole kernel.
     if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
         return
     raise ValueError(
@@ -118,7 +113,10 @@ def _check_constant(variable: keras.Variable, value: Tensor) -> None:
 def _codes(
     variable: StoredVariable, value: Tensor, given: dict[int, Any]
 ) -> np.ndarray:
-    """Return the codes of a frozen kernel, from codes or dequantized values."""
+    """Return the codes of a frozen kernel, from codes or dequantized values.
+
+    `given` has the values to set, by the id of the variable.
+    """
     array = np.asarray(ops.convert_to_numpy(value))
     if array.dtype == "uint8":
         variable.check(array)
@@ -138,7 +136,7 @@ def _codes(
         values = stored.dequantized()
         if np.array_equal(values.astype(array.dtype), array):
             return stored.codes
-    variable.check(array)
+    variable.check(array)  # It raises.
     return array
 
 
@@ -215,18 +213,18 @@ def load(
         _load_stored(layer, store)
         layer.float8_state.layer_has_loaded()
         return
-    split = _stock_store(layer, store)
-    if split is None:
+    keras_weights = _stock_store(layer, store)
+    if keras_weights is None:
         with variable_values.untold():
             stock(store)
         layer.float8_state.layer_has_loaded()
         return
     state: dict[str, np.ndarray] = {}
     if layer.float8_state.matrices:
-        split.check(layer.path)
-        state = split.as_state()
+        keras_weights.check(layer.path)
+        state = keras_weights.as_state()
     with variable_values.untold():
-        stock(split.own)
+        stock(keras_weights.own)
     layer.float8_state.layer_has_loaded()
     layer.float8_state.load_stock(state)
 

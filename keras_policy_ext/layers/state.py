@@ -83,8 +83,7 @@ class Float8State(keras.layers.Layer):
 
     def belong_to(self, layer: keras.Layer) -> None:
         """Set the layer, whose texts files store with this state."""
-        # They are saved here, since a layer may override how it saves its
-        # weights.
+        # Not with the weights, since a layer may override how it saves these.
         self._layer = weakref.ref(layer)
 
     def add(
@@ -110,11 +109,10 @@ class Float8State(keras.layers.Layer):
             )
         amaxes = source_of(recipe).observes_amaxes
         name = kernel.name + (SUFFIX if amaxes else STEPS_SUFFIX)
-        # Beside the kernel, wherever this is called. So the paths of states
-        # are as distinct as those of their kernels, which PyTorch needs: it
-        # keeps parameters by path.
-        beside = scope_of_path(kernel.path.rpartition("/")[0])
-        with beside, keras.name_scope(self.name):
+        # Beside the kernel, so that paths of states are as distinct as those
+        # of kernels: PyTorch keeps parameters by path.
+        scope_of_kernel = scope_of_path(kernel.path.rpartition("/")[0])
+        with scope_of_kernel, keras.name_scope(self.name):
             variable = StateVariable(recipe, kernel, name, bank_axis)
             if hasattr(self, name):  # Of a kernel of another layer.
                 name = f"{name}_{len(self._owners)}"
@@ -136,8 +134,8 @@ class Float8State(keras.layers.Layer):
         """Return a kernel's amax on the host: float32, () or (matrices,)."""
         value = variable_values.value_without_autocast(kernel)
         variable = self.of(kernel)
-        of = scaling.amax if variable is None else variable.amax_of
-        return np.float32(ops.convert_to_numpy(of(value)))
+        amax_of = scaling.amax if variable is None else variable.amax_of
+        return np.float32(ops.convert_to_numpy(amax_of(value)))
 
     def of(self, kernel: keras.Variable) -> StateVariable | None:
         """Return the state variable of a kernel; None if it has none."""
@@ -174,8 +172,8 @@ class Float8State(keras.layers.Layer):
         # Files then hold another kernel, the one with adapters merged in:
         # what was observed of this one is not written.
         merged = layer is not None and layer.merges_adapters
-        earlier = backends.current.earlier_observation
-        kernels = [(each, earlier(each)) for each in self.matrices]
+        observed_earlier = backends.current.earlier_observation
+        kernels = [(each, observed_earlier(each)) for each in self.matrices]
         for key, value in state_for_file(texts, kernels, merged).items():
             store[key] = value
 

@@ -40,7 +40,6 @@ _MOVED = (
     "does; `keras_policy_ext.inspect(model)` shows them."
 )
 
-
 SUFFIX = "_amax"
 """The suffix of a state variable's name; a LayoutMap for kernels skips it."""
 
@@ -69,13 +68,13 @@ class StateVariable(
 ):
     """A float8 state, a variable that Keras overwrites with its "gradient".
 
-    An observation is entered into the state by assigning it; see
-    `numerics.observations`. Zeros, JAX's gradient of an unused variable, leave
-    the state unchanged.
+    An observation, what a step has seen, is entered into the state by assigning
+    it; see `numerics.observations`. A value is *settled* if it is a state
+    itself. Zeros, JAX's gradient of an unused variable, leave the state
+    unchanged. The kernel is *ahead* where it was assigned and the state not.
     """
 
-    # Observations since the last assignment, on a framework that stores them
-    # with the variable.
+    # Observations since the last assignment, where a framework keeps them here.
     observed: Any = None
 
     # Whether other code has changed this state: `warn_if_moved`.
@@ -145,8 +144,7 @@ class StateVariable(
         """Assign an observation or a state; do not check the kernel's amax."""
         if self.is_stand_in(value):
             # Nothing was observed. On PyTorch observations wait for the step
-            # of the optimizer, and between two batches of one step there is
-            # none.
+            # of the optimizer, which comes after all batches of the step.
             return self.value
         self._check_shape(value)
         self.check(value)
@@ -156,12 +154,13 @@ class StateVariable(
             value = np.array(value)  # Marks of valid rows are then exactly -1.
             value[_is_sealed(value[:, 0]), 0] = VALID_MARK
             self._kernel_rows_hash = _hash_of_kernel_rows(value)
-            if self.observed is not None:
+            if self.observed is not None:  # Those are of the former state.
                 self.observed.replaced()
         self.uses = 0
         value = backends.current.as_value_of(self, value)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
+            # The state after this observation; None: it is stored.
             value = backends.current.assigned(self, value)
         assigned = self.value if value is None else super().assign(value)
         if readable or settled:
@@ -175,8 +174,7 @@ class StateVariable(
         @property
         def value(self) -> Any:
             """The state; it includes the amax of the kernel's current value."""
-            # A compiled step takes values that are read here, and cannot read
-            # the variables.
+            # Here, since a compiled step gets values, and reads no variables.
             if self._kernel_ahead > 0 and not variable_values.is_stateless():
                 self.catch_up()
             return super().value
@@ -192,6 +190,7 @@ class StateVariable(
             self._kernel_ahead, self._assigned_since_look = 0, False
             self._kernel_version = self._version_of_kernel()
         elif not variable_values.is_untold():
+            # Below 0 the state was assigned first; the kernel may follow once.
             self._kernel_ahead = max(self._kernel_ahead - 1, -1)
 
     def _count_unchanged(self) -> None:
@@ -209,7 +208,8 @@ class StateVariable(
     @override
     def assigned_beside(self) -> None:
         # A loop may assign kernels and states in any order: the kernel is
-        # ahead where it was assigned more often.
+        # ahead where it was assigned more often. Where no graph keeps the
+        # state, it catches up when it is read next: see `value`, `look_at`.
         self._kernel_ahead += 1
         if (
             self._kernel_ahead > 0
@@ -234,9 +234,10 @@ class StateVariable(
         if is_new or self._kernel_ahead > 0:
             if variable_values.is_stateless():
                 return  # as for shapes alone: what is assigned does not last
-            seen = self._kernel_version is not None
+            was_looked_at = self._kernel_version is not None
+            # A step of an optimizer changes the kernel too, with the state.
             if self._kernel_ahead > 0 or (
-                seen and not self._assigned_since_look
+                was_looked_at and not self._assigned_since_look
             ):
                 self.catch_up()
         if is_new:
@@ -254,7 +255,7 @@ class StateVariable(
         state: Any = self
         attributes, pending = dict(vars(state)), state.observed
         observed = None if pending is None else dict(vars(pending))
-        was_seen = (
+        was_up_to_date = (
             self._kernel_version is not None
             and self._kernel_version == self._version_of_kernel()
         )
@@ -264,7 +265,7 @@ class StateVariable(
             vars(state).update(attributes)
             if observed is not None:
                 vars(pending).update(observed)
-            if was_seen:
+            if was_up_to_date:  # The restored kernel has a new version.
                 self._kernel_version = self._version_of_kernel()
             self._watch()
 
@@ -293,8 +294,7 @@ class StateVariable(
         """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
-        how = self.recipe, beyond, self.matrices
-        settle = contractions.catching_up(*how)
+        settle = contractions.catching_up(self.recipe, beyond, self.matrices)
         amax = self.amax_of(kernel)
         return backends.current.settle_here(settle, amax, matrix)
 
@@ -330,7 +330,7 @@ class StateVariable(
         value = backends.current.known_value(self)
         if value is None or value is self._checked_value:
             return
-        # On JAX each assignment brings another array.
+        # A changed JAX array is another object; NumPy's may change in place.
         self._checked_value = None if isinstance(value, np.ndarray) else value
         value = np.asarray(value)
         if self._has_warned or _moved_rows(value).any():
@@ -368,7 +368,7 @@ class StateVariable(
                 # What settling comes to, without its thirty operations.
                 matrix[row, 0] = VALID_MARK
                 layout.history(matrix)[row, 0] = amax
-            else:
+            else:  # An observation: one use, and its amax.
                 matrix[row] = 0.0
                 matrix[row, :2] = UNIT, UNIT * amax
         self.enter(matrix)
@@ -437,7 +437,7 @@ class StateVariable(
             value.shape != tuple(self.shape)  # Keras says so.
         ):
             return
-        uses = value[:, 0]
+        uses = value[:, 0]  # In a row of a state it is a mark, below 0.
         settled = value[uses < 0]
         is_state = bool(_is_state(settled[:, 0]).all())
         if not (
@@ -471,7 +471,7 @@ class StateVariable(
 def _hash_of_kernel_rows(value: np.ndarray) -> int:
     """Return a hash of a state's rows for the kernel, to detect changes."""
     third = len(value) // len(OPERANDS)
-    rows = value[third : 2 * third] if third else value
+    rows = value[third : 2 * third] if third else value  # One row of steps.
     return hash(rows.astype("float32").tobytes())
 
 

@@ -60,7 +60,7 @@ def of_floating_tensors(
     kind = None if compiling else contractions.preferred()
 
     def bound(*tensors: Tensor, **_: Any) -> Tensor:
-        # Keras hands on `training` besides, which is among the leaves.
+        # `**_`: Keras passes `training` again, which is among the leaves.
         given = iter(tensors)
         merged = [
             next(given) if is_given else leaf

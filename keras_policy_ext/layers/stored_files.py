@@ -105,7 +105,7 @@ def _pairs(
     ]
     names = saved.names
     taken = {each.name for each in own} & set(names)
-    rest = iter([name for name in names if name not in taken])
+    unmatched = iter([name for name in names if name not in taken])
     if len(own) != len(names):
         raise ValueError(
             f"Layer {layer.path!r} has other weights than the file. Received: "
@@ -113,12 +113,15 @@ def _pairs(
             f"{', '.join(each.name for each in own)}. Build the model with "
             "the arguments of the saved one."
         )
-    return [(v, v.name if v.name in taken else next(rest)) for v in own]
+    return [(v, v.name if v.name in taken else next(unmatched)) for v in own]
 
 
 def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
-    """Return the value for a weight from a file; raise if it does not fit."""
-    is_codes = name in saved.summed
+    """Return the value for a weight from a file; raise if it does not fit.
+
+    It is an array, or for a kernel what `StoredVariable.take` takes.
+    """
+    is_codes = name in saved.summed  # The header has axes of kernels alone.
     if is_codes != isinstance(variable, StoredVariable):
         kinds = ("codes", "floats") if is_codes else ("floats", "codes")
         raise saved.damaged(

@@ -61,8 +61,7 @@ class StoredConstant(keras.Variable):
 class StoredCodes(keras.Variable):
     """The variable of a stored kernel's codes, uint8, in the kernel's shape."""
 
-    # The variable that dequantizes the codes, while a layer being built holds
-    # the codes in an attribute.
+    # The variable that dequantizes the codes, while the layer is being built.
     read: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
@@ -226,13 +225,13 @@ def add_stored(
     The caller puts its codes into an attribute of the layer;
     `read_as_numbers` later replaces them by the kernel.
     """
-    # Loaded here, and not in the first call, which a compiler may trace.
+    # Imported here, and not in the first call, which a compiler may trace.
     _ = backends.engine
     codes = None if stored is None else stored.codes
     path = layer.path or layer.name
     with scope_of_path(path):
-        made = StoredCodes(shape, name, codes)
-    variable = StoredVariable(made, axes, recipe, layer.variable_dtype)
+        held_codes = StoredCodes(shape, name, codes)
+    variable = StoredVariable(held_codes, axes, recipe, layer.variable_dtype)
     state, name = layer.float8_state, variable.name
     with scope_of_path(path), keras.name_scope(state.name):
         variable.scale = _constant(
@@ -301,6 +300,7 @@ def _name_of(dtype: Any) -> str:
 def _constant(
     shape: tuple[int, ...], name: str, value: Tensor
 ) -> StoredConstant:
+    """Create a float32 variable of a stored kernel; ones for None."""
     if value is not None:
         value = np.asarray(value, "float32")
     return StoredConstant(
@@ -364,6 +364,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     """Raise ValueError if a policy needs kernels stored in another form."""
     recipe = getattr(policy, "recipe", None)
     stores = recipe is not None and not recipe.trains
+    # Any policy fits a layer without kernels, or float kernels that stay such.
     if not (
         layer.float8_controller.kernel_paths and (stores or layer.is_frozen)
     ):
@@ -384,6 +385,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
     """Return the weights of a built layer that freezing it as `form` stores."""
     own = walking.own_weights(layer)
+    # Such a class says which by `add_weight(..., float8=...)`.
     if layer.__class__ is form and form.float8_kernels is None:
         return list(layer.float8_contracted)
     return [

@@ -19,8 +19,8 @@ import numpy as np
 
 from keras_policy_ext._keras import built_layers, variable_values
 
-# Their own methods are used, not those of the subclasses of Keras and
-# TensorFlow, which would track what is put back as if it were new.
+# The methods of these classes are used, not those of the subclasses of Keras
+# and TensorFlow, which would track what is put back as if it were new.
 _BASES = (dict, list, set)
 
 _Content = tuple[Any, Any, list[Any]]
@@ -83,7 +83,7 @@ class _Memory:
         objects = [*objects, *([] if controller is None else [controller])]
         self._attributes = [(each, dict(vars(each))) for each in objects]
         held = [x for _, values in self._attributes for x in values.values()]
-        self._companions = [
+        self._put_backs = [
             each.memory()
             for each in held
             if isinstance(each, variable_values.Companion)
@@ -107,7 +107,7 @@ class _Memory:
 
     def restore_companions(self) -> None:
         """Restore what float8 state variables recorded about their kernels."""
-        for put_back in self._companions:
+        for put_back in self._put_backs:
             put_back()
 
 
@@ -135,7 +135,7 @@ def _refill(contents: list[_Content]) -> None:
     for (container, base, entries), (*_, present) in zip(
         contents, now, strict=True
     ):
-        if len(present) == len(entries):
+        if len(present) == len(entries):  # Then nothing may have changed.
             pairs: Any = (present, entries)
             if issubclass(base, dict):
                 pairs = map(itertools.chain.from_iterable, pairs)

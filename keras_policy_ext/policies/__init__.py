@@ -108,6 +108,7 @@ def set_dtype_policy(policy: object) -> None:
 
 
 def _state_of(policy: object) -> _global.State:
+    """Return what to store for a policy; None follows the floatx."""
     if policy is None:
         floatx = keras.config.floatx()
         _plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
@@ -202,12 +203,12 @@ def carry_policy(function: _F) -> _F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _global.snapshot()
+        own = _global.snapshot()  # Of the thread that runs the function.
         _global.restore(carried)
         try:
             return function(*args, **kwargs)
         finally:
-            _global.restore(before)
+            _global.restore(own)
 
     return run  # type: ignore[return-value]
 

@@ -59,6 +59,7 @@ SCOPES = _scopes.Scopes("policy_scope", snapshot, restore)
 
 
 def _is_floatx_of(stored: keras.DTypePolicy | None, floatx: str) -> bool:
+    """Return True if a policy is that of a floatx which has changed since."""
     now = keras.config.floatx()
     return now != floatx and (
         stored is None or (_plain.is_plain(stored) and stored.name == floatx)

@@ -83,7 +83,8 @@ def merge_recipes(
 def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
     """Return a recipe with the scales of this device if its own are open.
 
-    They are open if its `power_of_two` is None.
+    They are open if its `power_of_two` is None. Some devices compute faster
+    with powers of two, unless bfloat16 holds the scaled values exactly.
     """
     if not is_open(recipe):
         return recipe

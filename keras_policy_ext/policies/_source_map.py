@@ -41,7 +41,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return self._source_policy
 
     def __getitem__(self, key: str) -> keras.DTypePolicy:
-        # That of all paths: stock layers compute as the source policy says.
+        # For any path: stock layers compute as the source policy says.
         return self._source_policy
 
     def __setitem__(self, key: str, policy: object) -> None:
@@ -86,6 +86,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         custom_objects: Mapping[str, object] | None = None,
     ) -> Self:
         """Build the policy from the dict of its `get_config()`."""
+        # Keras passes `custom_objects`; a policy has no objects in its config.
         return cls(**config)
 
     def _key(self) -> tuple[object, ...]:
@@ -104,6 +105,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         )
 
     def _instead_of_writing(self, key: object) -> str:
+        """Return a sentence for the error, if there is another way."""
         return ""
 
 

@@ -20,7 +20,6 @@ _ALLOWED = (
     "Keras policy such as 'int8_from_float32'"
 )
 
-
 Rules = tuple[tuple[str, keras.DTypePolicy | None], ...]
 
 
@@ -149,7 +148,7 @@ class Float8DTypePolicy(SourceMap):
         return self._without_rules
 
     def __getitem__(self, key: str) -> keras.DTypePolicy:
-        # Keras asks seven times in the call of a layer.
+        # Fast without rules: Keras asks seven times in the call of a layer.
         if not self._rules:
             return self._source_policy
         policy = self.for_path(key)
@@ -196,6 +195,7 @@ class Float8DTypePolicy(SourceMap):
         A recipe that does not say whether its scales are powers of two has
         powers of two, as in the versions that did not write it.
         """
+        # Keras passes `custom_objects`, which `config` has none of.
         fields = dict(config)
         if fields.get("recipe") is not None:
             recipe = recipes.get(fields["recipe"])
@@ -345,7 +345,7 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
 
 def _from_legacy(config: object) -> keras.DTypePolicy:
     """Build a policy from the config dict of tf_keras's `Policy`."""
-    # It has a name and maybe a loss scale, which is else Keras's default.
+    # It has a name and maybe a loss scale; "auto" is Keras's default.
     fields = dict(config) if isinstance(config, Mapping) else {}
     name = fields.pop("name", None)
     loss_scale = fields.pop("loss_scale", "auto")
@@ -415,6 +415,7 @@ def _hint(identifier: object) -> str:
 
 
 def _read_source(identifier: object) -> _Given:
+    """Split the source argument of a policy into its parts."""
     if _is_full_name(identifier):
         name = policy_names.parse(identifier)
         recipe = None if name.spec is None else recipes.parse(name.spec)
@@ -426,6 +427,7 @@ def _read_source(identifier: object) -> _Given:
     except ValueError as error:
         full = ", or a full name such as 'float8_from_<source>'"
         raise ValueError(_wrong_source(identifier, full)) from error
+    # The global policy may be a map of Keras, whose default counts.
     while identifier is None and is_stock_map(policy):
         policy = as_float8(policy.default_policy)
     if not isinstance(policy, Float8DTypePolicy):

@@ -124,6 +124,7 @@ def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
             return
         file.seek(info.header_offset)
         header = file.read(_LOCAL_HEADER)
+        # The lengths of the two fields between the header and the content.
         name, extra = (
             int.from_bytes(header[at : at + 2], "little") for at in (26, 28)
         )
@@ -313,6 +314,7 @@ def _is_file(path: PathLike) -> bool:
 
 
 def _check_archive(path: PathLike) -> None:
+    """Raise if a `.keras` file is unsafe, damaged, or no Keras model."""
     try:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()

@@ -39,9 +39,7 @@ _POLICY = "QuantizedFloat8DTypePolicy"
 
 
 @contextlib.contextmanager
-def rewritten_model(
-    path: PathLike,
-) -> Iterator[PathLike]:
+def rewritten_model(path: PathLike) -> Iterator[PathLike]:
     """In the block, a copy of a model saved by Keras's float8 can be loaded.
 
     It yields the path, or that of a temporary folder with the converted model.
@@ -69,9 +67,7 @@ def rewritten_model(
 
 
 @contextlib.contextmanager
-def rewritten_weights(
-    path: PathLike,
-) -> Iterator[PathLike]:
+def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
     """In the block, a copy of weights of Keras's float8 can be loaded.
 
     They are in a file of weights or of a model. It yields the path, or that of
@@ -151,7 +147,7 @@ def load_model(
     compiled = _input_files.json_in(text, path).get("compile_config")
 
     def made() -> keras.Model:
-        # From the text each time: layers take out of a config what they read.
+        # From the text each time, since layers remove from it what they read.
         config = json.loads(text)
         config.pop("compile_config", None)
         return saving_hooks.model_of(config, custom_objects, safe_mode)
@@ -160,7 +156,7 @@ def load_model(
         with frozen_when_built(weights):
             model = made()
         if freezing.shares_stored_kernels(model):
-            # In float: what else holds them would go on to read zeros.
+            # In floats: other holders of a kernel would go on to read zeros.
             model = made()
         freeze_as_saved(model, weights)
         if compile and compiled:
@@ -186,7 +182,7 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
 
     def freeze(layer: keras.Layer) -> None:
         form = freezing.form_to_freeze(layer)
-        if form is None:
+        if form is None:  # It has nothing of its own to freeze.
             _enter_composite(layer)
         elif stored_weights.kernels_to_store(layer, form):
             source = source_policy_of(layer).name
@@ -246,22 +242,23 @@ def dequantized(path: PathLike) -> Iterator[PathLike]:
 def _dequantize(group: h5py.Group) -> None:
     """Rewrite a frozen layer's group with float weights, LoRA merged in."""
     frozen = FrozenWeights.of(group, group.name)
-    values: list[Any] = []
-    rest: list[Any] = []
+    kernels: list[Any] = []
+    others: list[Any] = []
     adapters: list[Any] = []
     for name in frozen.names:
-        if name in frozen.summed:
-            values.append(frozen.kernel(name).dequantized())
+        if name in frozen.summed:  # The header has axes of kernels alone.
+            kernels.append(frozen.kernel(name).dequantized())
         else:
-            values_of = adapters if name.startswith("lora_") else rest
-            values_of.append(frozen.array(name))
-    if frozen.lora:
+            into = adapters if name.startswith("lora_") else others
+            into.append(frozen.array(name))
+    if frozen.lora:  # It adapts the first kernel, or the embeddings.
         a, b = adapters
         scale = frozen.lora["alpha"] / frozen.lora["rank"]
-        values[0] = values[0] + scale * (a @ b)
+        kernels[0] = kernels[0] + scale * (a @ b)
     for key in list(group):
         del group[key]
-    for number, value in enumerate([*values, *rest]):
+    # As Keras saves a layer: weights by number, the kernels first.
+    for number, value in enumerate([*kernels, *others]):
         group[str(number)] = value
 
 
@@ -270,6 +267,7 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
     form = freezing.form_to_freeze(layer)
     if form is None or name is None or form.float8_kernels is None:
         return False
+    # The classes of layers tell kernels by name: any shape will do.
     weight: Any = stored_weights.Weight(name, (1, 1), "float32")
     return bool(form.is_stored_kernel(layer, weight))
 
@@ -285,10 +283,10 @@ def _enter_composite(layer: keras.Layer) -> None:
 def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
     """Freeze a layer by a recipe; thaw it if the recipe is None."""
     policy = float8_policy_of(layer)
-    held = None if policy is None or policy.recipe.trains else policy.recipe
-    if held == recipe:
+    current = None if policy is None or policy.recipe.trains else policy.recipe
+    if current == recipe:
         return
-    if held is not None:
+    if current is not None:
         to_stock_class(layer)
     if recipe is None:
         return

@@ -118,20 +118,20 @@ def policies_of_models(model: Any) -> dict[str, Any]:
         [each.name, keras.dtype_policies.serialize(each.dtype_policy)]
         for each in _models(model)
     ]
-    several: list[Any] = []
+    distinct: list[Any] = []
     layers: list[list[Any]] = []
     for each in _others(model):
-        number = None
+        number = None  # Of its policy in `distinct`; None to leave it.
         policy = each.dtype_policy
         is_float8 = isinstance(policy, policies.Float8DTypePolicy)
         can_follow = is_float8 or is_plain(policy)
         if can_follow and not isinstance(each, Float8Mixin):
             policy = keras.dtype_policies.serialize(policy)
-            if policy not in several:
-                several.append(policy)
-            number = several.index(policy)
+            if policy not in distinct:
+                distinct.append(policy)
+            number = distinct.index(policy)
         layers.append([type(each).__name__, number])
-    return {_KEY: {_POLICIES: models, _OF_LAYERS: [several, layers]}}
+    return {_KEY: {_POLICIES: models, _OF_LAYERS: [distinct, layers]}}
 
 
 def is_plain(policy: Any) -> bool:
@@ -142,7 +142,8 @@ def is_plain(policy: Any) -> bool:
 
 def saved_under(path: PathLike, config: Any) -> keras.DTypePolicy | None:
     """Return the policy of the model in a file, without float8, or None."""
-    # Layers that others make in their constructors have the global policy.
+    # It is made global for loading, since layers that others make in their
+    # constructors have the global policy.
     models = _read(path)[0]
     name = (config.get("config") or {}).get("name")
     policy = models[0][1] if models and models[0][0] == name else None
@@ -156,14 +157,14 @@ def restore_policies(model: keras.Layer, path: PathLike) -> None:
     Nothing changes if the file has no policies, or lists other models than the
     loaded ones. A ValueError says that its entry is not a list of policies.
     """
-    saved_models, several, layers = _read(path)
+    saved_models, distinct, layers = _read(path)
     others = _others(model)
     if [name for name, _ in layers] == [type(x).__name__ for x in others]:
         for each, (_, number) in zip(others, layers, strict=True):
             if number is None or isinstance(each, Float8Mixin):
                 continue
-            if each.dtype_policy != several[number]:
-                global_policy.replace_layer_policy(each, several[number])
+            if each.dtype_policy != distinct[number]:
+                global_policy.replace_layer_policy(each, distinct[number])
     models = _models(model)
     if [name for name, _ in saved_models] != [each.name for each in models]:
         return
@@ -202,13 +203,13 @@ def _read(path: PathLike) -> _Policies:
             return [], [], []
         entries = metadata[_KEY][_POLICIES]
         models = [(str(name), policies.get(dict(x))) for name, x in entries]
-        several, numbers = metadata[_KEY].get(_OF_LAYERS, ([], []))
-        others = [policies.get(dict(each)) for each in several]
+        configs, numbers = metadata[_KEY].get(_OF_LAYERS, ([], []))
+        distinct = [policies.get(dict(each)) for each in configs]
+        valid = range(len(distinct))  # A number beyond it is an IndexError.
         layers = [
-            (str(name), None if n is None else range(len(others))[n])
-            for name, n in numbers
+            (str(name), None if n is None else valid[n]) for name, n in numbers
         ]
-        return models, others, layers
+        return models, distinct, layers
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"The policies of the models in this file cannot be read. "

@@ -144,7 +144,7 @@ def _load_model(
         _policy_of_file(path, config),
     ):
         model = load(path, custom_objects, **options)
-    # In a legacy file no layer has a group of its own.
+    # In a legacy file no layer has a group, which would name its policy.
     differing = []
     if not legacy:
         keras_hooks.restore_policies(model, path)
@@ -155,8 +155,8 @@ def _load_model(
         with files.weights_of(path) as weights:
             loaded_again = training.restore(model, weights)
             if differing:
-                twice = _load_as_saved(model, weights, differing)
-                loaded_again = twice or loaded_again
+                was_twice = _load_as_saved(model, weights, differing)
+                loaded_again = was_twice or loaded_again
             elif loaded_again:
                 files.load(model, weights)
     # What Keras skipped, such as the variables of an optimizer, is loaded now.
@@ -244,17 +244,18 @@ def _load_as_saved(
 ) -> bool:
     """Load weights and float8 policies; return True if it loaded them twice."""
     saved_layers = _read(model, weights, places)
-    before = _optimizer_sizes(model)
+    sizes = _optimizer_sizes(model)
     with training.continued(model), training.replicas(model):
         for each in saved_layers:
             _restore_float8(*each)
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
-    again = _optimizer_sizes(model) != before
-    if again:
+    # Keras skips an optimizer whose number of variables is not the file's.
+    sizes_changed = _optimizer_sizes(model) != sizes
+    if sizes_changed:
         files.load(model, weights)
-    return again
+    return sizes_changed
 
 
 def _for_layers_of(
@@ -303,6 +304,7 @@ def _handing_on(
         with layer.float8_state.capture_entries(take):
             yield
         return
+    # For the block a stock layer gets a state, which Keras's loader finds.
     with built_layers.unlocked(layer):
         layer.float8_state = Float8State()
     try:
