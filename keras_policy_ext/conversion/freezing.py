@@ -139,8 +139,9 @@ def freeze(
         weights=weights, per=granularity, activations=activations
     )
     _check_trained(trained_scales, granularity)
-    if filter == "auto":  # Its class may be missing: it is an extension's.
-        raise ValueError(_no_filter(filter))
+    given: object = filter
+    if given == "auto":  # Its class may be missing: it is an extension's.
+        raise ValueError(_no_filter(given))
     selection = Selection.read(include, exclude, filter, None)
     if isinstance(selection.filter, candidates.SizeFilter):
         raise ValueError(_no_filter(filter))
