@@ -111,10 +111,7 @@ _TPU = "Google Cloud TPU documentation, System architecture; libtpu 0.0.52"
 
 
 def _nvidia(
-    title: str,
-    *scales: str,
-    narrow: str = "bfloat16",
-    one_layout: bool = False,
+    title: str, *scales: str, narrow: str = "bfloat16", one_layout: bool = False
 ) -> Device:
     return Device(
         title=title,

@@ -13,10 +13,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.traced_programs import (
-    Flow,
-    TracedProgram,
-)
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
 

@@ -99,7 +99,7 @@ class Flow:
     def finish(self, outputs: Iterable[Hashable]) -> None:
         """Set `returned`; positions that are returned count as used."""
         seen = [self._of(key) for key in outputs]
-        self._use(seen)
+        self._count_positions_as_used(seen)
         self.returned = [each.reached for each in seen]
 
     def new_call(self, through: Through, results: int) -> int:
@@ -129,9 +129,12 @@ class Flow:
         operands: Iterable[Hashable],
         results: Iterable[Hashable],
     ) -> None:
-        """Follow a marked call."""
+        """Give the results of a marked call the sources that its map finds.
+
+        The operands' positions count as used, since the call is not followed.
+        """
         seen = [self._of(key) for key in operands]
-        self._use(seen)
+        self._count_positions_as_used(seen)
         found = self._calls[number].through([each.reached for each in seen])
         for key, reached in zip(results, found, strict=True):
             self._put(key, _Seen(reached))
@@ -155,13 +158,13 @@ class Flow:
         positions = NONE.union(*(each.positions for each in seen))
         names = [(key, str(dtype)) for key, dtype in results]
         # A cast or another shape of positions does not use them.
-        alone = (
+        keeps_positions = (
             kind == "other"
             and len(seen) == 1
             and not any("float" in dtype for _, dtype in names)
         )
-        if not alone:
-            self._use(seen)
+        if not keeps_positions:
+            self._count_positions_as_used(seen)
         for key, dtype in names:
             found = _Seen()
             if kind == "product":
@@ -170,7 +173,7 @@ class Flow:
                 found = _Seen(reached, reached if kind == "choice" else ranked)
             elif kind == "choice":
                 found = _Seen(positions=reached)
-            elif alone:
+            elif keeps_positions:
                 found = _Seen(positions=positions)
             elif "bool" in dtype:
                 found = _Seen(positions=ranked)
@@ -186,7 +189,7 @@ class Flow:
         else:
             self._seen.pop(key, None)
 
-    def _use(self, seen: Iterable[_Seen]) -> None:
+    def _count_positions_as_used(self, seen: Iterable[_Seen]) -> None:
         self.chosen.update(x.positions for x in seen if x.positions)
 
 

@@ -173,10 +173,8 @@ def simplified(
     framework = backends.current
     if framework.known_any(reading.unseen) is False:
         return HistoryScales(reading.scales, None)
-    lately = bool(state) and framework.seen_lately(*state)
-    return (
-        dataclasses.replace(reading, seen_lately=lately) if lately else reading
-    )
+    seen = bool(state) and framework.seen_lately(*state)
+    return dataclasses.replace(reading, seen_lately=seen) if seen else reading
 
 
 class BoundPlan(BoundOperation):
@@ -349,9 +347,7 @@ class BoundPlan(BoundOperation):
             if amaxes is None:
                 return ops.zeros_like(state)
             if self._is_inference:
-                return self._of_kernel(
-                    amaxes[1], residuals.reading, state, slot
-                )
+                return self._outgrown(amaxes[1], residuals.reading, state, slot)
             numbers = [*amaxes, outputs_grad_amax]
         elif self._is_inference:
             # A state that counts steps counts those of training.
@@ -374,7 +370,7 @@ class BoundPlan(BoundOperation):
         found: Tensor = self._source.observation(numbers, slot)
         return found
 
-    def _of_kernel(
+    def _outgrown(
         self,
         amax: Tensor,
         reading: StateReading | None,

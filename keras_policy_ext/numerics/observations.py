@@ -57,7 +57,6 @@ a power of two, so that amaxes from 2^-102 on are exact; smaller ones may
 become 0.
 """
 
-
 SLOTS = 8
 """The number of uses of a layer in one step that have separate slots."""
 

@@ -129,11 +129,7 @@ class Quantized:
         then become codes. Unquantized and narrow tensors are returned
         unchanged.
         """
-        quantization, values, scale = (
-            self.quantization,
-            self.values,
-            self.scale,
-        )
+        quantization, values, scale = self.quantization, self.values, self.scale
         if quantization is None or dtype == "float32":
             return self
         narrow_scales = quantization.scale_format != "float32"

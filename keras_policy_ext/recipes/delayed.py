@@ -22,7 +22,6 @@ from keras_policy_ext.recipes.recipe import Recipe
 
 _E4M3 = formats.get(formats.ALIASES["e4m3"])
 
-
 LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
 """The largest `margin`; beyond it every value in e4m3fn rounds to 0."""
 

@@ -63,9 +63,7 @@ class Recipe:
             _register(cls)
 
     def __post_init__(self) -> None:
-        defaults = {
-            each.name: each.default for each in dataclasses.fields(self)
-        }
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for matmul in MATMULS:
             allowed = (str(defaults[matmul]), HIGH_PRECISION)
             if getattr(self, matmul) not in allowed:

@@ -23,10 +23,7 @@ from keras_policy_ext.backends.interface import (
 )
 from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
-from keras_policy_ext.backends.traced_programs import (
-    Flow,
-    TracedProgram,
-)
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 

@@ -299,10 +299,8 @@ def _gradients_backward(
     saved, observed, links, outputs_grad = residuals
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
-    derivatives = _second_derivatives(
-        how[0], saved, outputs_grad, *gradients[:2]
-    )
-    of_outputs_grad, *of_operands = derivatives
+    results = _second_derivatives(how[0], saved, outputs_grad, *gradients[:2])
+    of_outputs_grad, *of_operands = results
     return None, observed, tuple(of_operands), of_outputs_grad, None
 
 

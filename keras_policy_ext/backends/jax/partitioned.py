@@ -184,14 +184,9 @@ def _partition(
         x = partition.only_inside(x)
         return kernel(partition.shards, x, *scalars)
 
-    of_scalars = jax.tree.map(lambda _: partition.of(""), operands[1:])
+    scalars = jax.tree.map(lambda _: partition.of(""), operands[1:])
     shardings = tuple(map(partition.of, kernel.results))
-    return (
-        partition.mesh,
-        on_shard,
-        shardings,
-        (partition.of("ij"), *of_scalars),
-    )
+    return partition.mesh, on_shard, shardings, (partition.of("ij"), *scalars)
 
 
 def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:

@@ -94,9 +94,7 @@ class PallasRowCasts(RowCasts):
         sums: bool = False,
     ) -> RowCastsOfBoth:
         quantizations = plain, across
-        formats = [
-            None if each is None else each.format for each in quantizations
-        ]
+        formats = [None if q is None else q.format for q in quantizations]
         how = How(formats[0], formats[1], sums, self._interpreted)
         kernel = CastsOfRows(how, plain, across)
         *casts, column_sums = partitioned.run(kernel, matrix)

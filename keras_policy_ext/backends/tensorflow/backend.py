@@ -420,15 +420,13 @@ def _shared_forward(
     """Return a forward pass compiled for an operation and shapes."""
     # All that the graph depends on is in the cache key: the shapes, and whether
     # a loop stacks its results.
-    observe = operation.training is True
+    trains = operation.training is True
 
     def forward(
         inputs: Tensor, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> list[Tensor]:
-        outputs, residuals = operation.bound.forward(
-            inputs, kernel, state, observe
-        )
-        leaves = residuals.leaves(_narrows(operation, inputs, kernel))
+        outputs, saved = operation.bound.forward(inputs, kernel, state, trains)
+        leaves = saved.leaves(_narrows(operation, inputs, kernel))
         return [outputs, *leaves]
 
     return CompiledPass(forward)

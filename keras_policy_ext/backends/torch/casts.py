@@ -227,6 +227,7 @@ class TritonCasts(BothLayouts):
             return triton_casts.quantize_both_ways(
                 matrix, quantization, hint, wanted, self.interpreted
             )
+        # The compiler asks for shapes: nothing is computed.
         dtype, wide = getattr(torch, quantization.format), torch.float32
         m, k = matrix.shape
         tiles = (triton_casts.number_of_tiles(m, k),)
@@ -285,7 +286,7 @@ class TritonStates(StateKernels):
     ) -> Tensor:
         previous = previous.contiguous()
         settled = torch.empty_like(previous)
-        settle = self._settling(source, 0, previous.device)
+        settle = self._settling(source, 0, previous.device)  # no observations
         settle(value.contiguous(), [], previous, settled)
         return settled
 
@@ -324,7 +325,7 @@ def lacking() -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     try:
-        with _numbers():
+        with _real_tensors():
             if _gives_our_codes():
                 return None
     # A compiler may raise anything on a device that nobody has tried. It is
@@ -334,7 +335,7 @@ def lacking() -> str | None:
     return "Triton does not cast here as PyTorch does"
 
 
-def _numbers() -> contextlib.AbstractContextManager[Any]:
+def _real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Return a context that makes real tensors, even while fake ones trace."""
     # Not public (torch 2.11 to 2.13). Without it, Triton is not used if the
     # first call is traced.
@@ -354,7 +355,7 @@ def tells_the_host() -> bool:
     """
     source = DelayedSource(DelayedScaling())
     try:
-        with _numbers():
+        with _real_tensors():
             state = torch.zeros(source.state_shape, device="cuda")
             state[:, 0], state[:, -1] = -1.0, 1.0
             flags = observations.pinned_flags(len(state))
@@ -374,10 +375,12 @@ def tells_the_host() -> bool:
 
 
 def _gives_our_codes() -> bool:
+    """Return True if a cast of every bfloat16 gives the codes of PyTorch."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
     x = every.view(torch.bfloat16).reshape(256, 256)
     x = torch.where(torch.isnan(x), 0.0, x)
     for name in FAMILIES["ocp"]:
+        # The kernel divides by a scale as small as the second in another way.
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
             expected = _bits(narrow_cast(x, scale, name))
             hint = ScaleHint(scale, None, ScaleRule(inverted=True))

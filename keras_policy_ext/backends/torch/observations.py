@@ -151,6 +151,7 @@ def merged(value: Tensor, observations: list[Tensor]) -> Tensor:
     """
     if not observations:
         return value
+    # A settled row begins with a negative mark.
     largest = functools.reduce(torch.maximum, [value, *observations])
     return torch.where(value[:, :1] < 0.0, value, _counted(largest))
 
@@ -185,9 +186,8 @@ def changed_value(variable: keras.Variable) -> Tensor | None:
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
     is_float32 = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    is_float32 = (
-        is_float32 and tensor.dtype == torch.float32
-    )  # not cast by `to`
+    # A call of `to` may have cast it.
+    is_float32 = is_float32 and tensor.dtype == torch.float32
     if observed is None or not is_float32 or tensor.device.type != "cpu":
         return None
     if tensor._version == observed.version:
@@ -314,6 +314,7 @@ def _counted(largest: Tensor) -> Tensor:
 
 
 def _is_settled(value: Tensor) -> bool:
+    """Return True for a state, whose rows begin with a negative mark."""
     return bool((value[:, 0] < 0.0).all())
 
 

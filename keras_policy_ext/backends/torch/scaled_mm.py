@@ -146,7 +146,7 @@ class ScaledMMOfRows(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # Where `ScaledMM` is there.
+        # As of `ScaledMM`: row scales that it lacks multiply the output.
         return _refusal(request) or _slower_on_a_cpu(request)
 
     @override
@@ -165,10 +165,8 @@ class ScaledMMOfRows(NativeMatmul):
         is_allowed = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
         if is_allowed and torch_devices.scales_rows(x.device):
             scales = _row_scales(a), _row_scales(b)
-            product = _scaled_mm(
-                x, y, *scales, torch.bfloat16, fast, self._bias
-            )
-            return product.unsqueeze(0)
+            output = _scaled_mm(x, y, *scales, torch.bfloat16, fast, self._bias)
+            return output.unsqueeze(0)
         one = a.scale.new_ones(())
         product = _scaled_mm(x, y, one, one, torch.float32, fast).unsqueeze(0)
         product = times_scales(product, a, b, torch.Tensor.mul_)
