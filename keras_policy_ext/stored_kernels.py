@@ -45,8 +45,7 @@ class Axes(NamedTuple):
     """The axes of a kernel: those that a matmul sums over, and the others.
 
     Attributes:
-        summed: The summed axes, in the order in which they form the columns of
-            `matrix`.
+        summed: The summed axes, in their order in the columns of `matrix`.
         free: All other axes, in the order in which they form its rows.
     """
 

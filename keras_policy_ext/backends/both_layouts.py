@@ -99,8 +99,7 @@ class QuantizedForBoth(NamedTuple):
         first: For the first matmul; the home matrix if cast in both layouts.
         second: For the second matmul. If cast in both layouts, this is the home
             matrix too; its transpose has the memory layout of that matmul.
-        amax: Float32, the amax of the operand or of each tile; None if it was
-            not requested.
+        amax: Float32, that of the operand or of each tile; None if not wanted.
     """
 
     first: Quantized

@@ -23,15 +23,13 @@ class Device:
         title: Its name in a sentence.
         maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, or
             `"unknown"`.
-        float8: The family of `formats.FAMILIES` that its matmuls read, or
-            None.
+        float8: The family of `formats.FAMILIES` that its matmuls read, or None.
         scales: The kinds of scales that its float8 matmuls accept: `"tensor"`,
             `"rows"`, `"blocks"` (of 128), `"mx"`. Other scales are applied to
             the output, or the matmul is emulated.
         one_layout: Whether its float8 matmuls read an operand in one layout
             only. An operand of two matmuls is then cast in both layouts.
-        holds_float8: Whether values can be cast to a float8 dtype and stored
-            in it.
+        holds_float8: Whether values can be cast to, and stored in, float8.
         multiplies_in: The dtype in which emulated matmuls multiply where that
             is exact: `"float32"`, or a faster 16-bit dtype with accumulation
             in float32.

@@ -45,8 +45,7 @@ class _Seen(NamedTuple):
     Attributes:
         reached: Those that the values come from.
         ranked: Those from whose values the largest or smallest were taken.
-        positions: Those in whose values these are the positions of entries
-            that were chosen.
+        positions: Those in whose values these are positions of chosen entries.
     """
 
     reached: Sources = NONE

@@ -115,10 +115,8 @@ class EinsumForm(NamedTuple):
         second: The term of the kernel.
         out: The term of the outputs.
         batch: Letters in both operands and in the output.
-        rows: Letters in the inputs and in the output, in the order of the
-            inputs.
-        columns: Letters in the kernel and in the output, in the order of the
-            output.
+        rows: Letters in the inputs and in the output, in the inputs' order.
+        columns: Letters in the kernel and in the output, in the output's order.
         contracted: Letters in both operands only.
     """
 
@@ -168,13 +166,16 @@ class EinsumForm(NamedTuple):
     ) -> tuple[Any, ...]:
         """Convert a list with an entry per operand axis to its matrix's axes.
 
-        A matrix axis gets the entry of the first axis flattened into it. It is
-        None if one of the other axes has an entry too.
+        An entry names the mesh axes that cut an axis, perhaps none. A matrix
+        axis gets that of the first axis flattened into it, or None if one of
+        the others is cut too.
         """
         term, free, summed = self._home(operand)
-        said = dict(zip(term, axes, strict=True))
+        cut_by = dict(zip(term, axes, strict=True))
         return tuple(
-            None if any(said[c] for c in group[1:]) else said.get(group[:1], ())
+            None
+            if any(cut_by[c] for c in group[1:])
+            else cut_by.get(group[:1], ())
             for group in (self.batch, free, summed)
         )
 

@@ -316,7 +316,7 @@ def frozen_plan(
 ) -> FrozenPlan:
     """Return a frozen contraction's plan for the current settings."""
     framework = backends.current
-    if framework.is_compiling():
+    if framework.is_compiling():  # `prefer` is read when the plan runs.
         return FrozenPlan(contraction, recipe, axes, dtype, None, False)
     return _plan_of(
         contraction,

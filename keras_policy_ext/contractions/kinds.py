@@ -198,8 +198,7 @@ class Einsum:
     def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
         """Return a bias as a vector with one value per output column, or None.
 
-        Return None if the bias varies between rows, or if several columns
-        share a value.
+        None if the bias varies between rows, or if columns share a value.
         """
         form, sizes = self.form, self.form.sizes(*shapes)
         columns = [sizes[c] for c in form.columns]
@@ -413,8 +412,7 @@ class ConvTranspose(Conv):
     """A transposed convolution, with the arguments of `ops.conv_transpose`.
 
     Attributes:
-        output_padding: Per spatial axis; None for the size that Keras
-            chooses.
+        output_padding: Per spatial axis; None to let Keras choose the size.
     """
 
     output_padding: tuple[int, ...] | None = None

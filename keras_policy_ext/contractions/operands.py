@@ -67,8 +67,7 @@ class Operands:
     def cast_for_both(self) -> dict[str, Quantization | None]:
         """By operand, the quantization one cast writes for both matmuls.
 
-        None unless both matmuls read the same values of one matrix, with one
-        scale.
+        None unless both matmuls read the same values of a matrix, with a scale.
         """
         shared = {}
         for operand in OPERANDS:
@@ -136,8 +135,7 @@ operands_of = functools.lru_cache(maxsize=1024)(Operands)
 
 def amax_of(operand: str) -> Any:
     """Return the function that computes the amax of this operand."""
-    # For an outputs gradient it reduces columns first, like the sum that is the
-    # gradient of a bias.
+    # For an outputs gradient it reduces columns first, like a bias's gradient.
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
 
@@ -211,8 +209,7 @@ class OperandUse:
         reads_transpose: Whether the matmul reads the transpose of the matrix
             that is quantized.
         is_stochastic: Whether it is rounded stochastically.
-        is_stored_in_float8: Whether a float8 matmul reads what is quantized
-            for this use.
+        is_stored_in_float8: Whether a float8 matmul reads what it quantizes.
     """
 
     def __init__(self, binding: Binding, operand: str, matmul: str):
@@ -322,6 +319,7 @@ class UseOfBothLayouts(OperandUse):
     """The use in one matmul of an operand that is stored in both layouts."""
 
     is_in_both_layouts: Callable[[Tensor], bool]
+    """That of the `OperandInBothLayouts`, asked for each tensor."""
 
     def read(self, operand: Quantized) -> Quantized:
         """Return the operand's matrix, in the layout that this matmul reads."""
@@ -391,11 +389,13 @@ class BoundOperand:
         reading, slot = options.reading, options.slot
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
+        # On a GPU the amax of a kernel is a pass that nothing else needs.
         if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
         wanted = options.observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
         saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
+        # Outputs read values without marks; a gradient reads them with.
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)
@@ -440,7 +440,7 @@ class OperandInBothLayouts(BoundOperand):
         return self._both.sums_columns and self.is_in_both_layouts(like)
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
-        """Return True if one cast writes this operand in both layouts."""
+        """Return True if the cast supports these values; else two casts run."""
         format_name = self._quantization.format
         return self._both.supports(values, self._dtype, format_name) is None
 
@@ -532,7 +532,11 @@ class OperandOfRows(BoundOperand):
 
 
 class OperandOfCodes(BoundOperand):
-    """A kernel that arrives as codes, which are gathered before."""
+    """A kernel that arrives as codes, which are gathered before the layer.
+
+    `x` is a tensor of `kpe.loops.gather_float8`. Its `read` returns the codes
+    for outputs, those for gradients and the amax: in float8 if narrow.
+    """
 
     def __init__(self, binding: Binding, operand: str):
         super().__init__(binding, operand)

@@ -50,8 +50,9 @@ def weighted_sum_of(activations: Recipe) -> Recipe:
         activations: The recipe for two activations.
 
     Returns:
-        A `WeightedSum` if no scale of `activations` is of two rows; otherwise
-        `activations`, also if its forward matmul is not in float8.
+        `activations` if its forward matmul is not in float8, or if one of its
+        scales covers several rows: a `WeightedSum` would let masked keys in.
+        Otherwise a `WeightedSum`.
     """
     asked: Any = activations.quantization("kernel", "forward")
     if asked is None or not scales_rows_apart(activations):

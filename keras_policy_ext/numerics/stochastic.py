@@ -200,7 +200,7 @@ def check_roundable(dtype: str) -> None:
 
 
 def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Round magnitudes to float16 by random bits; return the codes."""
+    """Round magnitudes, bits of float32, by 16 bits; return float16 codes."""
     normal = ops.right_shift(magnitude + ops.right_shift(bits, 3), 13)
     small = view(ops.minimum(magnitude, _FLOAT16_NORMAL), "float32")
     # In units of 2^-40, sixteen bits below the spacing of the subnormals. A
@@ -209,5 +209,5 @@ def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
     return ops.where(
         ops.less(magnitude, _FLOAT16_NORMAL),
         ops.right_shift(fixed + bits, 16),
-        normal - (112 << 10),
+        normal - (112 << 10),  # The exponent's bias: 15 in place of 127.
     )

@@ -209,7 +209,7 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     return primitives.current.reshape(matrix, blocks)
 
 
-def _counted(size: Size, of: int | None) -> tuple[Any, Any]:
+def _counted(size: Size, tile: int | None) -> tuple[Any, Any]:
     """Return the number of tiles along an axis, and the tile's size."""
     # In this form JAX sees that a padded symbolic size divides evenly.
-    return (1, size) if of is None else ((size + of - 1) // of, of)
+    return (1, size) if tile is None else ((size + tile - 1) // tile, tile)

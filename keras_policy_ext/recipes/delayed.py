@@ -99,7 +99,7 @@ class DelayedScaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # The same in both matmuls.
+        # Both matmuls of an operand read the same values.
         if self.in_high_precision(matmul):
             return None
         return tensorwise(self.fp8_format, operand)

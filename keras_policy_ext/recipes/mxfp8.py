@@ -52,7 +52,7 @@ class MXFP8Scaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # The same everywhere.
+        # All operands alike.
         if self.in_high_precision(matmul):
             return None
         return Quantization(

@@ -99,10 +99,10 @@ def cast_in_training(
 
 
 def _like(
-    x: Tensor, compiled: Callable[..., Tensor], flat: Tensor, *others: Tensor
+    x: Tensor, compiled: Callable[..., Tensor], values: Tensor, *others: Tensor
 ) -> Tensor:
-    """Call `compiled` on a flattened tensor; reshape the result like `x`."""
-    result = compiled(tf.reshape(flat, [-1]), *others)
+    """Call `compiled` on flattened values; reshape the result like `x`."""
+    result = compiled(tf.reshape(values, [-1]), *others)
     result = tf.reshape(result, tf.shape(x))
     result.set_shape(x.shape)
     return result
@@ -175,7 +175,6 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # In what XLA compiles.
         wanted = request.prefer == "native"
         reason = None if wanted else lacking(*request.formats)
         if reason is None and not request.for_xla:

@@ -350,8 +350,7 @@ def _real_tensors() -> contextlib.AbstractContextManager[Any]:
 def tells_the_host() -> bool:
     """Return True if a GPU kernel can write to pinned host memory.
 
-    It is tested once per process: a kernel that cannot would raise at its
-    launch.
+    It is tested once per process: a kernel that cannot raises at its launch.
     """
     source = DelayedSource(DelayedScaling())
     try:

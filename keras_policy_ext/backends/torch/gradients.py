@@ -409,8 +409,7 @@ def last(
     """Return the same gradients; differentiating them again raises.
 
     `sources` are the tensors that they were computed from. If none of these
-    requires a gradient, as without a link, the result still requires one, so
-    that it raises.
+    requires a gradient, as without a link, the result does, so that it raises.
     """
     return [
         x if x is None else _Last.apply(_looked_for(x), *sources)
@@ -429,8 +428,7 @@ def _looked_for(gradient: Tensor) -> Tensor:
 def _no_view(x: Tensor) -> Tensor:
     """Return the same tensor, as a new one if it is a view."""
     # Autograd refuses to change a view in place if a custom function made it:
-    # `y += 1` on the outputs, or the softmax of Keras 3.12, which adds its
-    # mask.
+    # `y += 1` on the outputs, or Keras 3.12's softmax, which adds its mask.
     return x.new_empty(0).set_(x) if x._is_view() else x
 
 

@@ -44,8 +44,7 @@ class Observed:
         earlier: The largest of the earlier sums, which a Keras optimizer that
             accumulates gradients has already read; None if there are none.
         group: The process group of the replicas that have used the model since
-            and are going to all-reduce their observations; None for a single
-            replica.
+            and are going to all-reduce their observations; None for one.
         shards: All states of a model that `fully_shard` has sharded, and the
             process group of its shards; None for other models.
         version: The version counter of the state when it was last read.
@@ -125,8 +124,7 @@ def keep_out_of_grad(variable: keras.Variable, parameter: Tensor) -> None:
 def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
     """Return a state's stored observations, at most two, and clear them.
 
-    `value` is what is assigned to it, as for `merged`. Replicas share one
-    observation.
+    `value` is assigned to it, as for `merged`. Replicas share one observation.
     """
     observed = variable.observed
     if value is variable.value:
@@ -146,8 +144,7 @@ def merged(value: Tensor, observations: list[Tensor]) -> Tensor:
 
     The value, float32 (operands, width), is an observation, a settled state or
     zeros; or the tensor in the variable itself, which an optimizer that
-    accumulates gradients assigns until it takes its step. Rows that are settled
-    stay.
+    accumulates gradients assigns until it takes its step. Settled rows stay.
     """
     if not observations:
         return value

@@ -42,8 +42,7 @@ class ScaledMM(NativeMatmul):
     and a bias in the dtype of a 16-bit result, on every GPU that has it.
 
     Args:
-        bias: One value per column, added before the result is rounded; or
-            None.
+        bias: One value per column, added before rounding; or None.
     """
 
     def __init__(self, bias: Tensor | None = None):
@@ -120,8 +119,7 @@ class ScaledMMOfMatrices(NativeMatmul):
 class ScaledMMOfRows(NativeMatmul):
     """A kernel: `scaled_mm` with row scales for one operand or both.
 
-    If PyTorch has no kernel that takes them, the scales multiply the output in
-    float32.
+    If no kernel of PyTorch takes them, they multiply the output in float32.
 
     Args:
         bias: See `ScaledMM`; bfloat16.
@@ -133,8 +131,7 @@ class ScaledMMOfRows(NativeMatmul):
     def with_bias(self, bias: Tensor) -> ScaledMMOfRows | None:
         """Return a kernel that adds a bias before it rounds, or None.
 
-        On a CPU the results must not change. Elsewhere PyTorch's kernel has
-        to take the scales.
+        On a CPU results must not change; elsewhere PyTorch takes the scales.
         """
         can = bias.dtype == torch.bfloat16 and bias.device.type != "cpu"
         can = can and torch_devices.scales_rows(bias.device)

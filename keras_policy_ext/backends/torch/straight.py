@@ -219,8 +219,7 @@ class Straight:
     """The forward and the backward pass of a plan, as lists of kernels.
 
     A plan, of two plain matrices, has a `DelayedSource` or no state. Outside of
-    training a state observes the kernel alone: then only the forward pass is
-    here.
+    training a state observes the kernel alone: only the forward pass is here.
     """
 
     def __init__(self, bound: Any, interpreted: bool):

@@ -238,8 +238,7 @@ def _quotient(x, scale, smallest):
     It uses the reciprocal and one correction (P. Markstein, "Computation of
     elementary functions on the IBM RISC System/6000 processor", 1990), half of
     the instructions of a division. Infinity, NaN and the signs of zeros are
-    preserved. It divides if a correction could be subnormal: `smallest` is the
-    smallest scale.
+    preserved. It divides if the `smallest` scale makes a correction subnormal.
     """
     if smallest < 2.0**-60:
         quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
