@@ -137,8 +137,7 @@ def quantize(
             `"tensor"`; or all scales, in their shape. None to compute them.
 
     Raises:
-        ValueError: If an argument has another value, or a value of the kernel
-            is not finite.
+        ValueError: If an argument is wrong, or the kernel is not finite.
     """
     _check(granularity, weights)
     kernel = np.asarray(kernel, "float32")
@@ -208,6 +207,7 @@ def scale_shape(
 
 
 def _amax(kernel: Array, axes: Axes, granularity: str) -> Array:
+    """Return the amaxes of a kernel, in the shape of its scales."""
     magnitude = np.abs(kernel)
     if granularity == "tensor":
         return np.asarray(magnitude.max(keepdims=True, initial=0.0))

@@ -21,8 +21,7 @@ class Device:
 
     Attributes:
         title: Its name in a sentence.
-        maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, or
-            `"unknown"`.
+        maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, `"unknown"`.
         float8: The family of `formats.FAMILIES` that its matmuls read, or None.
         scales: The kinds of scales that its float8 matmuls accept: `"tensor"`,
             `"rows"`, `"blocks"` (of 128), `"mx"`. Other scales are applied to

@@ -388,8 +388,7 @@ class Gradients:
         """Run `operation.forward`, then add a bias; see `BoundOperation`.
 
         The gradient is `operation.backward`. The bias has its own argument,
-        since some frameworks add it together with what follows. `state` is one
-        tensor or none.
+        since some frameworks add it with what follows; `state` is optional.
         """
         raise NotImplementedError
 

@@ -174,7 +174,7 @@ class Flow:
                 found = _Seen(positions=reached)
             elif keeps_positions:
                 found = _Seen(positions=positions)
-            elif "bool" in dtype:
+            elif "bool" in dtype:  # A comparison with ranked entries.
                 found = _Seen(positions=ranked)
             self._put(key, found)
 

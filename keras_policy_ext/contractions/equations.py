@@ -149,8 +149,7 @@ class EinsumForm(NamedTuple):
     def matrix(self, operand: str, x: Tensor) -> Tensor:
         """Reshape an operand, as `summed` returns it, to its home matrix.
 
-        The matrix is (B, R, K), (B, C, K) or (B, R, C): each axis flattens a
-        group of letters.
+        It is (B, R, K), (B, C, K) or (B, R, C). An axis flattens its letters.
         """
         axes, groups = _home_axes(self, operand)
         sizes, shape = shape_of(x), []

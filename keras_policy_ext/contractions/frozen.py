@@ -87,7 +87,7 @@ class FrozenPlan:
         codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
         if self._quantization("inputs") is None:
-            x, wide = inputs, self.dtype
+            x, dtype = inputs, self.dtype
         elif (
             self._has_matrix
             and self._selection[1].native
@@ -95,14 +95,14 @@ class FrozenPlan:
         ):
             return self._native(inputs, codes, scale, static_scale, shapes)
         else:
-            x, wide = self._rounded(inputs, static_scale), "float32"
+            x, dtype = self._rounded(inputs, static_scale), "float32"
         if self._is_einsum:
             equation = self.contraction.equation
-            return self._einsum(equation, ops.cast(x, wide), codes, scale)
-        kernel = self._dequantized(codes, scale, wide)
+            return self._einsum(equation, ops.cast(x, dtype), codes, scale)
+        kernel = self._dequantized(codes, scale, dtype)
         reads = (
-            self._read("inputs", x, wide),
-            self._read("kernel", kernel, wide),
+            self._read("inputs", x, dtype),
+            self._read("kernel", kernel, dtype),
         )
         return self._product("forward", *reads, shapes)
 
@@ -214,7 +214,7 @@ class FrozenPlan:
         """Return the inputs, rounded to float8 values times their scale."""
         scale = static_scale[0] if static_scale else self._scale(inputs)
         engine = backends.engine
-        numbers = engine.cast(inputs, scale, _INPUTS, False)
+        numbers = engine.cast(inputs, scale, _INPUTS, False)  # divided by it
         numbers = engine.widen(numbers, "float32")
         return ops.multiply(numbers, scale)
 

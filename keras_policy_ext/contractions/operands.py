@@ -155,6 +155,7 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
 
     def along(x: Tensor) -> Tensor:
         sizes = zip(x.shape, axes, strict=True)
+        # Devices share a scale of size 1 along an axis.
         cut = [() if size == 1 else names for size, names in sizes]
         return framework.gathered(x, gathering, cut)
 
@@ -206,8 +207,7 @@ class OperandUse:
     Attributes:
         quantization: How the recipe quantizes it; None if it does not.
         native: Whether a float8 matmul reads it.
-        reads_transpose: Whether the matmul reads the transpose of the matrix
-            that is quantized.
+        reads_transpose: Whether the matmul reads the transpose of the codes.
         is_stochastic: Whether it is rounded stochastically.
         is_stored_in_float8: Whether a float8 matmul reads what it quantizes.
     """
@@ -271,6 +271,7 @@ class OperandUse:
             self.operand, self.quantization, amax, reading
         )
         if scale is not None and self._is_cast_alone:
+            # False: it divides by the scale.
             values = cast(home, scale, self._as_stored.format, False)
             scales = scale[None, None, None]
             operand = Quantized(values, scales, self._as_stored)
@@ -594,11 +595,11 @@ def _is_gathered(plan: Any, operand: str) -> bool:
 def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
     """Return True if one cast may quantize an operand by rows for matmuls."""
     plan, engine, selections = binding
-    of_rows = [
+    by_matmul = [
         plan.operands.quantizations[operand, matmul]
         for matmul in matmuls_of(operand)
     ]
-    quantizations = [each for each in of_rows if each is not None]
+    quantizations = [each for each in by_matmul if each is not None]
     rule = plan.source.rule
     return (
         engine.row_casts is not None
@@ -611,7 +612,7 @@ def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
         and plan.contraction.reads_one_matrix
         and all(
             selections[matmul][1].native
-            for matmul, each in zip(matmuls_of(operand), of_rows, strict=True)
+            for matmul, each in zip(matmuls_of(operand), by_matmul, strict=True)
             if each is not None
         )
     )

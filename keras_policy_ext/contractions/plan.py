@@ -48,8 +48,7 @@ def prefer(kind: str) -> Iterator[None]:
     run, or start them with `contextvars.copy_context().run`.
 
     Args:
-        kind: `"auto"` (the faster kind on this device), `"native"` or
-            `"emulated"`.
+        kind: `"auto"` (the faster one here), `"native"` or `"emulated"`.
 
     Raises:
         ValueError: If `kind` is something else.
@@ -160,7 +159,7 @@ class Plan:
         engine = backends.engine
         device = engine.device()
         plan = self.first_use
-        # In one piece, for threads that pretend different devices.
+        # One attribute holds all: threads may pretend different devices.
         bound: BoundPlan | None = vars(plan).get("_bound")
         if (
             bound is None

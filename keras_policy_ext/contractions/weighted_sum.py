@@ -80,8 +80,7 @@ def fold(
         limit: The largest value of the format of the values.
 
     Raises:
-        ValueError: If an axis of the values is neither in the weights nor in
-            the outputs.
+        ValueError: If neither weights nor outputs have an axis of the values.
     """
     first, second, out = split(equation)
     if set(second) - set(first + out):
@@ -110,7 +109,7 @@ def _scale_of_keys(
     else:
         amax = ops.cast(ops.abs(values), "float32")
     scale = scaling.scale_for_limit(amax, limit, power_of_two=True)
-    return scale * (amax * 0.0 + 1.0)
+    return scale * (amax * 0.0 + 1.0)  # NaN where an amax is not finite.
 
 
 def _for_weights(first: str, second: str, scale: Tensor) -> Tensor:

@@ -199,6 +199,7 @@ def quantize_dequantize(
 
 
 def _limit(dtype: object) -> float:
+    """Return a format's largest value; raise for what is no float8 dtype."""
     if not isinstance(dtype, str) or dtype not in CASTABLE:
         hint = formats.ALIASES.get(str(dtype))
         step = (

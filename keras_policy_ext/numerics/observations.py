@@ -50,8 +50,7 @@ UNIT = 2.0**-24
 
 Training loops measure and clip all gradients, also this one. It is so small
 that a thousand layers with amaxes of 1000 add 0.003 to the global norm. It is
-a power of two, so that amaxes from 2^-102 on are exact; smaller ones may
-become 0.
+a power of two, so that amaxes from 2^-102 on are exact; less may become 0.
 """
 
 SLOTS = 8
@@ -249,8 +248,7 @@ class Counting(StateLayout):
 
     An observation only says that there was a use. The count in it is ignored,
     since its sum over many uses, as in a scan, is not exact in float32, and
-    the count would stop. A scaled observation counts too. A count of 0 is
-    valid, and sealed.
+    the count would stop. A scaled observation counts too. 0 is a valid count.
 
     A layer puts the number of its kernel into the unused scale column when it
     passes the state to a step. The stored state has 0 there.

@@ -88,8 +88,7 @@ class Quantized:
         scale: Float32 (b, m', k'), one per tile; (1, 1, 1) for a whole tensor.
             If the values are codes, scales of a narrow format are codes too.
         quantization: How it was quantized; None for plain values, with scale 1.
-        tensor_scale: Float32 scalar that multiplies values and scales; None if
-            there is none.
+        tensor_scale: Float32 scalar that multiplies values and scales, or None.
     """
 
     values: Tensor
@@ -241,8 +240,7 @@ def quantize(
     """Quantize a matrix; return the `Quantized`, and amaxes if computed.
 
     Args:
-        x: (b, m, k), of any real dtype, read as float32; any shape with one
-            scale per tensor.
+        x: (b, m, k), any real dtype, read as float32; any shape with one scale.
         quantization: How to quantize it.
         scale: Float32 scale of the tensor; None for scales by amaxes of `x`.
         cast: Takes `x`, a scale per element, the name of the format, and

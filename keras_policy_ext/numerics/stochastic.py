@@ -109,8 +109,7 @@ def stochastic_round(
     otherwise. So the expected result is `x`. The probability is exact for
     bfloat16, and for float16 down to its smallest normal number; below that,
     it is exact to 2^-16. Values of the format never change, nor do infinities
-    and NaN. Finite values beyond the largest of the format become that one,
-    never infinity.
+    and NaN. Finite values beyond the format's largest become that one.
 
     It is not differentiable.
 

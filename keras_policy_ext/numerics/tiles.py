@@ -34,8 +34,7 @@ class Scales(NamedTuple):
         scale: Float32, one per tile: values of the format of scales.
         factor: Float32, one per tile: the factor that quantizes values; None
             if values are divided by the scale.
-        tensor_scale: Float32 scalar that multiplies the scales of tiles; None
-            if there is none.
+        tensor_scale: Float32 scalar that multiplies the others, or None.
     """
 
     scale: Tensor

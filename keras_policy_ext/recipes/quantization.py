@@ -89,8 +89,7 @@ class Quantization:
             compute scales from amaxes.
 
     Raises:
-        ValueError: If an attribute has another value, or the attributes are
-            inconsistent.
+        ValueError: If an attribute is not allowed, or two contradict.
     """
 
     format: str

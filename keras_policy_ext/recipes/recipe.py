@@ -39,14 +39,12 @@ class Recipe:
             or `"blockwise"`.
         trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
-        forward: `"float8"`, or `"high_precision"` to run this matmul in the
-            compute dtype.
+        forward: `"float8"`, or `"high_precision"` for the compute dtype.
         inputs_grad: See `forward`.
         kernel_grad: See `forward`.
 
     Raises:
-        ValueError: If the quantizations of a recipe are inconsistent or not
-            supported.
+        ValueError: If its quantizations are inconsistent or not supported.
     """
 
     name: ClassVar[str]

@@ -179,6 +179,7 @@ def parse(spec: str) -> Recipe:
 
 
 def _literals(arguments: str, spec: str) -> dict[str, Any]:
+    """Read keyword arguments that are literals; raise ValueError for others."""
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except SyntaxError as error:

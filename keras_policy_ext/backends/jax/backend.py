@@ -149,8 +149,7 @@ class JaxBackend(Backend):
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         # On CUDA the scale is clipped to itself, which XLA does not undo.
         # A cast that is transposed is then one kernel: of a predicate XLA
-        # would write the transpose (JAX 0.10). On a CPU it would take a third
-        # longer.
+        # would write the transpose (JAX 0.10). On a CPU it takes 1/3 longer.
         return lax.platform_dependent(
             x,
             scale,

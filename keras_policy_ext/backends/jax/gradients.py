@@ -103,6 +103,7 @@ def _outputs(
     state: State,
     bias: Tensor | None,
 ) -> Tensor:
+    """Return the outputs of a pass that no gradient follows."""
     return operation.bound.forward(
         inputs, kernel, state, observe=False, bias=bias, once=True
     )[0]

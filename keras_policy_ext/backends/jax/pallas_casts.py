@@ -206,16 +206,16 @@ class ShardCast(NamedTuple):
             largest = shards.amax(scaling.amax(x), early=True)
             return lax.bitcast_convert_type(largest, jnp.int32).reshape(1)
 
-        one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
+        one, zero = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
         if scale is None:
             return Scale(one, jnp.ones(1, jnp.int32), amax())
         given = jnp.reshape(scale, (1,))
         if unseen is None:
-            return Scale(given, no, no)
+            return Scale(given, unseen=zero, amaxes=zero)
         flag = jnp.reshape(unseen, (1,)).astype(jnp.int32)
         if self.vmapped or shards.cut:
             # A steady step reduces nothing over devices here.
-            return Scale(given, flag, lax.cond(unseen, amax, lambda: no))
+            return Scale(given, flag, lax.cond(unseen, amax, lambda: zero))
         # A branch would end the graph that CUDA replays.
         return Scale(given, flag, amax_if(flag, x, self.options.interpreted))
 
@@ -285,13 +285,13 @@ def _gives_our_codes(format_name: str) -> bool:
     """Return True if a cast of every bfloat16 has the right codes."""
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
     x = bits.view(jnp.bfloat16)
-    scale, no = np.float32(0.37), jnp.zeros(1, jnp.int32)
+    scale, zero = np.float32(0.37), jnp.zeros(1, jnp.int32)
     dtype, limit = jnp.dtype(format_name), formats.get(format_name).max
     with np.errstate(all="ignore"):
         quotient = x.astype("float32") / scale
     codes = np.clip(quotient, -limit, limit).astype(dtype)
     options = Cast(format_name)
-    given = Scale(jnp.full(1, scale), no, no)
+    given = Scale(jnp.full(1, scale), unseen=zero, amaxes=zero)
     result = jax.jit(cast, static_argnums=0)(options, jnp.asarray(x), given)
     return all(
         _are_equal(expected, np.asarray(each))
@@ -319,6 +319,7 @@ def cast(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
 
 
 def _by_xla(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    """Cast as `_by_pallas` does, by operations of XLA."""
     own, limit = _largest(scale.amaxes), formats.get(options.format).max
     if options.rule.inverted:
         own = scaling.scale_of_multiplier(own, limit, options.rule.margin)
@@ -332,6 +333,7 @@ def _by_xla(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
 
 
 def _by_pallas(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    """Run `_cast_kernel`, one program for each tile."""
     m, k = x.shape
     rows, columns = pl.cdiv(m, ROWS), pl.cdiv(k, COLUMNS)
     tile = pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j))

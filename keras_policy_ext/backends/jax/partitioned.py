@@ -178,6 +178,7 @@ def _results(
 def _partition(
     kernel: Kernel, mesh: Mesh, operands: Sequence[Any], results: Any
 ) -> tuple[Any, ...]:
+    """Return the mesh, a kernel for one shard, and how all is sharded."""
     partition = _Partition(mesh, operands[0])
 
     def on_shard(x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:

@@ -243,6 +243,7 @@ def _fast_product(a: Tensor, b: Tensor, written: str) -> Tensor:
 
 
 def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
+    """Multiply as `_fast_product` does, in the highest precision."""
     if xla is None:
         return _fast_product(a, b, written)
     numbers = xla.DotDimensionNumbers(

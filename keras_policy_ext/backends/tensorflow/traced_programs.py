@@ -74,12 +74,13 @@ def _follow(graph: Any, flow: Flow) -> None:
     """Follow the tensors of a graph, one operation after the other."""
     for step in graph.get_operations():
         operands = list(map(_key, step.inputs))
+        # `mark_call` passes a call's operands, then its results, through one.
         call = layer_of(step.name) if step.type == "IdentityN" else None
-        number = flow.results_of(call)
-        if call is not None and number is not None:
-            given = len(operands) - number
-            results = map(_key, step.outputs[given:])
-            flow.called(call, operands[:given], results)
+        count = flow.results_of(call)
+        if call is not None and count is not None:
+            first = len(operands) - count
+            results = map(_key, step.outputs[first:])
+            flow.called(call, operands[:first], results)
             continue
         if step.type in _OF_SHAPES or step.type == "Placeholder":
             continue

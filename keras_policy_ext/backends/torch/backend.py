@@ -86,6 +86,7 @@ def lacking_mx() -> str | None:
 
 
 def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
+    """Return why there is no matmul with scales of such blocks, or None."""
     device = here()
     if device.maker != "nvidia":
         return f"torch has scales of {block} numbers with NVIDIA's CUDA only"
@@ -339,6 +340,7 @@ class TorchBackend(Backend):
 
     def _merge_of(self, variable: keras.Variable, state: Tensor) -> Any:
         """Return what changes a state in place, in one kernel; or None."""
+        # The engine's first kernels of states are those of Triton.
         triton_states: Any = backends.engine.states[:1]
         if not (
             state.is_cuda or any(each.interpreted for each in triton_states)
@@ -440,16 +442,16 @@ class TorchBackend(Backend):
                 links = links_of(inputs, kernel)
                 return Differentiable.apply(operation, links, bias, *tensors)
             # A bias that is trained alone gets its gradient from an addition.
-            alone = bias is not None and torch.is_grad_enabled()
+            bias_is_apart = bias is not None and torch.is_grad_enabled()
             outputs, _ = operation.bound.forward(
                 inputs,
                 kernel,
                 state,
                 observe=False,
-                bias=None if alone else bias,
+                bias=None if bias_is_apart else bias,
                 slot=operation.slot,
             )
-            return outputs + bias if alone else outputs
+            return outputs + bias if bias_is_apart else outputs
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:

@@ -51,8 +51,7 @@ def cast(
 ) -> Tensor:
     """Quantize a tensor to a float8 dtype, or to float8 values in float32.
 
-    Compiled and exported functions stay in float32: their graphs have no cast
-    to float8 and back.
+    Compiled and exported functions stay in float32: their graphs have no casts.
     """
     if torch.compiler.is_compiling():
         if not backend.is_exporting():
@@ -196,8 +195,7 @@ class TritonCasts(BothLayouts):
     """Triton kernels that quantize a matrix and write its transpose too.
 
     Args:
-        interpreted: Whether to run on any device, in Triton's interpreter; for
-            tests.
+        interpreted: Whether to run in Triton's interpreter, on any device.
     """
 
     sums_columns = True
@@ -245,14 +243,13 @@ class TritonStates(StateKernels):
     """Triton kernels that compute scales and states; see `StateKernels`.
 
     Args:
-        interpreted: Whether to run on any device, in Triton's interpreter; for
-            tests.
+        interpreted: Whether to run in Triton's interpreter, on any device.
     """
 
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
         self._settling = functools.cache(
-            lambda *how: triton_states.Settling(*how)
+            lambda *arguments: triton_states.Settling(*arguments)
         )
 
     @override

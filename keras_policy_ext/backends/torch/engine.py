@@ -251,7 +251,8 @@ def _read_rows(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
 
 
 def _is_observation(numbers: list[float]) -> bool:
-    """Return True for an observation; see `StateLayout._is_observation`."""
+    """Return True if `numbers`, the first of a row, are an observation."""
+    # See `StateLayout._is_observation`.
     uses = _rounded(numbers[0] / UNIT)
     *slots, scale, newest = numbers[1:]
     seen = math.inf if scale or newest else SLOTS - slots.count(0.0)

@@ -334,6 +334,7 @@ class _Gradients(ByExample):
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.static, outputs_grad, *ctx.links = inputs[:4]
+        # The gradient of the state: an observation, passed on unchanged.
         ctx.observed = output[2:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*ctx.observed)
@@ -420,8 +421,7 @@ def last(
 def _looked_for(gradient: Tensor) -> Tensor:
     """Return the same gradient as a tensor that requires a gradient."""
     gradient = gradient.detach()
-    # Inside a transform of `torch.func` a tensor cannot be made to require a
-    # gradient.
+    # In a transform of `torch.func` no tensor can begin to require a gradient.
     return gradient if are_transforms_active() else gradient.requires_grad_()
 
 

@@ -127,7 +127,7 @@ def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
     `value` is assigned to it, as for `merged`. Replicas share one observation.
     """
     observed = variable.observed
-    if value is variable.value:
+    if value is variable.value:  # No step yet: see `merged`.
         observed.keep()
         return []
     if observed.group is not None and not _is_settled(value):

@@ -304,8 +304,8 @@ def _contraction(
     straight, added = operation.bound.straight, None
     if bias is not None and straight is not None:
         # A bias that is trained alone gets its gradient from an addition.
-        alone = torch.is_grad_enabled() and not keep
-        if not alone and bias.shape == kernel.shape[straight.contracted :]:
+        is_apart = torch.is_grad_enabled() and not keep
+        if not is_apart and bias.shape == kernel.shape[straight.contracted :]:
             added = bias
     if keep:
         outputs = _Passes.apply(name, inputs, kernel, state, added)
