@@ -96,6 +96,7 @@ class StoredKernel:
         values = self.values.astype("float32")
         if self.granularity != "block":
             return np.asarray(values * self.scale)
+        # Reversed: `sizes` has the columns first.
         spread = spread_blocks(self.scale, self.axes.sizes(values.shape)[::-1])
         return of_matrix(
             as_matrix(values, self.axes) * spread, values.shape, self.axes
@@ -130,8 +131,7 @@ def quantize(
     Args:
         kernel: The kernel, of any floating dtype of NumPy or ml_dtypes.
         axes: The summed and the free axes of the kernel.
-        granularity: The part that shares a scale: `"channel"`, `"tensor"` or
-            `"block"`.
+        granularity: What shares a scale: `"channel"`, `"tensor"`, `"block"`.
         weights: The format to quantize to.
         scale: The scale of the whole kernel, such as one from training, with
             `"tensor"`; or all scales, in their shape. None to compute them.

@@ -77,8 +77,7 @@ class Flow:
 
     Attributes:
         chosen: For each such choice, its sources.
-        returned: For each tensor that the program returns, the sources that
-            reach it.
+        returned: For each tensor that is returned, the sources that reach it.
     """
 
     def __init__(self) -> None:

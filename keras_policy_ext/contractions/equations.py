@@ -71,6 +71,7 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
                 f"{len(term.replace('...', ''))}, or more with '...'."
             )
         wide = max(wide, missing)
+    # The axes of `...` align at the last: lower ranks lack the first letters.
     letters = "".join(free[:wide])
     first, second = (
         term.replace("...", letters[wide - rank + len(term) - 3 :])

@@ -256,8 +256,7 @@ class OperandUse:
         The outputs use saturated values. If a value is not finite and the
         recipe has no state to report it, the gradients are NaN. `home` is from
         `Contraction.operand`; the result has the layout of
-        `Operands.stored_transposed`. The slot is part of the key for stochastic
-        rounding.
+        `Operands.stored_transposed`. The slot is part of the random key.
         """
         if self.quantization is None:
             plain = quantized.passthrough(ops.cast(home, self.inputs_dtype))
@@ -427,6 +426,7 @@ class OperandInBothLayouts(BoundOperand):
         self._is_transposed_in_memory = (
             plan.contraction.is_transposed_in_memory(operand)
         )
+        # Whether the cast ran depends on the sizes of each tensor.
         for use in (self.first, self.second):
             use.is_in_both_layouts = self.is_in_both_layouts
 
@@ -450,13 +450,13 @@ class OperandInBothLayouts(BoundOperand):
         if not self.is_in_both_layouts(x):
             return super().quantize(x, options)
         home = self._home(x, self.first.quantization)
-        home = Quantized(home, None, self._quantization)
+        home = Quantized(home, None, self._quantization)  # no scale yet
         matrix = self.first.contraction.read(self.operand, home).values
         wanted = Wanted(
-            options.observe,
-            self._is_transposed_in_memory,
-            options.once,
-            options.sums,
+            amax=options.observe,
+            is_transposed_in_memory=self._is_transposed_in_memory,
+            once=options.once,
+            column_sums=options.sums,
         )
         return read_both(
             self._both,

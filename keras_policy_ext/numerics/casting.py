@@ -314,6 +314,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     )
     is_small = magnitude < (1 << fmt.mantissa_bits)
     bits = ops.where(is_small, view(small, "int32"), normal)
+    # Codes beyond the largest value are NaN, but the first may be infinity.
     beyond = magnitude - _largest_code(fmt)
     bits = ops.where(beyond > 0, NAN, bits)
     if fmt.has_inf:
@@ -368,8 +369,7 @@ def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
 def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
     """Convert the codes of `encode_scales` to float32 scales.
 
-    Byte 0 of E8M0 is 2^-127, which a backend that flushes subnormals reads as
-    0; byte 255 is NaN.
+    Byte 0 of E8M0 is 2^-127, or 0 where subnormals are flushed; 255 is NaN.
     """
     if scale_format != "float8_e8m0fnu":
         return decode(codes, scale_format)

@@ -449,8 +449,7 @@ def source_of(recipe: Recipe, matrices: int = 1) -> ScaleSource:
     """Return the object that computes a recipe's scales, from a cache.
 
     Args:
-        recipe: Any recipe. An unregistered one is scaled by the amaxes of its
-            tensors.
+        recipe: Any recipe; an unregistered one is scaled by tensors' amaxes.
         matrices: The number of matrices of a kernel that have a history each,
             under delayed scaling; 1 for one history.
 

@@ -205,8 +205,7 @@ def is_positive_finite(amax: Tensor) -> Tensor:
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     """Round normal float32 values up to a power of two.
 
-    It uses integer arithmetic on the bits: `exp2(ceil(log2(x)))` is off by one
-    near powers of two.
+    It computes on the bits: `exp2(ceil(log2(x)))` errs near powers of two.
 
     Args:
         scale: Float32 tensor of any shape, positive, normal, at most 2^127.

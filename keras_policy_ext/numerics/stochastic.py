@@ -118,8 +118,7 @@ def stochastic_round(
         dtype: `"bfloat16"` or `"float16"`.
         seed: As for `keras.random`: an integer gives the same bits at each
             call, a `keras.random.SeedGenerator` others at each call, None uses
-            the global generator, which cannot be used in compiled JAX
-            functions.
+            the global generator, which no compiled JAX function can use.
 
     Returns:
         Tensor of the shape of `x` and of dtype `dtype`.

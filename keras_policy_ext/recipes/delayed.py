@@ -43,8 +43,7 @@ class DelayedScaling(Recipe):
             the formats of AMD's MI300.
         amax_compute: `"max"` of the history, or `"most_recent"`.
         initial_scale: The scale before the first observation: `"current"` uses
-            the tensor's own amax; `1.0` uses 1, as Flax and Transformer Engine
-            do.
+            the tensor's own amax; `1.0` is 1, as in Flax, Transformer Engine.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.

@@ -35,8 +35,7 @@ class Recipe:
 
     Attributes:
         name: The name used in strings, e.g. `"delayed"`.
-        granularity: The granularity of the scales: `"tensorwise"`, `"rowwise"`
-            or `"blockwise"`.
+        granularity: Of the scales: `"tensorwise"`, `"rowwise"`, `"blockwise"`.
         trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
         forward: `"float8"`, or `"high_precision"` for the compute dtype.

@@ -124,8 +124,7 @@ def deserialize(config: Mapping[str, Any]) -> Recipe:
 
     Raises:
         TypeError: If `config` is not a dict.
-        ValueError: If the dict does not name a recipe, or a parameter is
-            wrong.
+        ValueError: If it does not name a recipe, or a parameter is wrong.
     """
     if not isinstance(config, Mapping):
         raise TypeError(no_recipe(config))

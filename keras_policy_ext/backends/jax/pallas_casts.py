@@ -180,6 +180,7 @@ class ShardCast(NamedTuple):
     ) -> tuple[Any, ...]:
         """Quantize a matrix or shard; the scalars are those of `ScaleHint`."""
         scale = self._scale(shards, x, *scalars)
+        # XLA fuses a cast whose transpose nothing reads.
         run = _by_xla if self.wanted.once or self.vmapped else cast
         result = run(self.options, x, scale)
         amax, sums = None, result.sums
@@ -595,7 +596,7 @@ def _amaxes_by_pallas(
 def _amax_kernel(
     size: int, wanted_ref: Ref, x_ref: Ref, found_ref: Ref
 ) -> None:
-    """Write the amax of some parts if it is wanted; return at once if not."""
+    """Write the bits of the amax of each `PROGRAMS`th part; 0 if not wanted."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)
     # Pallas's interpreter knows no programs inside of a branch.
     first = pl.program_id(0) * PART

@@ -92,6 +92,7 @@ def _follow(graph: Any, flow: Flow) -> None:
             made = [(_key(x), x.dtype.name) for x in step.outputs]
             flow.computed(kind, operands, made)
         for each in inner:
+            # A branch has no operand for the condition, which comes first.
             given_to = operands[len(operands) - len(each.inputs) :]
             for old, new in zip(given_to, each.inputs, strict=False):
                 flow.same(old, _key(new))
@@ -134,8 +135,8 @@ def graphs_in(step: Any, graph: Any) -> Iterator[Any]:
         function = functions.get(name)
         if function is None:
             continue
-        number = len(function.signature.input_arg)
-        inputs = list(step.inputs)[len(step.inputs) - number :]
+        count = len(function.signature.input_arg)
+        inputs = list(step.inputs)[len(step.inputs) - count :]
         yield function_def_to_graph.function_def_to_graph(
             function,
             input_shapes=[tensor.shape for tensor in inputs],

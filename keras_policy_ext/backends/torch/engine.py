@@ -235,13 +235,11 @@ def _read_rows(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
     heads = state[:, :FIRST].tolist()
     initial: float = source.initial
     rows = []
-    for head, row_max, amax, limit in zip(
+    for head, peak, amax, limit in zip(
         heads, largest, amaxes, source.limits_with_margin, strict=True
     ):
         first, *slots, stored = head
-        is_intact = (
-            first == VALID_MARK and not any(slots) and row_max < math.inf
-        )
+        is_intact = first == VALID_MARK and not any(slots) and peak < math.inf
         if is_intact and amax > 0.0:
             scale = inverted_of_number(amax, limit)
         else:
@@ -295,6 +293,7 @@ def _enter_row(
     row[:FIRST] = 0.0
     row[0], row[FIRST - 1] = VALID_MARK, scale
     if newest is not None:
+        # The ring turns left, and the newest overwrites its first entry.
         first = row[FIRST]
         row[FIRST:-1] = row[FIRST + 1 :]
         row[-1] = first

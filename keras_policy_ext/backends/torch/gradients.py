@@ -259,12 +259,13 @@ class Differentiable(ReverseMode):
 def _with_amax(
     static: Pass, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Add the amax of a parameter to the tensors saved outside of training."""
+    """Add the amax of a kernel, if a parameter, to what inference has saved."""
     if kernel is None or not _is_parameter(kernel):
         return saved
     # Not in the forward pass, which may never be differentiated.
     bound = static.operation.bound
     residuals = bound.residuals(saved[1:], static.shapes)
+    # Of the inputs no amax is read outside of training: any tensor will do.
     with torch.no_grad():
         residuals = bound.observed(residuals, kernel, kernel)
     return *saved[:1], *residuals.leaves(narrow=False)

@@ -182,14 +182,14 @@ class CastOfRows:
         self._launch = Launch(triton_casts.cast_rows_kernel, grid, constants)
 
     def __call__(self, stream: int, x: Tensor) -> tuple[Tensor, ...]:
-        """Quantize; return codes, across too, both scales, sums of columns."""
+        """Return codes, those of the transpose, both scales, column sums."""
         device = x.device
         amaxes = torch.zeros(self._count, dtype=torch.int32, device=device)
         values = _empty(self._shape, dtype=self._dtype, device=device)
         across = _empty(self._across, dtype=self._dtype, device=device)
         of_rows = _empty(self._row_shape, dtype=_FLOAT32, device=device)
         of_columns = _empty(self._column_shape, dtype=_FLOAT32, device=device)
-        sums = of_rows
+        sums = of_rows  # A stand-in, which is not written to.
         if self._sums is not None:
             sums = _empty(self._sums, dtype=_FLOAT32, device=device)
         self._find_amaxes(stream, x, amaxes, *self._sizes)

@@ -62,7 +62,7 @@ class Launch:
                 self._launch_arguments = (
                     compiled.function,
                     compiled.packed_metadata,
-                    *(None,) * 3,
+                    *(None,) * 3,  # No launch metadata, and no hooks.
                 )
                 self._start = compiled.run
             return
