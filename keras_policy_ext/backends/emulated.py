@@ -291,7 +291,7 @@ def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
 def have_vector(a: Quantized, b: Quantized) -> bool:
     """Return True if one of the two operands is a vector.
 
-    XLA makes no matmul of a product with a vector, and sums in its dtype.
+    XLA does not make a matmul of such a product: it sums in the output's dtype.
     """
     return 1 in (*a.values.shape[1:], *b.values.shape[1:])
 

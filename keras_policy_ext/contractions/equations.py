@@ -87,8 +87,7 @@ def outputs_shape(
 ) -> tuple[Size, ...]:
     """Return the shape of the result of an explicit equation, from two shapes.
 
-    `keras.ops.einsum` infers none of an equation with capital letters (keras
-    3.0 to 3.16).
+    `keras.ops.einsum` infers none with capital letters (keras 3.0 to 3.16).
     """
     terms = split(equation)
     sizes = dict(zip(terms.second, second, strict=True))

@@ -19,7 +19,7 @@ from keras_policy_ext.recipes.recipe import Recipe, scales_rows_apart
 class WeightedSum(Recipe):
     """Weights are scaled by rows; values have the scale 1 in the outputs.
 
-    The sum is over keys. A scale of values along that axis would be of several
+    The sum is over keys. A scale of values along that axis would cover several
     keys, masked ones too. So a power of two per key brings the values into the
     range of the format and multiplies the weights before they are quantized
     (`contractions.weighted_sum`). Gradients have the scales of `activations`.
@@ -67,7 +67,7 @@ def fold(
 
     Values are divided by a scale per key, and weights are multiplied by it: `P
     V = (P s) (V / s)`. It is a power of two, so that nothing is rounded, and a
-    constant for gradients. No scale is of two keys, so a key whose weight is 0,
+    constant for gradients. No keys share a scale, so a key whose weight is 0,
     such as a masked one, changes nothing. A key with a value that is infinite
     or NaN has the scale NaN, as the outputs should.
 

@@ -223,6 +223,7 @@ class StateLayout:
 
     def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
         """Return each row's newly observed amax, (rows, 1)."""
+        # A kernel has one amax in all uses, the mean. `Counting` needs `first`.
         total = ops.expand_dims(ops.sum(entries, axis=(1, 2)), 1)
         mean = total / ops.maximum(uses, 1.0)
         largest = ops.expand_dims(ops.max(entries, axis=(1, 2)), 1)

@@ -72,7 +72,7 @@ class FrozenKernels(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # None where inputs are not quantized.
+        # Where inputs are not quantized, the kernel is widened and multiplied.
         if matmul != "forward" or self.activations is None:
             return None
         if self.in_high_precision(matmul):

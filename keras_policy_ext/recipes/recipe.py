@@ -281,7 +281,7 @@ def scales_whole_tensors(recipe: Recipe) -> bool:
 
 
 def scales_rows_apart(recipe: Recipe) -> bool:
-    """Return True if no scale of the forward matmul is of two rows.
+    """Return True if no scale of the forward matmul covers several rows.
 
     A row is what the matmul sums: a query, a key, or the probabilities of a
     query. Then no output depends on other queries, examples or heads through

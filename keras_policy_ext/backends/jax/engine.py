@@ -113,7 +113,7 @@ class ScaledDot(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # On a data center's Blackwell.
+        # Native on a data center's Blackwell alone.
         if request.refused_as_mx is not None:
             return request.refused_as_mx
         if not hasattr(lax, "scaled_dot"):
@@ -311,10 +311,10 @@ class Float8Dot(NativeMatmul):
             return scaled(_product(x, y, precision), a, b, dtype)
         algorithm = _CUBLAS[fast]
         if scales_in_product(a, b, dtype) and not _may_be_partial(dtype):
-            # Infinity times a sum of 0 would be NaN.
             scale = a.scale.reshape(()) * b.scale.reshape(())
             # XLA passes to cuBLASLt what is cast here, and not the result. It
-            # would not if it could move a reshape behind the cast.
+            # would not if it could move a reshape behind the cast. At most
+            # `LARGEST`, since infinity times a sum of 0 would be NaN.
             scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
             # XLA multiplies by what is rounded too if it merges two products
             # that share an operand.

@@ -285,12 +285,13 @@ def _all_gradients(
     bias_shape: Shape | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `_gradients`, and that of a bias of a shape."""
-    bound, has_state = static.operation.bound, static.uses_state
+    # `uses_state` as a number is how many states, 0 or 1, were saved first.
+    bound, states = static.operation.bound, static.uses_state
     with torch.no_grad(), no_autocast(outputs_grad):
         inputs_grad, kernel_grad, state_grad, bias_grad = bound.backward(
-            bound.residuals(saved[has_state:], static.shapes),
+            bound.residuals(saved[states:], static.shapes),
             outputs_grad,
-            saved[:has_state],
+            saved[:states],
             static.needed,
             bias_shape,
             static.slot,

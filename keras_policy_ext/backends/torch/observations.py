@@ -85,6 +85,7 @@ class Observed:
         """Clear all observations, after another state was assigned."""
         self.taken()
         if self in _HOST_FLAGS:
+            # Unobserved, until the GPU reports the new state.
             _HOST_FLAGS[self][0].fill_(True)
 
 

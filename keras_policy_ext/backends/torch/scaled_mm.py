@@ -131,7 +131,7 @@ class ScaledMMOfRows(NativeMatmul):
     def with_bias(self, bias: Tensor) -> ScaledMMOfRows | None:
         """Return a kernel that adds a bias before it rounds, or None.
 
-        On a CPU results must not change; elsewhere PyTorch takes the scales.
+        None if PyTorch takes no row scales; on a CPU results must not change.
         """
         can = bias.dtype == torch.bfloat16 and bias.device.type != "cpu"
         can = can and torch_devices.scales_rows(bias.device)
@@ -186,7 +186,7 @@ class ScaledMMOfBlocks(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # On a Hopper.
+        # Native on a Hopper alone.
         return (
             _refusal(request)
             or torch_devices.lacking_blocks()
@@ -237,7 +237,7 @@ class ScaledMMOfMX(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # On a data center's Blackwell.
+        # Native on a data center's Blackwell alone.
         return (
             _refusal(request)
             or torch_devices.lacking_mx()
@@ -253,6 +253,7 @@ class ScaledMMOfMX(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        # `fast` is ignored, as by `ScaledMMOfBlocks`.
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
         first, second = (
             swizzled(encode_scales(each.scale.squeeze(0), E8M0))

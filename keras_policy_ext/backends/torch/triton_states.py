@@ -220,7 +220,7 @@ def _is_intact(start, place, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _scale_before(
+def _scales_from(
     state,
     row,
     place,
@@ -230,7 +230,10 @@ def _scale_before(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return an operand's scale, the last used one, and if it was observed."""
+    """Return an operand's scale, the last used one, and if it was observed.
+
+    The last used scale is 0 for a row that was never used, or is not intact.
+    """
     start = state + row * WIDTH
     inside = (place >= FIRST) & (place < WIDTH)
     history = tl.load(start + place, mask=inside, other=-float("inf"))
@@ -243,6 +246,7 @@ def _scale_before(
     known = stored > 0.0
     top = tl.where(row == 0, TOPS[0], tl.where(row == 1, TOPS[1], TOPS[2]))
     previous = tl.where(known, stored, INITIAL)
+    # `INVERTED`, and not `POWER_OF_TWO`.
     scale = scale_of(reduced, previous, top, True, False)
     return scale, stored, known | _positive_finite(reduced)
 
@@ -266,7 +270,7 @@ def history_kernel(
     See `history_scales`; `told` are its `host_flags`. One program per operand.
     """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
-    scale, _stored, seen = _scale_before(
+    scale, _stored, seen = _scales_from(
         state, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
     )
     tl.store(scales + row, scale)
@@ -408,7 +412,7 @@ def settle_kernel(
             found = _larger(found, other)
         given = _merged(given, found, place, inside)
     before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
-    used, stored, seen = _scale_before(
+    used, stored, seen = _scales_from(
         previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
     )
     if FROM_CURRENT:
