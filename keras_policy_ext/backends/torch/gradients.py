@@ -415,12 +415,12 @@ def last(
     requires a gradient, as without a link, the result does, so that it raises.
     """
     return [
-        x if x is None else _Last.apply(_looked_for(x), *sources)
+        x if x is None else _Last.apply(_requiring_gradient(x), *sources)
         for x in gradients
     ]
 
 
-def _looked_for(gradient: Tensor) -> Tensor:
+def _requiring_gradient(gradient: Tensor) -> Tensor:
     """Return the same gradient as a tensor that requires a gradient."""
     gradient = gradient.detach()
     # In a transform of `torch.func` no tensor can begin to require a gradient.
