@@ -30,8 +30,7 @@ class Device:
             only. An operand of two matmuls is then cast in both layouts.
         holds_float8: Whether values can be cast to, and stored in, float8.
         multiplies_in: The dtype in which emulated matmuls multiply where that
-            is exact: `"float32"`, or a faster 16-bit dtype with accumulation
-            in float32.
+            is exact: `"float32"`, or a faster 16-bit dtype with float32 sums.
         source: The reference for these facts.
     """
 

@@ -196,8 +196,7 @@ class Arithmetic(Primitives):
 
         Args:
             product: Function of codes and their scales. A slice of `codes`
-                along `axis` gives the same slice of the result along
-                `out_axis`.
+                along `axis` gives that slice of the result along `out_axis`.
             codes: Uint8.
             scale: Of the rank of `codes`; each axis has its size or size 1.
             axis: The axis of `codes` to split.

@@ -124,8 +124,7 @@ class Residuals:
 
     Attributes:
         inputs: The quantized inputs that `kernel_grad` reads. With one scale
-            they have the axes of the operand, since a transposed copy would be
-            one more tensor.
+            they keep the operand's axes: a transposed copy is one more tensor.
         kernel: The quantized kernel that `inputs_grad` reads, laid out alike.
         reading: The reading of the state; None for a recipe without state.
         amaxes: Float32, of the inputs and the kernel; None if not observed.

@@ -177,6 +177,7 @@ class Einsum:
         if not in_one_scale(quantization):
             return self.form.matrix_axes("kernel", axes)
         form = self.form
+        # `operand` has summed over the axes that the kernel alone has.
         entries = zip(form.second, axes, strict=True)
         return tuple(each for c, each in entries if c in form.first + form.out)
 

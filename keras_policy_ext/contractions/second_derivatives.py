@@ -87,6 +87,7 @@ class _Operands:
         contraction = self._plan.contraction
         engine = self._bound.engine
         kernel, _ = contraction.choose(engine, matmul, None, None)
+        # `a` and `b` are read as the matrices of their first matmuls.
         operands = (
             read
             if matmul == matmuls_of(operand)[0]

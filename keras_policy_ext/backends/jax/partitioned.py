@@ -140,7 +140,7 @@ class _Partition:
 
     def __init__(self, mesh: Mesh, x: Any):
         cut: list[Any] = [None, None]
-        if mesh.empty:
+        if mesh.empty:  # No axis is cut.
             mesh = Mesh(np.array(list(x.sharding.device_set)), ("devices",))
         else:
             cut[: len(x.sharding.spec)] = x.sharding.spec

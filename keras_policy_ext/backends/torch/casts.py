@@ -109,7 +109,8 @@ def _has_nan_of_e4m3fn(q: Tensor) -> bool:
     """Return True if an e4m3fn tensor has a NaN; False for other dtypes."""
     if q.dtype != torch.float8_e4m3fn or q.numel() == 0:
         return False
-    # To read bytes takes less than a tenth of the time of widening them.
+    # Its codes of NaN are the largest, read with a sign (0x7F) and without
+    # (0xFF). To read bytes takes less than a tenth of the time of widening.
     largest = q.view(torch.int8).amax(), q.view(torch.uint8).amax()
     return int(largest[0]) == 0x7F or int(largest[1]) == 0xFF
 
