@@ -231,8 +231,8 @@ class BoundPlan(BoundOperation):
         w = self.kernel.quantize(kernel, options)
         shapes = shape_of(inputs), shape_of(kernel)
         outputs = self._forward(x.first, w.first, shapes, bias)
-        # Not `reading`: the backward pass asks anew which flags still count.
         amaxes = (x.amax, w.amax) if observe else None
+        # `history`, since the backward pass asks anew which flags still count.
         return outputs, Residuals(
             x.second, w.second, history, amaxes, shapes, self.engine
         )

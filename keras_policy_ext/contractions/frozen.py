@@ -158,7 +158,7 @@ class FrozenPlan:
         free = [c for c in second if c in out and c not in first]
         if self.recipe.per == "block" or not free:
             return product(codes, scale)
-        # The largest; what torch.compile follows has no `key=`.
+        # Cut along the largest; what torch.compile follows has no `key=`.
         places = [second.index(letter) for letter in free]
         sizes = [codes.shape[place] for place in places]
         place = places[sizes.index(max(sizes))]

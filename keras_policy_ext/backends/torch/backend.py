@@ -493,12 +493,8 @@ class TorchBackend(Backend):
     ) -> tuple[Tensor, ...]:
         # On a CPU in parts, whose intermediate results stay in its cache.
         count = tensors[0].numel()
-        is_small = count <= self.numbers_of_a_part
-        if (
-            is_small
-            or torch.compiler.is_compiling()
-            or not self.on_cpu(tensors[0])
-        ):
+        fits = count <= self.numbers_of_a_part
+        if fits or torch.compiler.is_compiling() or not self.on_cpu(tensors[0]):
             return function(0, *tensors)
         rows = len(tensors[0])
         columns = count // rows
