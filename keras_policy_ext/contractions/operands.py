@@ -441,7 +441,7 @@ class OperandInBothLayouts(BoundOperand):
         return self._both.sums_columns and self.is_in_both_layouts(like)
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
-        """Return True if the cast supports these values; else two casts run."""
+        """Return True if one cast can write these values in both layouts."""
         format_name = self._quantization.format
         return self._both.supports(values, self._dtype, format_name) is None
 

@@ -167,6 +167,7 @@ def _run_backward(
     residuals: tuple[_SavedLeaves, State, Links, _Static],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
+    """Return the gradients of inputs, kernel, state and bias; None of none."""
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
     *saved, bias_shape = residuals

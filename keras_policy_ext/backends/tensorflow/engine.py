@@ -278,6 +278,7 @@ def _by_cublas(
 def _float8_product(
     a: Quantized, b: Quantized, written: str, fast: bool
 ) -> Tensor:
+    """Multiply as `_product` does, by `_module`; write sums in a dtype."""
     formats = _format_of(a), _format_of(b)
     x, y = (
         tf.cast(each.values, name)

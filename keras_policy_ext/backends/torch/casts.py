@@ -306,6 +306,7 @@ class TritonStates(StateKernels):
 
 
 def _refusal(x: Tensor, interpreted: bool) -> str | None:
+    """Return why Triton cannot run on the device of a tensor, or None."""
     if interpreted:
         return None
     if x.device.type != "cuda":
