@@ -86,7 +86,7 @@ def four_over_six(
 def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
     """Return the squared error of each tile, rounded to nearest in e2m1fn."""
     product = ops.abs(x) * spread(scales.factor, tile, x)
-    scaled = ops.minimum(product, 8.0)
+    scaled = ops.minimum(product, 8.0)  # So the sums below fit an int32.
     values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
     # Compilers contract and reorder sums of floats, so the errors are integers,
     # parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.

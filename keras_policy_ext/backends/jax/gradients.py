@@ -167,12 +167,12 @@ def _run_backward(
     residuals: tuple[_SavedLeaves, State, Links, _Static],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
-    """Return the gradients of inputs, kernel, state and bias; None of none."""
+    """Return the gradients of inputs, kernel, state and, if any, bias."""
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
     *saved, bias_shape = residuals
     shape = bias_shape.value
-    if shape is None or saved[2] is None:
+    if shape is None or saved[2] is None:  # There are no links.
         return _backward_of(operation, shape, *saved, outputs_grad)
     # A gradient that is differentiated again is one of JAX's.
     gradients = _backward_of(operation, None, *saved, outputs_grad)

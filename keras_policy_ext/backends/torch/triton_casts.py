@@ -173,7 +173,8 @@ def cast_constants(
 
     `INDEX` is the operand's place in the tensors of scales and flags, `PLACE`
     that of the scale which is written. `MARKED` writes that a second time,
-    `OBSERVE` writes amaxes, `SUMS` sums of columns. No tensor is read.
+    `OBSERVE` writes amaxes, `SUMS` sums of columns. `FOUND_BEFORE` says that
+    `amax_kernel` runs first. No tensor is read.
     """
     return {
         "GIVEN": hint.scale is not None,
