@@ -47,8 +47,7 @@ class Format:
         smallest_subnormal: The smallest positive value. Equal to
             `smallest_normal` in formats without subnormals
             (`float8_e8m0fnu`).
-        has_inf: Whether the format has infinities. Casts saturate whether
-            it has them or not.
+        has_inf: Whether the format has infinities. Casts saturate anyway.
         mantissa_bits: Stored significand bits, the leading one not counted.
         exponent_bits: Bits of the exponent.
         exponent_bias: The bias that is subtracted from the exponent of a code:
@@ -57,8 +56,7 @@ class Format:
         has_sign: Whether the format has negative values.
         has_negative_zero: Whether the sign of 0 is kept.
         nan_codes: The codes that are NaN, none or several.
-        nan_code: The code that a cast gives to NaN without a sign; None if
-            there is none.
+        nan_code: The code that a cast gives to NaN without a sign, or None.
         finite_count: The number of finite values; 0 counts once.
     """
 

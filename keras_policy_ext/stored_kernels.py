@@ -45,8 +45,7 @@ class Axes(NamedTuple):
     """The axes of a kernel: those that a matmul sums over, and the others.
 
     Attributes:
-        summed: The summed axes, in the order in which they form the columns of
-            `matrix`.
+        summed: The summed axes, in their order in the columns of `matrix`.
         free: All other axes, in the order in which they form its rows.
     """
 
@@ -97,6 +96,7 @@ class StoredKernel:
         values = self.values.astype("float32")
         if self.granularity != "block":
             return np.asarray(values * self.scale)
+        # Reversed: `sizes` has the columns first.
         spread = spread_blocks(self.scale, self.axes.sizes(values.shape)[::-1])
         return of_matrix(
             as_matrix(values, self.axes) * spread, values.shape, self.axes
@@ -131,15 +131,13 @@ def quantize(
     Args:
         kernel: The kernel, of any floating dtype of NumPy or ml_dtypes.
         axes: The summed and the free axes of the kernel.
-        granularity: The part that shares a scale: `"channel"`, `"tensor"` or
-            `"block"`.
+        granularity: What shares a scale: `"channel"`, `"tensor"`, `"block"`.
         weights: The format to quantize to.
         scale: The scale of the whole kernel, such as one from training, with
             `"tensor"`; or all scales, in their shape. None to compute them.
 
     Raises:
-        ValueError: If an argument has another value, or a value of the kernel
-            is not finite.
+        ValueError: If an argument is wrong, or the kernel is not finite.
     """
     _check(granularity, weights)
     kernel = np.asarray(kernel, "float32")
@@ -209,6 +207,7 @@ def scale_shape(
 
 
 def _amax(kernel: Array, axes: Axes, granularity: str) -> Array:
+    """Return the amaxes of a kernel, in the shape of its scales."""
     magnitude = np.abs(kernel)
     if granularity == "tensor":
         return np.asarray(magnitude.max(keepdims=True, initial=0.0))

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     current: Backend
     """The backend that Keras runs on, found once, at the first use.
 
-    It is `numerics.primitives.current`, since every backend has the
-    primitives.
+    It is `numerics.primitives.current`: every backend has the primitives.
     """
 
     engine: Engine

@@ -21,6 +21,8 @@ class ScaleHint(NamedTuple):
         scale: Float32 scalar; None for a recipe without state.
         unseen: Bool scalar, True if the operand was never observed. Its scale
             is then computed from its own amax. None if it was always observed.
+        rule: How a scale is computed from an amax.
+        seen_lately: See `HistoryScales`.
     """
 
     scale: Tensor | None
@@ -97,8 +99,7 @@ class QuantizedForBoth(NamedTuple):
         first: For the first matmul; the home matrix if cast in both layouts.
         second: For the second matmul. If cast in both layouts, this is the home
             matrix too; its transpose has the memory layout of that matmul.
-        amax: Float32, the amax of the operand or of each tile; None if it was
-            not requested.
+        amax: Float32, that of the operand or of each tile; None if not wanted.
     """
 
     first: Quantized
@@ -122,18 +123,20 @@ def read_both(
     count of steps has no scales: they are computed from amaxes.
     """
     scales = history if isinstance(history, HistoryScales) else None
-    hint = ScaleHint(None, None, rule)
+    hint = ScaleHint(scale=None, unseen=None, rule=rule)
     if scales is not None:
         index, unseen = OPERANDS.index(operand), scales.unseen
         flag = None if unseen is None else unseen[index]
-        lately = scales.seen_lately
-        hint = ScaleHint(scales.scales[index], flag, rule, lately)
-    observe = wanted.amax
-    wanted = wanted._replace(amax=observe or scales is None)
+        seen_lately = scales.seen_lately
+        hint = ScaleHint(scales.scales[index], flag, rule, seen_lately)
+    returns_amax = wanted.amax
+    wanted = wanted._replace(amax=returns_amax or scales is None)
     both_layouts = both.quantize(matrix[0], quantization, hint, wanted)
     scale = both_layouts.scale[None, None, None]
     first = Quantized(both_layouts.values[None], scale, quantization)
     second = Quantized(both_layouts.across.mT[None], scale, quantization)
+    # Without history only NaN reports an infinity: in what the two gradients
+    # read. The first copy is for the outputs unless it is of a gradient.
     if scales is None:
         second = second.with_nan_scales(both_layouts.amax)
         first = (
@@ -141,7 +144,7 @@ def read_both(
             if operand != "outputs_grad"
             else first.with_nan_scales(both_layouts.amax)
         )
-    amax = both_layouts.amax if observe else None
+    amax = both_layouts.amax if returns_amax else None
     return QuantizedForBoth(first, second, amax, both_layouts.column_sums)
 
 

@@ -21,20 +21,16 @@ class Device:
 
     Attributes:
         title: Its name in a sentence.
-        maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, or
-            `"unknown"`.
-        float8: The family of `formats.FAMILIES` that its matmuls read, or
-            None.
+        maker: `"nvidia"`, `"amd"`, `"google"`, `"apple"`, `"cpu"`, `"unknown"`.
+        float8: The family of `formats.FAMILIES` that its matmuls read, or None.
         scales: The kinds of scales that its float8 matmuls accept: `"tensor"`,
             `"rows"`, `"blocks"` (of 128), `"mx"`. Other scales are applied to
             the output, or the matmul is emulated.
         one_layout: Whether its float8 matmuls read an operand in one layout
             only. An operand of two matmuls is then cast in both layouts.
-        holds_float8: Whether values can be cast to a float8 dtype and stored
-            in it.
+        holds_float8: Whether values can be cast to, and stored in, float8.
         multiplies_in: The dtype in which emulated matmuls multiply where that
-            is exact: `"float32"`, or a faster 16-bit dtype with accumulation
-            in float32.
+            is exact: `"float32"`, or a faster 16-bit dtype with float32 sums.
         source: The reference for these facts.
     """
 
@@ -111,10 +107,7 @@ _TPU = "Google Cloud TPU documentation, System architecture; libtpu 0.0.52"
 
 
 def _nvidia(
-    title: str,
-    *scales: str,
-    narrow: str = "bfloat16",
-    one_layout: bool = False,
+    title: str, *scales: str, narrow: str = "bfloat16", one_layout: bool = False
 ) -> Device:
     return Device(
         title=title,

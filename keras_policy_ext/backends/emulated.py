@@ -158,8 +158,8 @@ class Folded(Quantized):
     def _with(
         self, values: Tensor, scale: Tensor, quantization: Quantization | None
     ) -> Folded:
-        above = self.tensor_scale
-        return Folded(values, scale, quantization, above, self.exact)
+        tensor_scale = self.tensor_scale
+        return Folded(values, scale, quantization, tensor_scale, self.exact)
 
 
 def exact_in(dtype: str, *operands: Quantized) -> bool:
@@ -216,9 +216,10 @@ def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
         columns = ops.swapaxes(columns, 1, 2)
     if a.tensor_scale is None and b.tensor_scale is None:
         return rows, columns
-    above = [x.tensor_scale for x in (a, b) if x.tensor_scale is not None]
+    more = [x.tensor_scale for x in (a, b) if x.tensor_scale is not None]
+    # Two factors only: of three or four scales some are multiplied here.
     rows = rows * columns
-    return (rows, above[0]) if len(above) == 1 else (rows * above[0], above[1])
+    return (rows, more[0]) if len(more) == 1 else (rows * more[0], more[1])
 
 
 def _scale_of_product(operand: Quantized) -> Tensor:
@@ -231,8 +232,7 @@ def _scale_of_product(operand: Quantized) -> Tensor:
 
 def _power_for(first: Tensor, second: Tensor) -> Tensor:
     """Return, per row, a power of two that brings both scales into range."""
-    # It is 1 unless the largest product of scales in a row is tiny or
-    # overflows.
+    # It is 1 unless the largest product of scales in a row is tiny or infinite.
     columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
     largest = first * columns
     # Below 2^-62 the first factor is below 2^64: scales are normal numbers.
@@ -291,8 +291,7 @@ def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
 def have_vector(a: Quantized, b: Quantized) -> bool:
     """Return True if one of the two operands is a vector.
 
-    XLA does not compile a product with a vector to a matmul. It accumulates in
-    the output dtype.
+    XLA does not make a matmul of such a product: it sums in the output's dtype.
     """
     return 1 in (*a.values.shape[1:], *b.values.shape[1:])
 

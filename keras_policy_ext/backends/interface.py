@@ -13,10 +13,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.backends.traced_programs import (
-    Flow,
-    TracedProgram,
-)
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
 
@@ -116,8 +113,7 @@ class BoundOperation(Protocol):
             residuals: What `forward` saved.
             outputs_grad: In the compute dtype.
             state: As for `forward`.
-            needed: Whether to compute the gradients of the inputs and the
-                kernel.
+            needed: Whether to compute the gradients of inputs and kernel.
             bias_shape: The shape of the bias that `forward` added, if its
                 gradient is computed here; see `takes_bias`.
             slot: As for `forward`.
@@ -196,16 +192,13 @@ class Arithmetic(Primitives):
     ) -> Tensor:
         """Compute `product(codes, scale)`, in parts if that saves memory.
 
-        Splitting avoids a new allocation for the whole kernel in floats at each
-        call.
+        Splitting avoids an allocation of the whole kernel in floats per call.
 
         Args:
             product: Function of codes and their scales. A slice of `codes`
-                along `axis` gives the same slice of the result along
-                `out_axis`.
+                along `axis` gives that slice of the result along `out_axis`.
             codes: Uint8.
-            scale: Same rank as `codes`; each axis has size 1 or the size of
-                `codes`.
+            scale: Of the rank of `codes`; each axis has its size or size 1.
             axis: The axis of `codes` to split.
             out_axis: The corresponding axis of the result.
         """
@@ -394,8 +387,7 @@ class Gradients:
         """Run `operation.forward`, then add a bias; see `BoundOperation`.
 
         The gradient is `operation.backward`. The bias has its own argument,
-        since some frameworks add it together with what follows. `state` is one
-        tensor or none.
+        since some frameworks add it with what follows; `state` is optional.
         """
         raise NotImplementedError
 

@@ -183,8 +183,7 @@ class Convolutions(Protocol):
 class StateKernels(Protocol):
     """Kernels that compute the scales and states of a scale source.
 
-    Their methods have the names of the source's methods and return the same
-    values.
+    Their methods have the names of the source's, and return the same values.
     """
 
     def supports(self, source: object, state: Tensor) -> str | None:
@@ -211,8 +210,7 @@ class Engine:
     """The kernels of one framework: matmuls, convolutions, casts, states.
 
     Attributes:
-        matmuls: The matmul kernels, the best first; the last one supports
-            everything.
+        matmuls: The matmul kernels, the best first; the last supports all.
         cast: Takes a tensor, the scale of each element, the name of a format,
             and whether to multiply by the scale instead of dividing by it.
             Returns values of the format, in float32 or in its dtype.
@@ -226,8 +224,7 @@ class Engine:
             that is left to the framework.
         training_cast: Like `cast`, for layers in training, which are never
             exported; None to use `cast`.
-        encode: Takes float32 values of a format and its name; returns their
-            codes.
+        encode: Takes float32 values of a format and its name; returns codes.
         decode: Takes codes and the name of a format; returns the values.
         states: Kernels for the state arithmetic, the best first. The source's
             own arithmetic in `keras.ops` is the fallback.

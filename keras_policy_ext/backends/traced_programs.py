@@ -45,8 +45,7 @@ class _Seen(NamedTuple):
     Attributes:
         reached: Those that the values come from.
         ranked: Those from whose values the largest or smallest were taken.
-        positions: Those in whose values these are the positions of entries
-            that were chosen.
+        positions: Those in whose values these are positions of chosen entries.
     """
 
     reached: Sources = NONE
@@ -78,8 +77,7 @@ class Flow:
 
     Attributes:
         chosen: For each such choice, its sources.
-        returned: For each tensor that the program returns, the sources that
-            reach it.
+        returned: For each tensor that is returned, the sources that reach it.
     """
 
     def __init__(self) -> None:
@@ -99,7 +97,7 @@ class Flow:
     def finish(self, outputs: Iterable[Hashable]) -> None:
         """Set `returned`; positions that are returned count as used."""
         seen = [self._of(key) for key in outputs]
-        self._use(seen)
+        self._count_positions_as_used(seen)
         self.returned = [each.reached for each in seen]
 
     def new_call(self, through: Through, results: int) -> int:
@@ -129,9 +127,12 @@ class Flow:
         operands: Iterable[Hashable],
         results: Iterable[Hashable],
     ) -> None:
-        """Follow a marked call."""
+        """Give the results of a marked call the sources that its map finds.
+
+        The operands' positions count as used, since the call is not followed.
+        """
         seen = [self._of(key) for key in operands]
-        self._use(seen)
+        self._count_positions_as_used(seen)
         found = self._calls[number].through([each.reached for each in seen])
         for key, reached in zip(results, found, strict=True):
             self._put(key, _Seen(reached))
@@ -155,13 +156,13 @@ class Flow:
         positions = NONE.union(*(each.positions for each in seen))
         names = [(key, str(dtype)) for key, dtype in results]
         # A cast or another shape of positions does not use them.
-        alone = (
+        keeps_positions = (
             kind == "other"
             and len(seen) == 1
             and not any("float" in dtype for _, dtype in names)
         )
-        if not alone:
-            self._use(seen)
+        if not keeps_positions:
+            self._count_positions_as_used(seen)
         for key, dtype in names:
             found = _Seen()
             if kind == "product":
@@ -170,9 +171,9 @@ class Flow:
                 found = _Seen(reached, reached if kind == "choice" else ranked)
             elif kind == "choice":
                 found = _Seen(positions=reached)
-            elif alone:
+            elif keeps_positions:
                 found = _Seen(positions=positions)
-            elif "bool" in dtype:
+            elif "bool" in dtype:  # A comparison with ranked entries.
                 found = _Seen(positions=ranked)
             self._put(key, found)
 
@@ -186,7 +187,7 @@ class Flow:
         else:
             self._seen.pop(key, None)
 
-    def _use(self, seen: Iterable[_Seen]) -> None:
+    def _count_positions_as_used(self, seen: Iterable[_Seen]) -> None:
         self.chosen.update(x.positions for x in seen if x.positions)
 
 

@@ -97,8 +97,9 @@ def bind_matmul(
     is_einsum = isinstance(plan.contraction, Einsum)
     adds = is_einsum and hasattr(kernel, "with_bias") and matmul == "forward"
     kind = MatmulWithBias if adds else BoundMatmul
-    of_dtypes = plan.inputs_dtype, plan.kernel_dtype
-    if matmul == "kernel_grad" and of_dtypes == ("bfloat16", "float32"):
+    dtypes = plan.inputs_dtype, plan.kernel_dtype
+    # This gradient is wanted in float32, though the layer is in bfloat16.
+    if matmul == "kernel_grad" and dtypes == ("bfloat16", "float32"):
         kernel = getattr(kernel, "of_gradient", kernel)
     return kind(plan, matmul, kernel, [operands[x] for x in MATMULS[matmul]])
 
@@ -123,13 +124,10 @@ class Residuals:
 
     Attributes:
         inputs: The quantized inputs that `kernel_grad` reads. With one scale
-            they have the axes of the operand, since a transposed copy would be
-            one more tensor.
-        kernel: The quantized kernel that `inputs_grad` reads, in the same
-            layout.
+            they keep the operand's axes: a transposed copy is one more tensor.
+        kernel: The quantized kernel that `inputs_grad` reads, laid out alike.
         reading: The reading of the state; None for a recipe without state.
-        amaxes: The amaxes of the inputs and the kernel, float32 scalars; None
-            if not observed.
+        amaxes: Float32, of the inputs and the kernel; None if not observed.
         shapes: The shapes of the inputs and the kernel; scalar tensors for
             sizes that a TensorFlow graph does not know.
         engine: The kernels of the framework.
@@ -145,8 +143,7 @@ class Residuals:
     def leaves(self, narrow: bool = True) -> list[Tensor]:
         """List the saved tensors in the order that `BoundPlan.residuals` takes.
 
-        If `narrow`, operands are in the dtypes in which the framework saves
-        them.
+        If `narrow`, operands are in the dtypes that the framework saves.
         """
         framework, encode, tensors = backends.current, self.engine.encode, []
         for operand in (self.inputs, self.kernel):
@@ -173,10 +170,8 @@ def simplified(
     framework = backends.current
     if framework.known_any(reading.unseen) is False:
         return HistoryScales(reading.scales, None)
-    lately = bool(state) and framework.seen_lately(*state)
-    return (
-        dataclasses.replace(reading, seen_lately=lately) if lately else reading
-    )
+    seen = bool(state) and framework.seen_lately(*state)
+    return dataclasses.replace(reading, seen_lately=seen) if seen else reading
 
 
 class BoundPlan(BoundOperation):
@@ -237,6 +232,7 @@ class BoundPlan(BoundOperation):
         shapes = shape_of(inputs), shape_of(kernel)
         outputs = self._forward(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
+        # `history`, since the backward pass asks anew which flags still count.
         return outputs, Residuals(
             x.second, w.second, history, amaxes, shapes, self.engine
         )
@@ -317,8 +313,8 @@ class BoundPlan(BoundOperation):
     ) -> tuple[Tensor, ...]:
         if not self._observes_amaxes:
             return state
-        apart = self.plan.histories > 1
-        amax = (self.kernel.amax if apart else scaling.amax)(kernel)
+        is_bank = self.plan.histories > 1
+        amax = (self.kernel.amax if is_bank else scaling.amax)(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 
     @override
@@ -346,12 +342,10 @@ class BoundPlan(BoundOperation):
         """Return the "gradient" of the state: an observation, or zeros."""
         amaxes = residuals.amaxes
         if self._observes_amaxes:
-            if amaxes is None:
+            if amaxes is None:  # They were not asked for.
                 return ops.zeros_like(state)
             if self._is_inference:
-                return self._of_kernel(
-                    amaxes[1], residuals.reading, state, slot
-                )
+                return self._outgrown(amaxes[1], residuals.reading, state, slot)
             numbers = [*amaxes, outputs_grad_amax]
         elif self._is_inference:
             # A state that counts steps counts those of training.
@@ -369,12 +363,12 @@ class BoundPlan(BoundOperation):
         if states is not None:
             return states.observation(self._source, numbers, slot)
         if self.plan.histories == 1:
-            # A kernel may have found an amax for each part of an operand.
+            # A cast may have found an amax for each part of an operand.
             numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
         found: Tensor = self._source.observation(numbers, slot)
         return found
 
-    def _of_kernel(
+    def _outgrown(
         self,
         amax: Tensor,
         reading: StateReading | None,

@@ -71,6 +71,7 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
                 f"{len(term.replace('...', ''))}, or more with '...'."
             )
         wide = max(wide, missing)
+    # The axes of `...` align at the last: lower ranks lack the first letters.
     letters = "".join(free[:wide])
     first, second = (
         term.replace("...", letters[wide - rank + len(term) - 3 :])
@@ -86,8 +87,7 @@ def outputs_shape(
 ) -> tuple[Size, ...]:
     """Return the shape of the result of an explicit equation, from two shapes.
 
-    `keras.ops.einsum` infers none of an equation with capital letters (keras
-    3.0 to 3.16).
+    `keras.ops.einsum` infers none with capital letters (keras 3.0 to 3.16).
     """
     terms = split(equation)
     sizes = dict(zip(terms.second, second, strict=True))
@@ -115,10 +115,8 @@ class EinsumForm(NamedTuple):
         second: The term of the kernel.
         out: The term of the outputs.
         batch: Letters in both operands and in the output.
-        rows: Letters in the inputs and in the output, in the order of the
-            inputs.
-        columns: Letters in the kernel and in the output, in the order of the
-            output.
+        rows: Letters in the inputs and in the output, in the inputs' order.
+        columns: Letters in the kernel and in the output, in the output's order.
         contracted: Letters in both operands only.
     """
 
@@ -151,8 +149,7 @@ class EinsumForm(NamedTuple):
     def matrix(self, operand: str, x: Tensor) -> Tensor:
         """Reshape an operand, as `summed` returns it, to its home matrix.
 
-        The matrix is (B, R, K), (B, C, K) or (B, R, C): each axis flattens a
-        group of letters.
+        It is (B, R, K), (B, C, K) or (B, R, C). An axis flattens its letters.
         """
         axes, groups = _home_axes(self, operand)
         sizes, shape = shape_of(x), []
@@ -168,13 +165,16 @@ class EinsumForm(NamedTuple):
     ) -> tuple[Any, ...]:
         """Convert a list with an entry per operand axis to its matrix's axes.
 
-        A matrix axis gets the entry of the first axis flattened into it. It is
-        None if one of the other axes has an entry too.
+        An entry names the mesh axes that cut an axis, perhaps none. A matrix
+        axis gets that of the first axis flattened into it, or None if one of
+        the others is cut too.
         """
         term, free, summed = self._home(operand)
-        said = dict(zip(term, axes, strict=True))
+        cut_by = dict(zip(term, axes, strict=True))
         return tuple(
-            None if any(said[c] for c in group[1:]) else said.get(group[:1], ())
+            None
+            if any(cut_by[c] for c in group[1:])
+            else cut_by.get(group[:1], ())
             for group in (self.batch, free, summed)
         )
 

@@ -87,7 +87,7 @@ class FrozenPlan:
         codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
         if self._quantization("inputs") is None:
-            x, wide = inputs, self.dtype
+            x, dtype = inputs, self.dtype
         elif (
             self._has_matrix
             and self._selection[1].native
@@ -95,14 +95,14 @@ class FrozenPlan:
         ):
             return self._native(inputs, codes, scale, static_scale, shapes)
         else:
-            x, wide = self._rounded(inputs, static_scale), "float32"
+            x, dtype = self._rounded(inputs, static_scale), "float32"
         if self._is_einsum:
             equation = self.contraction.equation
-            return self._einsum(equation, ops.cast(x, wide), codes, scale)
-        kernel = self._dequantized(codes, scale, wide)
+            return self._einsum(equation, ops.cast(x, dtype), codes, scale)
+        kernel = self._dequantized(codes, scale, dtype)
         reads = (
-            self._read("inputs", x, wide),
-            self._read("kernel", kernel, wide),
+            self._read("inputs", x, dtype),
+            self._read("kernel", kernel, dtype),
         )
         return self._product("forward", *reads, shapes)
 
@@ -158,7 +158,7 @@ class FrozenPlan:
         free = [c for c in second if c in out and c not in first]
         if self.recipe.per == "block" or not free:
             return product(codes, scale)
-        # The largest; what torch.compile follows has no `key=`.
+        # Cut along the largest; what torch.compile follows has no `key=`.
         places = [second.index(letter) for letter in free]
         sizes = [codes.shape[place] for place in places]
         place = places[sizes.index(max(sizes))]
@@ -214,7 +214,7 @@ class FrozenPlan:
         """Return the inputs, rounded to float8 values times their scale."""
         scale = static_scale[0] if static_scale else self._scale(inputs)
         engine = backends.engine
-        numbers = engine.cast(inputs, scale, _INPUTS, False)
+        numbers = engine.cast(inputs, scale, _INPUTS, False)  # divided by it
         numbers = engine.widen(numbers, "float32")
         return ops.multiply(numbers, scale)
 
@@ -316,7 +316,7 @@ def frozen_plan(
 ) -> FrozenPlan:
     """Return a frozen contraction's plan for the current settings."""
     framework = backends.current
-    if framework.is_compiling():
+    if framework.is_compiling():  # `prefer` is read when the plan runs.
         return FrozenPlan(contraction, recipe, axes, dtype, None, False)
     return _plan_of(
         contraction,

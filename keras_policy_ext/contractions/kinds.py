@@ -177,6 +177,7 @@ class Einsum:
         if not in_one_scale(quantization):
             return self.form.matrix_axes("kernel", axes)
         form = self.form
+        # `operand` has summed over the axes that the kernel alone has.
         entries = zip(form.second, axes, strict=True)
         return tuple(each for c, each in entries if c in form.first + form.out)
 
@@ -198,8 +199,7 @@ class Einsum:
     def of_columns(self, bias: Tensor, shapes: Shapes) -> Tensor | None:
         """Return a bias as a vector with one value per output column, or None.
 
-        Return None if the bias varies between rows, or if several columns
-        share a value.
+        None if the bias varies between rows, or if columns share a value.
         """
         form, sizes = self.form, self.form.sizes(*shapes)
         columns = [sizes[c] for c in form.columns]
@@ -413,8 +413,7 @@ class ConvTranspose(Conv):
     """A transposed convolution, with the arguments of `ops.conv_transpose`.
 
     Attributes:
-        output_padding: Per spatial axis; None for the size that Keras
-            chooses.
+        output_padding: Per spatial axis; None to let Keras choose the size.
     """
 
     output_padding: tuple[int, ...] | None = None

@@ -67,8 +67,7 @@ class Operands:
     def cast_for_both(self) -> dict[str, Quantization | None]:
         """By operand, the quantization one cast writes for both matmuls.
 
-        None unless both matmuls read the same values of one matrix, with one
-        scale.
+        None unless both matmuls read the same values of a matrix, with a scale.
         """
         shared = {}
         for operand in OPERANDS:
@@ -136,8 +135,7 @@ operands_of = functools.lru_cache(maxsize=1024)(Operands)
 
 def amax_of(operand: str) -> Any:
     """Return the function that computes the amax of this operand."""
-    # For an outputs gradient it reduces columns first, like the sum that is the
-    # gradient of a bias.
+    # For an outputs gradient it reduces columns first, like a bias's gradient.
     by_columns = operand == "outputs_grad"
     return scaling.amax_by_columns if by_columns else scaling.amax
 
@@ -157,6 +155,7 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
 
     def along(x: Tensor) -> Tensor:
         sizes = zip(x.shape, axes, strict=True)
+        # Devices share a scale of size 1 along an axis.
         cut = [() if size == 1 else names for size, names in sizes]
         return framework.gathered(x, gathering, cut)
 
@@ -208,11 +207,9 @@ class OperandUse:
     Attributes:
         quantization: How the recipe quantizes it; None if it does not.
         native: Whether a float8 matmul reads it.
-        reads_transpose: Whether the matmul reads the transpose of the matrix
-            that is quantized.
+        reads_transpose: Whether the matmul reads the transpose of the codes.
         is_stochastic: Whether it is rounded stochastically.
-        is_stored_in_float8: Whether a float8 matmul reads what is quantized
-            for this use.
+        is_stored_in_float8: Whether a float8 matmul reads what it quantizes.
     """
 
     def __init__(self, binding: Binding, operand: str, matmul: str):
@@ -259,8 +256,7 @@ class OperandUse:
         The outputs use saturated values. If a value is not finite and the
         recipe has no state to report it, the gradients are NaN. `home` is from
         `Contraction.operand`; the result has the layout of
-        `Operands.stored_transposed`. The slot is part of the key for stochastic
-        rounding.
+        `Operands.stored_transposed`. The slot is part of the random key.
         """
         if self.quantization is None:
             plain = quantized.passthrough(ops.cast(home, self.inputs_dtype))
@@ -274,6 +270,7 @@ class OperandUse:
             self.operand, self.quantization, amax, reading
         )
         if scale is not None and self._is_cast_alone:
+            # False: it divides by the scale.
             values = cast(home, scale, self._as_stored.format, False)
             scales = scale[None, None, None]
             operand = Quantized(values, scales, self._as_stored)
@@ -322,6 +319,7 @@ class UseOfBothLayouts(OperandUse):
     """The use in one matmul of an operand that is stored in both layouts."""
 
     is_in_both_layouts: Callable[[Tensor], bool]
+    """That of the `OperandInBothLayouts`, asked for each tensor."""
 
     def read(self, operand: Quantized) -> Quantized:
         """Return the operand's matrix, in the layout that this matmul reads."""
@@ -391,11 +389,13 @@ class BoundOperand:
         reading, slot = options.reading, options.slot
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
+        # On a GPU the amax of a kernel is a pass that nothing else needs.
         if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
         wanted = options.observe or self._is_stochastic
         amax = Amax(home, wanted, self._amax_of, in_branch)
         saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
+        # Outputs read values without marks; a gradient reads them with.
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)
@@ -426,6 +426,7 @@ class OperandInBothLayouts(BoundOperand):
         self._is_transposed_in_memory = (
             plan.contraction.is_transposed_in_memory(operand)
         )
+        # Whether the cast ran depends on the sizes of each tensor.
         for use in (self.first, self.second):
             use.is_in_both_layouts = self.is_in_both_layouts
 
@@ -440,7 +441,7 @@ class OperandInBothLayouts(BoundOperand):
         return self._both.sums_columns and self.is_in_both_layouts(like)
 
     def is_in_both_layouts(self, values: Tensor) -> bool:
-        """Return True if one cast writes this operand in both layouts."""
+        """Return True if one cast can write these values in both layouts."""
         format_name = self._quantization.format
         return self._both.supports(values, self._dtype, format_name) is None
 
@@ -449,13 +450,13 @@ class OperandInBothLayouts(BoundOperand):
         if not self.is_in_both_layouts(x):
             return super().quantize(x, options)
         home = self._home(x, self.first.quantization)
-        home = Quantized(home, None, self._quantization)
+        home = Quantized(home, None, self._quantization)  # no scale yet
         matrix = self.first.contraction.read(self.operand, home).values
         wanted = Wanted(
-            options.observe,
-            self._is_transposed_in_memory,
-            options.once,
-            options.sums,
+            amax=options.observe,
+            is_transposed_in_memory=self._is_transposed_in_memory,
+            once=options.once,
+            column_sums=options.sums,
         )
         return read_both(
             self._both,
@@ -532,7 +533,11 @@ class OperandOfRows(BoundOperand):
 
 
 class OperandOfCodes(BoundOperand):
-    """A kernel that arrives as codes, which are gathered before."""
+    """A kernel that arrives as codes, which are gathered before the layer.
+
+    `x` is a tensor of `kpe.loops.gather_float8`. Its `read` returns the codes
+    for outputs, those for gradients and the amax: in float8 if narrow.
+    """
 
     def __init__(self, binding: Binding, operand: str):
         super().__init__(binding, operand)
@@ -590,11 +595,11 @@ def _is_gathered(plan: Any, operand: str) -> bool:
 def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
     """Return True if one cast may quantize an operand by rows for matmuls."""
     plan, engine, selections = binding
-    of_rows = [
+    by_matmul = [
         plan.operands.quantizations[operand, matmul]
         for matmul in matmuls_of(operand)
     ]
-    quantizations = [each for each in of_rows if each is not None]
+    quantizations = [each for each in by_matmul if each is not None]
     rule = plan.source.rule
     return (
         engine.row_casts is not None
@@ -607,7 +612,7 @@ def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
         and plan.contraction.reads_one_matrix
         and all(
             selections[matmul][1].native
-            for matmul, each in zip(matmuls_of(operand), of_rows, strict=True)
+            for matmul, each in zip(matmuls_of(operand), by_matmul, strict=True)
             if each is not None
         )
     )

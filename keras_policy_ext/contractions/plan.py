@@ -28,8 +28,7 @@ _preferred = contextvars.ContextVar("preferred kind of kernel", default="auto")
 def preferred() -> str:
     """Return the kind that the innermost `prefer` block sets, or `"auto"`.
 
-    A plan stores it, so that a backward pass on another thread does not need
-    to look it up.
+    A plan stores it, so that a backward pass on another thread has it.
     """
     return _preferred.get()
 
@@ -49,8 +48,7 @@ def prefer(kind: str) -> Iterator[None]:
     run, or start them with `contextvars.copy_context().run`.
 
     Args:
-        kind: `"auto"` (the faster kind on this device), `"native"` or
-            `"emulated"`.
+        kind: `"auto"` (the faster one here), `"native"` or `"emulated"`.
 
     Raises:
         ValueError: If `kind` is something else.
@@ -112,9 +110,9 @@ class Plan:
         """
         if self.slot == 0:
             return self
-        before = self.inputs_dtype, self.kernel_dtype, self.training
-        after = self.prefer, self.for_xla, self.gathering
-        return plan_of(self.contraction, self.recipe, *before, 0, *after)
+        until_slot = self.inputs_dtype, self.kernel_dtype, self.training
+        others = self.prefer, self.for_xla, self.gathering
+        return plan_of(self.contraction, self.recipe, *until_slot, 0, *others)
 
     def another_slot(self, slot: Slot) -> Slot:
         """Return the slot farthest from a slot.
@@ -123,6 +121,7 @@ class Plan:
         may be much larger or smaller than gradients of the loss. Up to 4 uses
         of a layer in a step have other slots than theirs.
         """
+        # A count of steps has no slots.
         far = SLOTS // 2 if self.source.observes_amaxes else 0
         return (slot + far) % SLOTS
 
@@ -160,7 +159,7 @@ class Plan:
         engine = backends.engine
         device = engine.device()
         plan = self.first_use
-        # In one piece, for threads that pretend different devices.
+        # One attribute holds all: threads may pretend different devices.
         bound: BoundPlan | None = vars(plan).get("_bound")
         if (
             bound is None
@@ -216,7 +215,8 @@ def make_plan(
     framework = backends.current
     fields = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
-        # All fields: torch 2.11 would look up defaults in each call.
+        # All fields: torch 2.11 would look up defaults in each call. `prefer`,
+        # a context variable, is read when the plan runs: see `resolved`.
         return Plan(*fields, None, False, None)
     here = _preferred.get(), framework.traces_for_xla()
     return plan_of(*fields, *here, gathering)

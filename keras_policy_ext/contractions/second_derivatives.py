@@ -60,7 +60,10 @@ def gradients(
 
 
 class _Operands:
-    """The operands of a contraction as matrices of floats."""
+    """The operands of a contraction, as matrices of floats with a scale of 1.
+
+    They are those of the backward pass: dequantized, or the gradient itself.
+    """
 
     def __init__(self, bound: Any, residuals: Any, outputs_grad: Tensor):
         self._bound, self._plan = bound, bound.plan
@@ -84,6 +87,7 @@ class _Operands:
         contraction = self._plan.contraction
         engine = self._bound.engine
         kernel, _ = contraction.choose(engine, matmul, None, None)
+        # `a` and `b` are read as the matrices of their first matmuls.
         operands = (
             read
             if matmul == matmuls_of(operand)[0]
@@ -111,7 +115,7 @@ class _Operands:
         if wide.tensor_scale is not None:
             values = ops.multiply(values, wide.tensor_scale)
         if quantization is not None and quantization.hadamard is not None:
-            # The axis that it sums with the output gradient.
+            # Crop the padding of the axis that it sums with the gradient.
             axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2
             size = ops.shape(self.gradient.values)[summed]
             values = quantized.inverse(values, size, axis)

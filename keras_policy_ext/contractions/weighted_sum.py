@@ -19,7 +19,7 @@ from keras_policy_ext.recipes.recipe import Recipe, scales_rows_apart
 class WeightedSum(Recipe):
     """Weights are scaled by rows; values have the scale 1 in the outputs.
 
-    The sum is over keys. A scale of values along that axis would be of several
+    The sum is over keys. A scale of values along that axis would cover several
     keys, masked ones too. So a power of two per key brings the values into the
     range of the format and multiplies the weights before they are quantized
     (`contractions.weighted_sum`). Gradients have the scales of `activations`.
@@ -50,8 +50,9 @@ def weighted_sum_of(activations: Recipe) -> Recipe:
         activations: The recipe for two activations.
 
     Returns:
-        A `WeightedSum` if no scale of `activations` is of two rows; otherwise
-        `activations`, also if its forward matmul is not in float8.
+        `activations` if its forward matmul is not in float8, or if one of its
+        scales covers several rows: a `WeightedSum` would let masked keys in.
+        Otherwise a `WeightedSum`.
     """
     asked: Any = activations.quantization("kernel", "forward")
     if asked is None or not scales_rows_apart(activations):
@@ -66,7 +67,7 @@ def fold(
 
     Values are divided by a scale per key, and weights are multiplied by it: `P
     V = (P s) (V / s)`. It is a power of two, so that nothing is rounded, and a
-    constant for gradients. No scale is of two keys, so a key whose weight is 0,
+    constant for gradients. No keys share a scale, so a key whose weight is 0,
     such as a masked one, changes nothing. A key with a value that is infinite
     or NaN has the scale NaN, as the outputs should.
 
@@ -79,8 +80,7 @@ def fold(
         limit: The largest value of the format of the values.
 
     Raises:
-        ValueError: If an axis of the values is neither in the weights nor in
-            the outputs.
+        ValueError: If neither weights nor outputs have an axis of the values.
     """
     first, second, out = split(equation)
     if set(second) - set(first + out):
@@ -109,7 +109,7 @@ def _scale_of_keys(
     else:
         amax = ops.cast(ops.abs(values), "float32")
     scale = scaling.scale_for_limit(amax, limit, power_of_two=True)
-    return scale * (amax * 0.0 + 1.0)
+    return scale * (amax * 0.0 + 1.0)  # NaN where an amax is not finite.
 
 
 def _for_weights(first: str, second: str, scale: Tensor) -> Tensor:

@@ -42,8 +42,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     Finite values beyond the largest of the format, and infinities, become that
     largest value. NaN stays NaN. Rounding is to nearest, ties to even;
     subnormals are kept. The value is clipped before the cast. Without that,
-    465 becomes NaN on JAX, TensorFlow and torch up to 2.12, and 448 on torch
-    2.13.
+    465 becomes NaN on JAX, TensorFlow, torch up to 2.12; 448 on torch 2.13.
 
     It is not differentiable: a framework's own gradient of a cast would itself
     be cast to unscaled float8. The contractions define their gradients.
@@ -116,8 +115,7 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
     Adding and subtracting 1.5 * 2^k rounds to a multiple of 2^(k-23), to
     nearest, ties to even. Here k - 23 is the exponent of the value's last
     mantissa bit in the format; it is constant below the smallest normal
-    number. NaN is kept, and so is the sign of a zero if the format has
-    negative zero.
+    number. NaN is kept, and the sign of a zero if the format has -0.
 
     Args:
         x: Float32 tensor, no larger than the format's largest value.
@@ -127,8 +125,7 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
     bits = view(x, "int32")
     exponent = ops.maximum(ops.bitwise_and(bits, EXPONENT_BITS), lowest)
     anchor = view(exponent + shift, "float32")
-    # `+`, as ops.add takes an empty x of two axes for a bias on TensorFlow
-    # (keras 3.15).
+    # `+`: on TensorFlow ops.add takes an empty 2-D x for a bias (keras 3.15).
     rounded = view(x + anchor - anchor, "int32")
     if not format_of(dtype).has_negative_zero:
         return view(rounded, "float32")
@@ -202,6 +199,7 @@ def quantize_dequantize(
 
 
 def _limit(dtype: object) -> float:
+    """Return a format's largest value; raise for what is no float8 dtype."""
     if not isinstance(dtype, str) or dtype not in CASTABLE:
         hint = formats.ALIASES.get(str(dtype))
         step = (
@@ -277,8 +275,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     Returns:
         Uint8 tensor of that shape. NaN has one code, the one that casts give;
         `float4_e2m1fn` has no NaN, and uses the code of the largest value. In
-        a format without infinity, infinities have the code of the largest
-        value.
+        a format without infinity, infinities have that code too.
     """
     if _cuts_float16(format_name):
         return _encode_by_half(values, format_name)
@@ -317,6 +314,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     )
     is_small = magnitude < (1 << fmt.mantissa_bits)
     bits = ops.where(is_small, view(small, "int32"), normal)
+    # Codes beyond the largest value are NaN, but the first may be infinity.
     beyond = magnitude - _largest_code(fmt)
     bits = ops.where(beyond > 0, NAN, bits)
     if fmt.has_inf:
@@ -371,8 +369,7 @@ def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
 def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
     """Convert the codes of `encode_scales` to float32 scales.
 
-    Byte 0 of E8M0 is 2^-127, which a backend that flushes subnormals reads as
-    0; byte 255 is NaN.
+    Byte 0 of E8M0 is 2^-127, or 0 where subnormals are flushed; 255 is NaN.
     """
     if scale_format != "float8_e8m0fnu":
         return decode(codes, scale_format)

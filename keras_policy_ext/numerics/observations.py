@@ -20,21 +20,18 @@ in all uses, and its amax is their mean. A row of zeros (JAX's gradient of an
 unused variable) means "not observed".
 
 An observation is stored among gradients, which training loops measure and
-clip. `UNIT` is so small that an observation does not change a norm and is not
-clipped.
+clip. `UNIT` is so small that an observation changes no norm and is not clipped.
 
 The -1 is also a seal, and so are the zeros in the slots. An optimizer that
 treats the state as a weight changes both, the slots by as little as an amax in
-`UNIT`. A row with other values there is discarded, and its operand counts as
-never observed.
+`UNIT`. A row with other values there is discarded, as if never observed.
 
 The state of a bank of matrices has a row for each matrix of each operand; see
 `scale_sources.DelayedSourceOfBank`.
 
 A row that was never observed has a -2. Its average with an observed row is
 between -1 and -2 and is discarded too, since its amaxes are too small. A
-moving average is accepted as soon as the unobserved part of it is below
-`ROUNDING`.
+moving average is accepted once its unobserved part is below `ROUNDING`.
 """
 
 from __future__ import annotations
@@ -53,10 +50,8 @@ UNIT = 2.0**-24
 
 Training loops measure and clip all gradients, also this one. It is so small
 that a thousand layers with amaxes of 1000 add 0.003 to the global norm. It is
-a power of two, so that amaxes from 2^-102 on are exact; smaller ones may
-become 0.
+a power of two, so that amaxes from 2^-102 on are exact; less may become 0.
 """
-
 
 SLOTS = 8
 """The number of uses of a layer in one step that have separate slots."""
@@ -90,8 +85,7 @@ class StateLayout:
     """The columns of a delayed-scaling state, and its arithmetic.
 
     Attributes:
-        constant: For each row, whether all uses of a step observe the same
-            value.
+        constant: For each row, whether all uses of a step observe one value.
         unseen: The first column of a row that was never observed.
     """
 
@@ -229,6 +223,7 @@ class StateLayout:
 
     def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
         """Return each row's newly observed amax, (rows, 1)."""
+        # A kernel has one amax in all uses, the mean. `Counting` needs `first`.
         total = ops.expand_dims(ops.sum(entries, axis=(1, 2)), 1)
         mean = total / ops.maximum(uses, 1.0)
         largest = ops.expand_dims(ops.max(entries, axis=(1, 2)), 1)
@@ -240,8 +235,7 @@ def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
     """Return an observation that is zero in all rows but the kernel's.
 
     It is (rows, width), with as many rows for each of `OPERANDS`. The flag, a
-    bool scalar or one for each matrix of a bank, says whether a row of the
-    kernel is kept.
+    bool scalar or one for each matrix of a bank, says whether its rows stay.
     """
     is_kernel = np.array(OPERANDS)[:, np.newaxis] == "kernel"
     if len(flag.shape):
@@ -255,8 +249,7 @@ class Counting(StateLayout):
 
     An observation only says that there was a use. The count in it is ignored,
     since its sum over many uses, as in a scan, is not exact in float32, and
-    the count would stop. A scaled observation counts too. A count of 0 is
-    valid, and sealed.
+    the count would stop. A scaled observation counts too. 0 is a valid count.
 
     A layer puts the number of its kernel into the unused scale column when it
     passes the state to a step. The stored state has 0 there.

@@ -22,8 +22,7 @@ HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
 """How to decode a format by way of float16: a shift and a factor.
 
 A code is shifted left by this many bits to a float16, which is multiplied by
-the factor. This does not hold for NaN of e4m3fn, which stored kernels do not
-have.
+the factor. It does not hold for NaN of e4m3fn, which no stored kernel has.
 """
 
 NAMES = ("tensorflow", "jax", "torch")
@@ -129,8 +128,7 @@ class Primitives:
 
         The result is NaN where `x` is. XLA for a CPU turns a division by a
         broadcast scalar into a multiplication by its reciprocal, which differs
-        by one ulp in a quarter of the cases (JAX 0.10). So XLA must not see
-        one.
+        by one ulp in a quarter of cases (JAX 0.10). So XLA must not see one.
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
 

@@ -87,10 +87,8 @@ class Quantized:
             backward pass they may be uint8 codes.
         scale: Float32 (b, m', k'), one per tile; (1, 1, 1) for a whole tensor.
             If the values are codes, scales of a narrow format are codes too.
-        quantization: How it was quantized; None for unquantized values with a
-            scale of 1.
-        tensor_scale: Float32 scalar that multiplies values and scales; None if
-            there is none.
+        quantization: How it was quantized; None for plain values, with scale 1.
+        tensor_scale: Float32 scalar that multiplies values and scales, or None.
     """
 
     values: Tensor
@@ -126,14 +124,9 @@ class Quantized:
 
         This is the form saved for the backward pass. `dtype` is float32 for no
         change, uint8 for codes, or the dtype of the format. Eight-bit scales
-        then become codes. Unquantized and narrow tensors are returned
-        unchanged.
+        then become codes. Unquantized and narrow tensors stay unchanged.
         """
-        quantization, values, scale = (
-            self.quantization,
-            self.values,
-            self.scale,
-        )
+        quantization, values, scale = self.quantization, self.values, self.scale
         if quantization is None or dtype == "float32":
             return self
         narrow_scales = quantization.scale_format != "float32"
@@ -194,7 +187,7 @@ class Quantized:
         reports the infinity in its observation. Without history only NaN
         gradients can tell a loss scaler to skip the step.
         """
-        mark = amax * 0.0 + 1.0
+        mark = amax * 0.0 + 1.0  # NaN for infinity and NaN, else 1.
         return self._with(self.values, self.scale * mark, self.quantization)
 
     def with_values(self, values: Tensor) -> Quantized:
@@ -211,8 +204,8 @@ class Quantized:
 
     def leaves(self) -> list[Tensor]:
         """Return the operand's tensors in a fixed order."""
-        above = [] if self.tensor_scale is None else [self.tensor_scale]
-        return [self.values, self.scale, *above]
+        others = [] if self.tensor_scale is None else [self.tensor_scale]
+        return [self.values, self.scale, *others]
 
 
 def of_leaves(
@@ -220,8 +213,8 @@ def of_leaves(
 ) -> Quantized:
     """Rebuild a `Quantized` from the next tensors of an iterator."""
     values, scale = next(leaves), next(leaves)
-    above = quantization is not None and quantization.has_tensor_scale
-    tensor_scale = next(leaves) if above else None
+    is_next = quantization is not None and quantization.has_tensor_scale
+    tensor_scale = next(leaves) if is_next else None
     return Quantized(values, scale, quantization, tensor_scale)
 
 
@@ -247,11 +240,9 @@ def quantize(
     """Quantize a matrix; return the `Quantized`, and amaxes if computed.
 
     Args:
-        x: (b, m, k), of any real dtype, read as float32; any shape with one
-            scale per tensor.
+        x: (b, m, k), any real dtype, read as float32; any shape with one scale.
         quantization: How to quantize it.
-        scale: Float32 scale of the tensor; None to compute the scales from
-            amaxes of `x`.
+        scale: Float32 scale of the tensor; None for scales by amaxes of `x`.
         cast: Takes `x`, a scale per element, the name of the format, and
             whether to multiply by that scale instead of dividing. Returns the
             values in the dtype that the matmul reads.

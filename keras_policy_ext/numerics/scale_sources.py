@@ -134,10 +134,8 @@ class ScaleSource(Protocol):
     """The object that computes the scales of a recipe.
 
     Attributes:
-        state_shape: The shape of a kernel's state; None for a source without
-            state.
-        rule: How scales are computed from amaxes; None for another kind of
-            source.
+        state_shape: The shape of a kernel's state; None if there is no state.
+        rule: How scales are computed from amaxes; None if not from them.
         observes_amaxes: Whether the state records the amaxes of operands.
     """
 
@@ -248,7 +246,9 @@ class DelayedSource:
         )
         self.starts_from_current = recipe.initial_scale == "current"
         self.initial = 0.0 if self.starts_from_current else recipe.initial_scale
-        self.rule: ScaleRule | None = ScaleRule(True, recipe.margin)
+        self.rule: ScaleRule | None = ScaleRule(
+            inverted=True, margin=recipe.margin
+        )
         self.limits = [
             formats.get(recipe.format_of(operand)).max for operand in OPERANDS
         ]
@@ -264,8 +264,7 @@ class DelayedSource:
         # XLA waits for it in every step, which for a kernel is a pass over it
         # that nothing else needs. With a branch XLA has to store the operand
         # (JAX 0.10), which most others pay more for. So `Amax.in_branch` says
-        # who gets a branch. From CUDA 12.3 XLA records it in the graph that
-        # CUDA runs.
+        # who gets a branch. From CUDA 12.3 XLA records it in a CUDA graph.
         if reading is None:
             return None
         index = OPERANDS.index(operand)
@@ -304,16 +303,17 @@ class DelayedSource:
         # A kernel that was never observed is scaled by its own amax already,
         # unless the recipe starts from a fixed scale.
         index = OPERANDS.index("kernel")
-        before = reading.scales[index]
-        own = self._scale(amax, self.limits[index], 0.0)
-        return ops.logical_and(before > 0.0, own > before)
+        known = reading.scales[index]
+        needed = self._scale(amax, self.limits[index], previous=0.0)
+        return ops.logical_and(known > 0.0, needed > known)
 
     def caught_up(
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
         """Return the state, with a larger scale if the kernel needs one."""
         outgrown = self.outgrown(amax / beyond, self.history_scales(state))
-        observation = self.observation([amax] * len(OPERANDS), 0)
+        # Of the amaxes only that of the kernel counts, in any slot.
+        observation = self.observation([amax] * len(OPERANDS), slot=0)
         return self.settle(of_kernel_alone(observation, outgrown), state)
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
@@ -386,10 +386,10 @@ class DelayedSourceOfBank(DelayedSource):
     def outgrown(self, amax: Tensor, reading: HistoryScales) -> Tensor:
         """Return, for each matrix of a kernel, whether it outgrew its scale."""
         first = OPERANDS.index("kernel") * self.matrices
-        before = reading.scales[first : first + self.matrices]
+        known = reading.scales[first : first + self.matrices]
         amax = ops.reshape(amax, (-1,))
-        own = self._scale(amax, self.limits[first], 0.0)
-        return ops.logical_and(before > 0.0, own > before)
+        needed = self._scale(amax, self.limits[first], previous=0.0)
+        return ops.logical_and(known > 0.0, needed > known)
 
 
 class CountingSource(CurrentSource):
@@ -449,8 +449,7 @@ def source_of(recipe: Recipe, matrices: int = 1) -> ScaleSource:
     """Return the object that computes a recipe's scales, from a cache.
 
     Args:
-        recipe: Any recipe. An unregistered one is scaled by the amaxes of its
-            tensors.
+        recipe: Any recipe; an unregistered one is scaled by tensors' amaxes.
         matrices: The number of matrices of a kernel that have a history each,
             under delayed scaling; 1 for one history.
 

@@ -37,8 +37,7 @@ def amax(
         keepdims: Whether to keep reduced axes with size 1.
 
     Returns:
-        Float32 tensor, scalar for `axis=None`. Not finite if a reduced value
-        is NaN or infinite.
+        Float32 tensor, scalar for `axis=None`. Not finite if a value is not.
     """
     if 0 in tuple(x.shape):
         # Not `max`, which on PyTorch forgets the axes (keras 3.15).
@@ -91,8 +90,7 @@ def scale_from_amax(
     Args:
         amax: Float32 tensor of any shape, not negative.
         dtype: Name of the format, `"float8_e4m3fn"` or `"float8_e5m2"`.
-        margin: Powers of two of headroom left above `amax`; more than 127
-            act as 127.
+        margin: Powers of two of headroom above `amax`; at most 127 count.
         power_of_two: Whether the scale is rounded up to a power of two.
         previous: Scale to keep, broadcastable to `amax`.
 
@@ -142,8 +140,7 @@ def _scale_of_number(
     """Return `scale_for_limit` of a float; None if it is 0 or not finite."""
     if not 0.0 < amax < math.inf:
         return None
-    # In float64: the quotient of two float32 values, rounded to float32, is
-    # the same.
+    # In float64: a quotient of float32 values rounds to the same float32.
     scale = max(amax, SMALLEST_SCALE) / divisor
     scale = float(np.float32(min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)))
     if not power_of_two:
@@ -208,8 +205,7 @@ def is_positive_finite(amax: Tensor) -> Tensor:
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     """Round normal float32 values up to a power of two.
 
-    It uses integer arithmetic on the bits: `exp2(ceil(log2(x)))` is off by one
-    near powers of two.
+    It computes on the bits: `exp2(ceil(log2(x)))` errs near powers of two.
 
     Args:
         scale: Float32 tensor of any shape, positive, normal, at most 2^127.

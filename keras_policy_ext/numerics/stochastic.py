@@ -109,8 +109,7 @@ def stochastic_round(
     otherwise. So the expected result is `x`. The probability is exact for
     bfloat16, and for float16 down to its smallest normal number; below that,
     it is exact to 2^-16. Values of the format never change, nor do infinities
-    and NaN. Finite values beyond the largest of the format become that one,
-    never infinity.
+    and NaN. Finite values beyond the format's largest become that one.
 
     It is not differentiable.
 
@@ -119,8 +118,7 @@ def stochastic_round(
         dtype: `"bfloat16"` or `"float16"`.
         seed: As for `keras.random`: an integer gives the same bits at each
             call, a `keras.random.SeedGenerator` others at each call, None uses
-            the global generator, which cannot be used in compiled JAX
-            functions.
+            the global generator, which no compiled JAX function can use.
 
     Returns:
         Tensor of the shape of `x` and of dtype `dtype`.
@@ -200,7 +198,7 @@ def check_roundable(dtype: str) -> None:
 
 
 def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Round magnitudes to float16 by random bits; return the codes."""
+    """Round magnitudes, bits of float32, by 16 bits; return float16 codes."""
     normal = ops.right_shift(magnitude + ops.right_shift(bits, 3), 13)
     small = view(ops.minimum(magnitude, _FLOAT16_NORMAL), "float32")
     # In units of 2^-40, sixteen bits below the spacing of the subnormals. A
@@ -209,5 +207,5 @@ def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
     return ops.where(
         ops.less(magnitude, _FLOAT16_NORMAL),
         ops.right_shift(fixed + bits, 16),
-        normal - (112 << 10),
+        normal - (112 << 10),  # The exponent's bias: 15 in place of 127.
     )

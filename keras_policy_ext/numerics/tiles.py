@@ -34,8 +34,7 @@ class Scales(NamedTuple):
         scale: Float32, one per tile: values of the format of scales.
         factor: Float32, one per tile: the factor that quantizes values; None
             if values are divided by the scale.
-        tensor_scale: Float32 scalar that multiplies the scales of tiles; None
-            if there is none.
+        tensor_scale: Float32 scalar that multiplies the others, or None.
     """
 
     scale: Tensor
@@ -87,7 +86,7 @@ def four_over_six(
 def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
     """Return the squared error of each tile, rounded to nearest in e2m1fn."""
     product = ops.abs(x) * spread(scales.factor, tile, x)
-    scaled = ops.minimum(product, 8.0)
+    scaled = ops.minimum(product, 8.0)  # So the sums below fit an int32.
     values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
     # Compilers contract and reorder sums of floats, so the errors are integers,
     # parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
@@ -209,7 +208,7 @@ def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     return primitives.current.reshape(matrix, blocks)
 
 
-def _counted(size: Size, of: int | None) -> tuple[Any, Any]:
+def _counted(size: Size, tile: int | None) -> tuple[Any, Any]:
     """Return the number of tiles along an axis, and the tile's size."""
     # In this form JAX sees that a padded symbolic size divides evenly.
-    return (1, size) if of is None else ((size + of - 1) // of, of)
+    return (1, size) if tile is None else ((size + tile - 1) // tile, tile)

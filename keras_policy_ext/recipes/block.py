@@ -47,7 +47,7 @@ class BlockScaling(Recipe):
     def for_activations(self) -> Recipe:
         """The recipe for two activations: both have a scale per 1x128.
 
-        A scale per 128x128 elements would be of 128 keys.
+        A scale per 128x128 elements would cover 128 keys, masked ones too.
         """
         if self.is_stochastic:
             return super().for_activations
@@ -66,7 +66,7 @@ class BlockScaling(Recipe):
 
 
 class _BlocksOfRows(BlockScaling):
-    """Block scaling of two activations: no scale is of two rows."""
+    """Block scaling of two activations: no scale covers several rows."""
 
     @property
     def for_activations(self) -> Recipe:

@@ -53,13 +53,13 @@ class CurrentScaling(Recipe):
     @property
     def for_activations(self) -> Recipe:
         """The recipe for a matmul of two activations: one scale per tensor."""
-        each = quantizations_of(self)
-        has_one_scale = all(q is None or q.keeps_axes for q in each)
+        quantized = quantizations_of(self)
+        has_one_scale = all(q is None or q.keeps_axes for q in quantized)
         return self if has_one_scale else super().for_activations
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # The same in both matmuls.
+        # Both matmuls of an operand read the same values.
         if self.in_high_precision(matmul):
             return None
         rounding = "up" if self.power_of_two else "nearest"

@@ -22,7 +22,6 @@ from keras_policy_ext.recipes.recipe import Recipe
 
 _E4M3 = formats.get(formats.ALIASES["e4m3"])
 
-
 LARGEST_MARGIN = int(math.log2(_E4M3.max / _E4M3.smallest_subnormal))
 """The largest `margin`; beyond it every value in e4m3fn rounds to 0."""
 
@@ -44,8 +43,7 @@ class DelayedScaling(Recipe):
             the formats of AMD's MI300.
         amax_compute: `"max"` of the history, or `"most_recent"`.
         initial_scale: The scale before the first observation: `"current"` uses
-            the tensor's own amax; `1.0` uses 1, as Flax and Transformer Engine
-            do.
+            the tensor's own amax; `1.0` is 1, as in Flax, Transformer Engine.
 
     Raises:
         TypeError, ValueError: If a value has the wrong type or range.
@@ -100,7 +98,7 @@ class DelayedScaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # The same in both matmuls.
+        # Both matmuls of an operand read the same values.
         if self.in_high_precision(matmul):
             return None
         return tensorwise(self.fp8_format, operand)

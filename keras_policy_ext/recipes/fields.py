@@ -21,8 +21,7 @@ _FORMATS = {
 FP8_FORMATS = tuple(_FORMATS)
 """The allowed values of a field `fp8_format`.
 
-Each stands for two formats: the first for inputs and kernels, the second for
-output gradients.
+Each stands for two formats: of inputs and kernels, and of output gradients.
 """
 
 _COUNTERPARTS = {

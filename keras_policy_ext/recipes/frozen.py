@@ -27,8 +27,7 @@ class FrozenKernels(Recipe):
     for its scales.
 
     Attributes:
-        weights: The format of the kernels: `"float8_e4m3fn"` or
-            `"float8_e5m2"`.
+        weights: Their format: `"float8_e4m3fn"` or `"float8_e5m2"`.
         per: The granularity of the scales: `"channel"` (one per output of the
             kernel), `"tensor"` or `"block"` (one per 128x128 elements).
         activations: How inputs are quantized to e4m3fn: `"dynamic"` with one
@@ -73,7 +72,7 @@ class FrozenKernels(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # None where inputs are not quantized.
+        # Where inputs are not quantized, the kernel is widened and multiplied.
         if matmul != "forward" or self.activations is None:
             return None
         if self.in_high_precision(matmul):

@@ -23,8 +23,7 @@ class MXFP8Scaling(Recipe):
     any size is supported.
 
     Source: the OCP Microscaling specification 1.0, and arXiv 2506.08027 for
-    scales that are rounded up. See `Recipe` for the fields that all recipes
-    have.
+    scales that are rounded up. See `Recipe` for the fields of all recipes.
 
     Attributes:
         rounding: How scales are rounded: `"round_up"`, so that no value
@@ -52,7 +51,7 @@ class MXFP8Scaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # The same everywhere.
+        # All operands alike.
         if self.in_high_precision(matmul):
             return None
         return Quantization(

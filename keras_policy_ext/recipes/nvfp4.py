@@ -33,8 +33,7 @@ class NVFP4Scaling(Recipe):
 
     Attributes:
         hadamard: Whether `kernel_grad` reads transformed operands.
-        stochastic_rounding: Whether output gradients are rounded
-            stochastically.
+        stochastic_rounding: Whether output gradients are rounded so.
         four_over_six: Whether the largest of 16 values becomes 4 or 6, by the
             smaller squared error of all of them; otherwise always 6.
         seed: The seed of stochastic rounding; runs with equal seeds are equal.

@@ -34,8 +34,7 @@ class Tile(NamedTuple):
     within one matrix of the batch.
 
     Attributes:
-        free: Its size along the axis that the result keeps; None for all of
-            it.
+        free: Its size along the axis that the result keeps; None for all.
         contracted: Its size along the axis that is summed; None for all of it.
         each_matrix: Whether a tile without sizes is one matrix of the batch,
             not the whole tensor.
@@ -90,8 +89,7 @@ class Quantization:
             compute scales from amaxes.
 
     Raises:
-        ValueError: If an attribute has another value, or the attributes are
-            inconsistent.
+        ValueError: If an attribute is not allowed, or two contradict.
     """
 
     format: str
@@ -191,8 +189,7 @@ class Quantization:
     def keeps_axes(self) -> bool:
         """True if the operand can be quantized without becoming a matrix.
 
-        There is one scale, and an element's code does not depend on its
-        position.
+        There is one scale, and no code depends on the position of its element.
         """
         by_position = self.hadamard is not None or self.rounding == "stochastic"
         return self.has_one_scale and not by_position

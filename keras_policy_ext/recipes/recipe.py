@@ -35,18 +35,15 @@ class Recipe:
 
     Attributes:
         name: The name used in strings, e.g. `"delayed"`.
-        granularity: The granularity of the scales: `"tensorwise"`, `"rowwise"`
-            or `"blockwise"`.
+        granularity: Of the scales: `"tensorwise"`, `"rowwise"`, `"blockwise"`.
         trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
-        forward: `"float8"`, or `"high_precision"` to run this matmul in the
-            compute dtype.
+        forward: `"float8"`, or `"high_precision"` for the compute dtype.
         inputs_grad: See `forward`.
         kernel_grad: See `forward`.
 
     Raises:
-        ValueError: If the quantizations of a recipe are inconsistent or not
-            supported.
+        ValueError: If its quantizations are inconsistent or not supported.
     """
 
     name: ClassVar[str]
@@ -63,9 +60,7 @@ class Recipe:
             _register(cls)
 
     def __post_init__(self) -> None:
-        defaults = {
-            each.name: each.default for each in dataclasses.fields(self)
-        }
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for matmul in MATMULS:
             allowed = (str(defaults[matmul]), HIGH_PRECISION)
             if getattr(self, matmul) not in allowed:
@@ -286,7 +281,7 @@ def scales_whole_tensors(recipe: Recipe) -> bool:
 
 
 def scales_rows_apart(recipe: Recipe) -> bool:
-    """Return True if no scale of the forward matmul is of two rows.
+    """Return True if no scale of the forward matmul covers several rows.
 
     A row is what the matmul sums: a query, a key, or the probabilities of a
     query. Then no output depends on other queries, examples or heads through

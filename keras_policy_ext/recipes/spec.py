@@ -124,8 +124,7 @@ def deserialize(config: Mapping[str, Any]) -> Recipe:
 
     Raises:
         TypeError: If `config` is not a dict.
-        ValueError: If the dict does not name a recipe, or a parameter is
-            wrong.
+        ValueError: If it does not name a recipe, or a parameter is wrong.
     """
     if not isinstance(config, Mapping):
         raise TypeError(no_recipe(config))
@@ -179,6 +178,7 @@ def parse(spec: str) -> Recipe:
 
 
 def _literals(arguments: str, spec: str) -> dict[str, Any]:
+    """Read keyword arguments that are literals; raise ValueError for others."""
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except SyntaxError as error:

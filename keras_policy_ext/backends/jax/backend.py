@@ -23,10 +23,7 @@ from keras_policy_ext.backends.interface import (
 )
 from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
-from keras_policy_ext.backends.traced_programs import (
-    Flow,
-    TracedProgram,
-)
+from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 
@@ -106,7 +103,7 @@ class JaxBackend(Backend):
 
     @override
     def forget_traces(self, function: Any, owner: Any) -> None:
-        # A method is that of all objects.
+        # `owner` is not needed: the traces of a method are those of all owners.
         function.clear_cache()
 
     @override
@@ -151,10 +148,8 @@ class JaxBackend(Backend):
     @override
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         # On CUDA the scale is clipped to itself, which XLA does not undo.
-        #
         # A cast that is transposed is then one kernel: of a predicate XLA
-        # would write the transpose (JAX 0.10). On a CPU it would take a third
-        # longer.
+        # would write the transpose (JAX 0.10). On a CPU it takes 1/3 longer.
         return lax.platform_dependent(
             x,
             scale,
@@ -192,7 +187,7 @@ class JaxBackend(Backend):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        # TracedProgram once for each shape.
+        # Traced once for each shape.
         return _settled(settle, value, previous)
 
     @override
@@ -263,6 +258,7 @@ class JaxBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
+        # A bias is added inside if the backward pass sums its gradient too.
         bound, inside = operation.bound, None
         if bias is not None and bound.takes_bias(bias, inputs, kernel):
             inside = bias
@@ -293,12 +289,10 @@ class JaxBackend(Backend):
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        # On a CPU of a GELU in 16 bits.
-        #
+        # On a CPU only a GELU in 16 bits is computed again.
         # 12 blocks with GELU take 110 MiB in place of 206 there, in no more
         # time. The others, and a GELU in float32, XLA for a CPU fuses
-        # otherwise where they are computed again: last bits of weights change
-        # (JAX 0.10).
+        # otherwise if recomputed: last bits of weights change (JAX 0.10).
         if not isinstance(x, jax.core.Tracer):
             return activation(x)  # no gradient is taken: nothing is kept
         is_gelu = activation is keras.activations.gelu
@@ -315,8 +309,6 @@ class JaxBackend(Backend):
         axis: int,
         out_axis: int,
     ) -> Tensor:
-        # On a CPU, in a loop.
-        #
         # Three kernels of 2048 by 2048 and a row take a tenth of the time, and
         # 8 MB in place of 50 (JAX 0.10, 2 cores): XLA widens all kernels of a
         # model before it multiplies with the first.

@@ -113,7 +113,7 @@ class ScaledDot(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # On a data center's Blackwell.
+        # Native on a data center's Blackwell alone.
         if request.refused_as_mx is not None:
             return request.refused_as_mx
         if not hasattr(lax, "scaled_dot"):
@@ -131,7 +131,7 @@ class ScaledDot(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        # There is one way to accumulate.
+        # `fast` is not read: `scaled_dot` has one way to accumulate.
         read = a.values, a.scale, b.values, b.scale
         if dtype != "bfloat16":
             return _scaled_product(*read).astype(dtype)
@@ -245,6 +245,7 @@ class EmulatedDot(Emulated):
         narrow = device.multiplies_in
         if exact_in(narrow, a, b):
             product = _product(x.astype(narrow), y.astype(narrow))
+        # A reduced precision loses nothing of what bfloat16 represents.
         elif device.maker == "cpu" or exact_in("bfloat16", a, b):
             product = _product(x, y)
         else:
@@ -308,21 +309,21 @@ class Float8Dot(NativeMatmul):
             # It is no matmul to XLA, which would add up in the narrow dtype.
             x, y = (each.values.astype(jnp.float32) for each in (a, b))
             return scaled(_product(x, y, precision), a, b, dtype)
-        how = _CUBLAS[fast]
+        algorithm = _CUBLAS[fast]
         if scales_in_product(a, b, dtype) and not _may_be_partial(dtype):
-            # Infinity times a sum of 0 would be NaN.
             scale = a.scale.reshape(()) * b.scale.reshape(())
             # XLA passes to cuBLASLt what is cast here, and not the result. It
-            # would not if it could move a reshape behind the cast.
+            # would not if it could move a reshape behind the cast. At most
+            # `LARGEST`, since infinity times a sum of 0 would be NaN.
             scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
             # XLA multiplies by what is rounded too if it merges two products
             # that share an operand.
             x, y = lax.optimization_barrier((a.values, b.values))
-            return _product(x, y, how, dtype) * scale.astype(dtype)
+            return _product(x, y, algorithm, dtype) * scale.astype(dtype)
         written = jnp.float32
         if may_write_bfloat16(a, b, dtype):
             written = jnp.bfloat16
-        sums = _product(a.values, b.values, how, written)
+        sums = _product(a.values, b.values, algorithm, written)
         return scaled(sums.astype(jnp.float32), a, b, dtype)
 
 

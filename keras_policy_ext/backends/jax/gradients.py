@@ -79,16 +79,17 @@ def _behind_barrier_on_cpu(x: Tensor) -> Tensor:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(
     operation: Operation,
-    observe: bool,
+    trains: bool,
     inputs: Tensor,
     kernel: Tensor,
     state: State,
     bias: Tensor | None,
 ) -> tuple[Tensor, _SavedLeaves]:
     outputs, residuals = operation.bound.forward(
-        inputs, kernel, state, observe, bias
+        inputs, kernel, state, trains, bias
     )
-    if not observe:
+    if not trains:
+        # The backward pass looks by them for a kernel that outgrew its scale.
         residuals = operation.bound.observed(residuals, inputs, kernel)
     outputs = _behind_barrier_on_cpu(outputs)
     return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
@@ -102,6 +103,7 @@ def _outputs(
     state: State,
     bias: Tensor | None,
 ) -> Tensor:
+    """Return the outputs of a pass that no gradient follows."""
     return operation.bound.forward(
         inputs, kernel, state, observe=False, bias=bias, once=True
     )[0]
@@ -129,19 +131,24 @@ def _run_forward(
     state: State,
     bias: Tensor | None,
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
-    """Return the outputs, and what is saved for the backward pass."""
-    learns, observes = kernel.perturbed, any(x.perturbed for x in state)
+    """Return the outputs, and what is saved for the backward pass.
+
+    JAX passes each tensor as a `CustomVJPPrimal`: its `value`, and whether it
+    is `perturbed`, which is that a gradient of it is taken.
+    """
+    kernel_learns, records = kernel.perturbed, any(x.perturbed for x in state)
     inputs, kernel = inputs.value, kernel.value
     state = tuple(x.value for x in state)
     bias_shape = None
     if bias is not None:
         bias, bias_shape = bias.value, bias.value.shape
-    if learns and not observes:
+    if kernel_learns and not records:
         # The observation of this pass, a gradient, is discarded. So a scale
         # that is too small for the kernel is raised here.
         state = operation.bound.caught_up(kernel, state)
-    observe = operation.training is not False
-    forward = functools.partial(_forward, operation.first_use, observe)
+    trains = operation.training is not False
+    # The plan of slot 0: one program for the uses of all slots.
+    forward = functools.partial(_forward, operation.first_use, trains)
     tensors = inputs, kernel, state
     if not _are_differentiated(*tensors):
         outputs, saved = forward(*tensors, bias)
@@ -160,11 +167,12 @@ def _run_backward(
     residuals: tuple[_SavedLeaves, State, Links, _Static],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
+    """Return the gradients of inputs, kernel, state and, if any, bias."""
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
     *saved, bias_shape = residuals
     shape = bias_shape.value
-    if shape is None or saved[2] is None:
+    if shape is None or saved[2] is None:  # There are no links.
         return _backward_of(operation, shape, *saved, outputs_grad)
     # A gradient that is differentiated again is one of JAX's.
     gradients = _backward_of(operation, None, *saved, outputs_grad)
@@ -263,7 +271,7 @@ def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
-    how: tuple[Operation, Shape | None],
+    static: tuple[Operation, Shape | None],
     saved: _SavedLeaves,
     state: State,
     links: Links,
@@ -271,8 +279,8 @@ def _gradients(
     slot: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     """Return the gradients of the inputs, the kernel, state and bias."""
-    # The second part of `how` is the shape of a bias that is added, or None.
-    operation, bias_shape = how
+    # The second part of `static` is the shape of a bias that is added, or None.
+    operation, bias_shape = static
     leaves = _after(outputs_grad, saved.leaves)
     residuals = operation.bound.residuals(leaves, saved.shapes)
     inputs_grad, kernel_grad, *others = operation.bound.backward(
@@ -283,26 +291,26 @@ def _gradients(
 
 
 def _gradients_forward(
-    how: tuple[Operation, None], *tensors: Any
+    static: tuple[Operation, None], *tensors: Any
 ) -> tuple[Any, Any]:
     *others, slot = tensors
-    results = _gradients(how, *others, how[0].another_slot(slot))
+    results = _gradients(static, *others, static[0].another_slot(slot))
     saved, _, links, outputs_grad = others
     return results, (saved, results[2], links, outputs_grad)
 
 
 def _gradients_backward(
-    how: tuple[Operation, None], residuals: Any, gradients: Any
+    static: tuple[Operation, None], residuals: Any, gradients: Any
 ) -> tuple[Any, ...]:
     """Differentiate `_gradients`; return a gradient per argument."""
     # The gradient of the state is the observation of the backward pass.
     saved, observed, links, outputs_grad = residuals
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
-    derivatives = _second_derivatives(
-        how[0], saved, outputs_grad, *gradients[:2]
+    results = _second_derivatives(
+        static[0], saved, outputs_grad, *gradients[:2]
     )
-    of_outputs_grad, *of_operands = derivatives
+    of_outputs_grad, *of_operands = results
     return None, observed, tuple(of_operands), of_outputs_grad, None
 
 
@@ -314,8 +322,8 @@ def _backward_of(
     operation: Operation, bias_shape: Shape | None, *tensors: Any
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     """Compute the gradients for one slot, by a pass that all slots share."""
-    how = operation.first_use, bias_shape
-    gradients: Any = _backward(how, *tensors, np.int32(operation.slot))
+    static = operation.first_use, bias_shape
+    gradients: Any = _backward(static, *tensors, np.int32(operation.slot))
     return gradients
 
 

@@ -115,8 +115,7 @@ class PallasCasts(BothLayouts):
     """Pallas kernels that quantize a matrix, and write its transpose too.
 
     Args:
-        interpreted: Whether to run on any device, in Pallas's interpreter; for
-            tests.
+        interpreted: Whether to run in Pallas's interpreter, on any device.
     """
 
     sums_columns = True
@@ -141,7 +140,7 @@ class PallasCasts(BothLayouts):
         wanted: Wanted,
     ) -> Both:
         x = matrix.T if wanted.is_transposed_in_memory else matrix
-        how = Cast(
+        options = Cast(
             quantization.format,
             hint.rule,
             quantization.scale_rounding == "up",
@@ -149,7 +148,7 @@ class PallasCasts(BothLayouts):
             wanted.column_sums,
             self.interpreted,
         )
-        casts = ShardCast(how, wanted)
+        casts = ShardCast(options, wanted)
         codes, across, *others = partitioned.run(
             casts, x, hint.scale, hint.unseen
         )
@@ -161,7 +160,7 @@ class PallasCasts(BothLayouts):
 class ShardCast(NamedTuple):
     """The cast of a matrix or shard; for `jax.vmap` it is without Pallas."""
 
-    how: Cast
+    options: Cast
     wanted: Wanted
     vmapped: bool = False
 
@@ -169,7 +168,7 @@ class ShardCast(NamedTuple):
     def results(self) -> tuple[str | None, ...]:
         """The axes of codes, transpose, scale, amax and sums."""
         amax = "" if self.wanted.amax else None
-        return "ij", "ji", "", amax, "j" if self.how.sums else None
+        return "ij", "ji", "", amax, "j" if self.options.sums else None
 
     @property
     def of_xla(self) -> ShardCast:
@@ -181,8 +180,9 @@ class ShardCast(NamedTuple):
     ) -> tuple[Any, ...]:
         """Quantize a matrix or shard; the scalars are those of `ScaleHint`."""
         scale = self._scale(shards, x, *scalars)
+        # XLA fuses a cast whose transpose nothing reads.
         run = _by_xla if self.wanted.once or self.vmapped else cast
-        result = run(self.how, x, scale)
+        result = run(self.options, x, scale)
         amax, sums = None, result.sums
         if self.wanted.amax:
             if scalars[0] is None and shards.cut:
@@ -207,18 +207,18 @@ class ShardCast(NamedTuple):
             largest = shards.amax(scaling.amax(x), early=True)
             return lax.bitcast_convert_type(largest, jnp.int32).reshape(1)
 
-        one, no = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
+        one, zero = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
         if scale is None:
             return Scale(one, jnp.ones(1, jnp.int32), amax())
         given = jnp.reshape(scale, (1,))
         if unseen is None:
-            return Scale(given, no, no)
+            return Scale(given, unseen=zero, amaxes=zero)
         flag = jnp.reshape(unseen, (1,)).astype(jnp.int32)
         if self.vmapped or shards.cut:
             # A steady step reduces nothing over devices here.
-            return Scale(given, flag, lax.cond(unseen, amax, lambda: no))
+            return Scale(given, flag, lax.cond(unseen, amax, lambda: zero))
         # A branch would end the graph that CUDA replays.
-        return Scale(given, flag, amax_if(flag, x, self.how.interpreted))
+        return Scale(given, flag, amax_if(flag, x, self.options.interpreted))
 
 
 def lacking(
@@ -226,8 +226,7 @@ def lacking(
 ) -> str | None:
     """Return why Pallas's casts cannot quantize an operand; None if they can.
 
-    `like` is a tensor with its sizes. The device is None for Pallas's
-    interpreter.
+    `like` is a tensor with its sizes; the device None for the interpreter.
     """
     if format_name not in FAMILIES["ocp"]:
         return f"Pallas's casts do not write {format_name}"
@@ -265,6 +264,7 @@ def failing() -> str | None:
 
 
 def _tried() -> str | None:
+    """Run the kernels on real data; return why they fail, or None."""
     if triton is None:
         return f"jax {jax.__version__} has no Pallas for Triton"
     # A new thread runs the test eagerly, even if the caller is being traced.
@@ -273,8 +273,7 @@ def _tried() -> str | None:
         try:
             if all(thread.map(_gives_our_codes, FAMILIES["ocp"])):
                 return None
-        # A compiler may raise any error on an untested device. The warning
-        # shows it.
+        # A compiler may raise any error on an untested device: the reason.
         except Exception as error:
             message = str(error).partition("\n")[0]
             return (
@@ -287,14 +286,14 @@ def _gives_our_codes(format_name: str) -> bool:
     """Return True if a cast of every bfloat16 has the right codes."""
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
     x = bits.view(jnp.bfloat16)
-    scale, no = np.float32(0.37), jnp.zeros(1, jnp.int32)
+    scale, zero = np.float32(0.37), jnp.zeros(1, jnp.int32)
     dtype, limit = jnp.dtype(format_name), formats.get(format_name).max
     with np.errstate(all="ignore"):
         quotient = x.astype("float32") / scale
     codes = np.clip(quotient, -limit, limit).astype(dtype)
-    how = Cast(format_name)
-    given = Scale(jnp.full(1, scale), no, no)
-    result = jax.jit(cast, static_argnums=0)(how, jnp.asarray(x), given)
+    options = Cast(format_name)
+    given = Scale(jnp.full(1, scale), unseen=zero, amaxes=zero)
+    result = jax.jit(cast, static_argnums=0)(options, jnp.asarray(x), given)
     return all(
         _are_equal(expected, np.asarray(each))
         for expected, each in ((codes, result.codes), (codes.T, result.across))
@@ -308,67 +307,69 @@ def _are_equal(codes: np.ndarray, others: np.ndarray) -> bool:
     return bool(np.all(same | nan & np.isnan(others.astype("float32"))))
 
 
-def cast(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+def cast(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
     """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale."""
-    if how.interpreted:
-        return _by_pallas(how, x, scale)
+    if options.interpreted:
+        return _by_pallas(options, x, scale)
     return lax.platform_dependent(
         x,
         scale,
-        cuda=functools.partial(_by_pallas, how),
-        default=functools.partial(_by_xla, how),
+        cuda=functools.partial(_by_pallas, options),
+        default=functools.partial(_by_xla, options),
     )
 
 
-def _by_xla(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
-    own, limit = _largest(scale.amaxes), formats.get(how.format).max
-    if how.rule.inverted:
-        own = scaling.scale_of_multiplier(own, limit, how.rule.margin)
+def _by_xla(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    """Cast as `_by_pallas` does, by operations of XLA."""
+    own, limit = _largest(scale.amaxes), formats.get(options.format).max
+    if options.rule.inverted:
+        own = scaling.scale_of_multiplier(own, limit, options.rule.margin)
     else:
-        up = how.power_of_two
-        own = scaling.scale_for_limit(own, limit, how.rule.margin, up)
+        up = options.power_of_two
+        own = scaling.scale_for_limit(own, limit, options.rule.margin, up)
     used = jnp.where(scale.unseen[0] != 0, own, scale.given[0])
-    codes = casting.quantize(x, used, how.format)
-    sums = jnp.sum(x.astype(jnp.float32), 0) if how.sums else None
+    codes = casting.quantize(x, used, options.format)
+    sums = jnp.sum(x.astype(jnp.float32), 0) if options.sums else None
     return CastOfBoth(codes, codes.T, used, scaling.amax(x), sums)
 
 
-def _by_pallas(how: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+def _by_pallas(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+    """Run `_cast_kernel`, one program for each tile."""
     m, k = x.shape
     rows, columns = pl.cdiv(m, ROWS), pl.cdiv(k, COLUMNS)
     tile = pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j))
-    dtype, wide = jnp.dtype(how.format), jnp.float32
+    dtype, wide = jnp.dtype(options.format), jnp.float32
     of_tile = pl.BlockSpec((1, 1), lambda i, j: (i, j))
     outputs = {
         "codes": (tile, (m, k), dtype),
         "scale": (_vector(1), (1,), wide),
         "amaxes": (of_tile, (rows, columns), jnp.int32),
     }
-    if how.across:
+    if options.across:
         turned = pl.BlockSpec((COLUMNS, ROWS), lambda i, j: (j, i))
         outputs["across"] = turned, (k, m), dtype
-    if how.sums:
+    if options.sums:
         row = pl.BlockSpec((1, COLUMNS), lambda i, j: (i, j))
         outputs["sums"] = row, (rows, k), wide
     specs, shapes, dtypes = zip(*outputs.values(), strict=True)
     results = pl.pallas_call(
-        functools.partial(_cast_kernel, how, (m, k), tuple(outputs)),
+        functools.partial(_cast_kernel, options, (m, k), tuple(outputs)),
         grid=(rows, columns),
         in_specs=[tile, *(_vector(each.size) for each in scale)],
         out_specs=list(specs),
         out_shape=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=how.interpreted,
+        interpret=options.interpreted,
         name="float8_cast",
     )(x, *scale)
     named = dict(zip(outputs, results, strict=True))
     codes = named["codes"]
     return CastOfBoth(
         codes,
-        named["across"] if how.across else codes.T,
+        named["across"] if options.across else codes.T,
         named["scale"][0],
         _largest(named["amaxes"]),
-        jnp.sum(named["sums"], 0) if how.sums else None,
+        jnp.sum(named["sums"], 0) if options.sums else None,
     )
 
 
@@ -377,23 +378,27 @@ def _vector(size: int) -> Any:
 
 
 def _cast_kernel(
-    how: Cast,
+    options: Cast,
     sizes: tuple[int, int],
     names: tuple[str, ...],
     x_ref: Ref,
     given_ref: Ref,
     unseen_ref: Ref,
-    amaxes_ref: Ref,
+    found_amaxes_ref: Ref,
     *refs: Any,
 ) -> None:
-    """Quantize a tile; write what is asked for."""
+    """Quantize a tile; write what is asked for, under `names`.
+
+    The scale is given, or that of amaxes which an earlier pass found. The
+    amaxes that are written are those of the tiles.
+    """
     written = dict(zip(names, refs, strict=True))
     is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
     inside = places_inside(sizes, (ROWS, COLUMNS))
     x = read(x_ref, inside)
     scale = lax.cond(
         unseen_ref[0] != 0,
-        lambda: _scale_of(how, jnp.max(amaxes_ref[...])),
+        lambda: _scale_of(options, jnp.max(found_amaxes_ref[...])),
         lambda: given_ref[...],
     )
 
@@ -401,43 +406,45 @@ def _cast_kernel(
     def _() -> None:
         written["scale"][...] = scale
 
-    codes = codes_of(x, scale, how.format, how.interpreted)
+    codes = codes_of(x, scale, options.format, options.interpreted)
     store(written["codes"], codes, inside.elements)
     written["amaxes"][...] = jnp.full((1, 1), jnp.max(magnitude(x)))
-    if how.across:
+    if options.across:
         store(written["across"], codes.T, inside.turned)
-    if how.sums:
+    if options.sums:
         sums = jnp.sum(x, axis=0, keepdims=True)
         store(written["sums"], sums, inside.columns)
 
 
-def _scale_of(how: Cast, bits: Tensor) -> Tensor:
-    """Return the scale of an amax, (1,); 1 for one that is 0 or not finite."""
+def _scale_of(options: Cast, bits: Tensor) -> Tensor:
+    """Return the scale, (1,), of an amax's bits; 1 for 0, infinity and NaN."""
     # As `scaling.scale_of_multiplier` or `scaling.scale_for_limit` computes it.
     bits = jnp.full((1,), bits)
     usable = (bits > 0) & (bits < casting.EXPONENT_BITS)
     amax = lax.bitcast_convert_type(bits, jnp.float32)
     amax = jnp.maximum(jnp.where(usable, amax, 1.0), scaling.SMALLEST_SCALE)
-    limit = scaling.with_margin(formats.get(how.format).max, how.rule.margin)
+    limit = scaling.with_margin(
+        formats.get(options.format).max, options.rule.margin
+    )
     top = jnp.full((1,), limit, jnp.float32)
-    if how.rule.inverted:
-        scale = _divided(how, top, amax)
+    if options.rule.inverted:
+        scale = _divided(options, top, amax)
         largest = 1.0 / scaling.SMALLEST_SCALE
         scale = jnp.clip(scale, scaling.SMALLEST_SCALE, largest)
-        scale = _divided(how, jnp.ones_like(scale), scale)
+        scale = _divided(options, jnp.ones_like(scale), scale)
     else:
-        scale = _divided(how, amax, top)
+        scale = _divided(options, amax, top)
         scale = jnp.clip(scale, scaling.SMALLEST_SCALE, scaling.LARGEST_SCALE)
-        if how.power_of_two:
+        if options.power_of_two:
             above = lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF
             above = above & np.int32(casting.EXPONENT_BITS)
             scale = lax.bitcast_convert_type(above, jnp.float32)
     return jnp.where(usable, scale, 1.0)
 
 
-def _divided(how: Cast, x: Tensor, y: Tensor) -> Tensor:
+def _divided(options: Cast, x: Tensor, y: Tensor) -> Tensor:
     """Divide in a kernel, correctly rounded."""
-    if how.interpreted:
+    if options.interpreted:
         # Without `where`, XLA would replace the division by a product.
         return x / jnp.where(x == x, y, 1.0)
     return _asm("div.rn.f32", x, y)
@@ -589,7 +596,7 @@ def _amaxes_by_pallas(
 def _amax_kernel(
     size: int, wanted_ref: Ref, x_ref: Ref, found_ref: Ref
 ) -> None:
-    """Write the amax of some parts if it is wanted; return at once if not."""
+    """Write the bits of the amax of each `PROGRAMS`th part; 0 if not wanted."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)
     # Pallas's interpreter knows no programs inside of a branch.
     first = pl.program_id(0) * PART

@@ -140,7 +140,7 @@ class _Partition:
 
     def __init__(self, mesh: Mesh, x: Any):
         cut: list[Any] = [None, None]
-        if mesh.empty:
+        if mesh.empty:  # No axis is cut.
             mesh = Mesh(np.array(list(x.sharding.device_set)), ("devices",))
         else:
             cut[: len(x.sharding.spec)] = x.sharding.spec
@@ -178,20 +178,16 @@ def _results(
 def _partition(
     kernel: Kernel, mesh: Mesh, operands: Sequence[Any], results: Any
 ) -> tuple[Any, ...]:
+    """Return the mesh, a kernel for one shard, and how all is sharded."""
     partition = _Partition(mesh, operands[0])
 
     def on_shard(x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
         x = partition.only_inside(x)
         return kernel(partition.shards, x, *scalars)
 
-    of_scalars = jax.tree.map(lambda _: partition.of(""), operands[1:])
+    scalars = jax.tree.map(lambda _: partition.of(""), operands[1:])
     shardings = tuple(map(partition.of, kernel.results))
-    return (
-        partition.mesh,
-        on_shard,
-        shardings,
-        (partition.of("ij"), *of_scalars),
-    )
+    return partition.mesh, on_shard, shardings, (partition.of("ij"), *scalars)
 
 
 def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:

@@ -69,8 +69,7 @@ class PallasRowCasts(RowCasts):
     """Pallas kernels that quantize a matrix and its transpose by rows.
 
     Args:
-        interpreted: Whether to run in Pallas's interpreter, on any device; for
-            tests.
+        interpreted: Whether to run in Pallas's interpreter, on any device.
     """
 
     def __init__(self, device: Callable[[], Device], interpreted: bool = False):
@@ -94,11 +93,9 @@ class PallasRowCasts(RowCasts):
         sums: bool = False,
     ) -> RowCastsOfBoth:
         quantizations = plain, across
-        formats = [
-            None if each is None else each.format for each in quantizations
-        ]
-        how = How(formats[0], formats[1], sums, self._interpreted)
-        kernel = CastsOfRows(how, plain, across)
+        formats = [None if q is None else q.format for q in quantizations]
+        options = How(formats[0], formats[1], sums, self._interpreted)
+        kernel = CastsOfRows(options, plain, across)
         *casts, column_sums = partitioned.run(kernel, matrix)
         first, second = (
             None if cast[0] is None else RowCast(*cast)
@@ -114,7 +111,7 @@ class CastsOfRows(NamedTuple):
     Pallas, for `jax.vmap`.
     """
 
-    how: How
+    options: How
     plain: Quantization | None
     across: Quantization | None
     vmapped: bool = False
@@ -124,7 +121,7 @@ class CastsOfRows(NamedTuple):
         """The axes of codes, scales and amaxes of both casts, and of sums."""
         plain = (None,) * 3 if self.plain is None else ("ij", "i", "i")
         across = (None,) * 3 if self.across is None else ("ji", "j", "j")
-        return *plain, *across, "j" if self.how.sums else None
+        return *plain, *across, "j" if self.options.sums else None
 
     @property
     def of_xla(self) -> CastsOfRows:
@@ -138,7 +135,7 @@ class CastsOfRows(NamedTuple):
         find, write = amaxes_of, both_codes_of
         if self.vmapped:
             find, write = _amaxes_by_xla, _codes_by_xla
-        of_rows, of_columns, sums = find(self.how, x)
+        of_rows, of_columns, sums = find(self.options, x)
         # A row lies on the devices that have its columns.
         amaxes = (
             shards.largest(of_rows, shards.columns),
@@ -149,7 +146,7 @@ class CastsOfRows(NamedTuple):
             jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
             for each, amax in zip(quantizations, amaxes, strict=True)
         ]
-        codes = write(self.how, x, *scales)
+        codes = write(self.options, x, *scales)
         results: list[Any] = []
         for values, scale, amax, size in zip(
             codes, scales, amaxes, x.shape, strict=True
@@ -159,52 +156,53 @@ class CastsOfRows(NamedTuple):
         return *results, None if sums is None else shards.column_sums(sums)
 
 
-def amaxes_of(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def amaxes_of(options: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the amaxes of the rows and of the columns of a matrix (m, k).
 
-    They are float32 vectors with zeros after them up to a multiple of
-    `how.side`, not finite if a value is not. The third result is the sums of
-    the columns, float32 (k,), or None.
+    They are float32 vectors, with zeros after them up to a multiple of
+    `options.side`, not finite if a value is not. The third result is the sums
+    of the columns, float32 (k,), or None.
     """
-    if how.interpreted:
-        return _amaxes_by_pallas(how, x)
+    if options.interpreted:
+        return _amaxes_by_pallas(options, x)
     return lax.platform_dependent(
         x,
-        cuda=functools.partial(_amaxes_by_pallas, how),
-        default=functools.partial(_amaxes_by_xla, how),
+        cuda=functools.partial(_amaxes_by_pallas, options),
+        default=functools.partial(_amaxes_by_xla, options),
     )
 
 
 def both_codes_of(
-    how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
+    options: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the codes of a matrix (m, k) and of its transpose (k, m).
 
-    The scales are float32, as long as `amaxes_of` has them. None for codes that
-    are not needed.
+    The scales are float32, as long as amaxes. None for codes not needed.
     """
-    if how.interpreted:
-        return _codes_by_pallas(how, x, of_rows, of_columns)
+    if options.interpreted:
+        return _codes_by_pallas(options, x, of_rows, of_columns)
     return lax.platform_dependent(
         x,
         of_rows,
         of_columns,
-        cuda=functools.partial(_codes_by_pallas, how),
-        default=functools.partial(_codes_by_xla, how),
+        cuda=functools.partial(_codes_by_pallas, options),
+        default=functools.partial(_codes_by_xla, options),
     )
 
 
-def _amaxes_by_xla(how: How, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _amaxes_by_xla(
+    options: How, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, columns = (
-        jnp.pad(scaling.amax(x, axis), (0, -size % how.side))
+        jnp.pad(scaling.amax(x, axis), (0, -size % options.side))
         for axis, size in ((1, x.shape[0]), (0, x.shape[1]))
     )
-    sums = jnp.sum(x.astype(jnp.float32), 0) if how.sums else None
+    sums = jnp.sum(x.astype(jnp.float32), 0) if options.sums else None
     return rows, columns, sums
 
 
 def _codes_by_xla(
-    how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
+    options: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     def codes(x: Tensor, scale: Tensor, name: str | None) -> Any:
         if name is None:
@@ -212,47 +210,52 @@ def _codes_by_xla(
         scale = scale[: x.shape[0], jnp.newaxis]
         return casting.quantize(x, scale, name)
 
-    return codes(x, of_rows, how.plain), codes(x.T, of_columns, how.across)
+    return codes(x, of_rows, options.plain), codes(
+        x.T, of_columns, options.across
+    )
 
 
 def _amaxes_by_pallas(
-    how: How, x: Tensor
+    options: How, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    (m, k), side = x.shape, how.side
+    (m, k), side = x.shape, options.side
     grid = pl.cdiv(m, side), pl.cdiv(k, side)
     # All programs take the maximum with one vector, which starts as zeros.
     zeros = jnp.zeros(side * sum(grid), jnp.float32)
     whole = pl.BlockSpec(zeros.shape, lambda i, j: (0,))
     specs, shapes = [whole], [jax.ShapeDtypeStruct(zeros.shape, zeros.dtype)]
-    if how.sums:
+    if options.sums:
         specs.append(pl.BlockSpec((1, side), lambda i, j: (i, j)))
         shapes.append(jax.ShapeDtypeStruct((grid[0], k), jnp.float32))
     results = pl.pallas_call(
-        functools.partial(_amaxes_kernel, how, (m, k)),
+        functools.partial(_amaxes_kernel, options, (m, k)),
         grid=grid,
-        in_specs=[_tile(how), whole],
+        in_specs=[_tile(options), whole],
         out_specs=specs,
         out_shape=shapes,
         input_output_aliases={1: 0},
-        compiler_params=_params(how),
-        interpret=how.interpreted,
+        compiler_params=_params(options),
+        interpret=options.interpreted,
         name="float8_row_amaxes",
     )(x, zeros)
     amaxes, rows = results[0], side * grid[0]
-    sums = jnp.sum(results[1], 0) if how.sums else None
+    sums = jnp.sum(results[1], 0) if options.sums else None
     return amaxes[:rows], amaxes[rows:], sums
 
 
 def _amaxes_kernel(
-    how: How,
+    options: How,
     sizes: tuple[int, int],
     x_ref: Ref,
     zeros_ref: Ref,
     amaxes_ref: Ref,
     *sums_ref: Ref,
 ) -> None:
-    """Take the maximum with the amaxes of the rows and columns of a tile."""
-    side = how.side
+    """Raise the amaxes of the rows, and after them of the columns, by a tile.
+
+    `zeros_ref` is not read: it is the memory of `amaxes_ref`, set to zeros.
+    """
+    side = options.side
     inside = places_inside(sizes, (side, side))
     x = read(x_ref, inside)
     bits = magnitude(x)
@@ -260,8 +263,8 @@ def _amaxes_kernel(
     # Triton compares floats that are not negative as their bits: NaN is above
     # infinity. Of integers it lacks the operation (JAX 0.10 to 0.11).
     for wanted, place, axis in (
-        (how.plain, pl.program_id(0), 1),
-        (how.across, column, 0),
+        (options.plain, pl.program_id(0), 1),
+        (options.across, column, 0),
     ):
         if wanted:
             largest = jnp.max(bits, axis=axis)
@@ -270,43 +273,43 @@ def _amaxes_kernel(
                 (pl.ds(place * side, side),),
                 lax.bitcast_convert_type(largest, jnp.float32),
             )
-    if how.sums:
+    if options.sums:
         sums = jnp.sum(x, axis=0, keepdims=True)
         store(sums_ref[0], sums, inside.columns)
 
 
 def _codes_by_pallas(
-    how: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
+    options: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    (m, k), side = x.shape, how.side
+    (m, k), side = x.shape, options.side
     specs, shapes = [], []
-    if how.plain:
-        specs.append(_tile(how))
-        shapes.append(jax.ShapeDtypeStruct((m, k), how.plain))
-    if how.across:
+    if options.plain:
+        specs.append(_tile(options))
+        shapes.append(jax.ShapeDtypeStruct((m, k), options.plain))
+    if options.across:
         specs.append(pl.BlockSpec((side, side), lambda i, j: (j, i)))
-        shapes.append(jax.ShapeDtypeStruct((k, m), how.across))
+        shapes.append(jax.ShapeDtypeStruct((k, m), options.across))
     codes = pl.pallas_call(
-        functools.partial(_codes_kernel, how, (m, k)),
+        functools.partial(_codes_kernel, options, (m, k)),
         grid=(pl.cdiv(m, side), pl.cdiv(k, side)),
         in_specs=[
-            _tile(how),
+            _tile(options),
             pl.BlockSpec((side,), lambda i, j: (i,)),
             pl.BlockSpec((side,), lambda i, j: (j,)),
         ],
         out_specs=specs,
         out_shape=shapes,
-        compiler_params=_params(how),
-        interpret=how.interpreted,
+        compiler_params=_params(options),
+        interpret=options.interpreted,
         name="float8_row_casts",
     )(x, of_rows, of_columns)
     each_codes = iter(codes)
-    plain = next(each_codes) if how.plain else None
-    return plain, next(each_codes) if how.across else None
+    plain = next(each_codes) if options.plain else None
+    return plain, next(each_codes) if options.across else None
 
 
 def _codes_kernel(
-    how: How,
+    options: How,
     sizes: tuple[int, int],
     x_ref: Ref,
     rows_ref: Ref,
@@ -314,22 +317,22 @@ def _codes_kernel(
     *refs: Any,
 ) -> None:
     """Quantize a tile by rows; quantize it by columns and transpose it."""
-    inside = places_inside(sizes, (how.side, how.side))
+    inside = places_inside(sizes, (options.side, options.side))
     x = read(x_ref, inside)
     written = iter(refs)
-    if how.plain:
+    if options.plain:
         scale = rows_ref[...][:, None]
-        codes = codes_of(x, scale, how.plain, how.interpreted)
+        codes = codes_of(x, scale, options.plain, options.interpreted)
         store(next(written), codes, inside.elements)
-    if how.across:
+    if options.across:
         scale = columns_ref[...][None, :]
-        codes = codes_of(x, scale, how.across, how.interpreted)
+        codes = codes_of(x, scale, options.across, options.interpreted)
         store(next(written), codes.T, inside.turned)
 
 
-def _tile(how: How) -> Any:
-    return pl.BlockSpec((how.side, how.side), lambda i, j: (i, j))
+def _tile(options: How) -> Any:
+    return pl.BlockSpec((options.side, options.side), lambda i, j: (i, j))
 
 
-def _params(how: How) -> Any:
-    return triton.CompilerParams(num_warps=how.warps, num_stages=1)
+def _params(options: How) -> Any:
+    return triton.CompilerParams(num_warps=options.warps, num_stages=1)

@@ -58,14 +58,15 @@ def _follow(program: Any, flow: Flow) -> None:
     for step in program.eqns:
         name = step.primitive.name
         operands = [id(x) for x in step.invars]
-        call, number = None, None
+        call, count = None, None
+        # `mark_call` passes a call's operands, then its results, through one.
         if name == "optimization_barrier":
             call = layer_of(str(step.source_info.name_stack))
-            number = flow.results_of(call)
-        if call is not None and number is not None:
-            given = len(operands) - number
-            results = [id(x) for x in step.outvars[given:]]
-            flow.called(call, operands[:given], results)
+            count = flow.results_of(call)
+        if call is not None and count is not None:
+            first = len(operands) - count
+            results = [id(x) for x in step.outvars[first:]]
+            flow.called(call, operands[:first], results)
             continue
         kind: Any = "choice" if name in _CHOICES else "other"
         if name in PRODUCTS:

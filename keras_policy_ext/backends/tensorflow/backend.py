@@ -91,7 +91,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def traces_for_xla(self) -> bool:
-        # With `jit_compile=True`.
+        # That is, inside of a function with `jit_compile=True`.
         inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
         if inside is None or tf.executing_eagerly():
             return False
@@ -99,12 +99,12 @@ class TensorFlowBackend(Backend):
 
     @override
     def on_cpu(self, x: Tensor) -> bool:
-        # Of a tensor in a graph: without a GPU.
+        # A tensor in a graph has no device: it may be on any that there is.
         return not _other_devices()
 
     @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        # Codes in a loop and under XLA.
+        # Codes under XLA, and in a loop, which stacks float8 under XLA alone.
         dtype = super().kept_dtype(x, format_name)
         if self.on_cpu(x):
             narrow = self.traces_for_xla() or compiles_parts(x)
@@ -122,8 +122,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def before_widening(self, x: Tensor) -> Tensor:
-        # XLA for a GPU replaces casts from float32 to float8 and back by
-        # nothing (TF 2.21).
+        # XLA for a GPU drops casts from float32 to float8 and back (TF 2.21).
         if not self.traces_for_xla() or self.on_cpu(x):
             return x
         return gradients.behind_barrier(x)[0]
@@ -136,7 +135,7 @@ class TensorFlowBackend(Backend):
     @contextlib.contextmanager
     @override
     def functions_step_by_step(self) -> Iterator[None]:
-        # There is one switch.
+        # One switch of TensorFlow makes loops and functions run eagerly.
         with _SWITCH:
             before = tf.config.functions_run_eagerly()
             tf.config.run_functions_eagerly(True)
@@ -163,11 +162,13 @@ class TensorFlowBackend(Backend):
 
     @override
     def runs_now(self) -> bool:
-        # Loops do wherever functions do.
+        # Where functions run eagerly, so do loops.
         return bool(tf.executing_eagerly())
 
     @override
     def is_traced(self, x: Tensor) -> bool:
+        # Not by `x`: everything is traced in a graph. The replicas of a
+        # strategy run one step in several threads, which counts as traced.
         return not tf.executing_eagerly() or tf.distribute.has_strategy()
 
     @override
@@ -177,9 +178,8 @@ class TensorFlowBackend(Backend):
 
     @override
     def known_value(self, variable: keras.Variable) -> Tensor | None:
-        # While a graph is made, as it is.
-        #
-        # A foreign optimizer assigns to the variable of TensorFlow itself.
+        # `init_scope` reads it as it is now, also while a graph is made. A
+        # foreign optimizer assigns to the variable of TensorFlow itself.
         value = variable.value
         on_cpu = "CPU" in str(getattr(value, "device", ""))
         with tf.init_scope():
@@ -211,6 +211,7 @@ class TensorFlowBackend(Backend):
         gathered = context.all_gather(observation[tf.newaxis], axis=0)
         first, *_ = values = tf.unstack(gathered, replicas)
         uses = tf.reduce_sum(gathered[:, :, :1], axis=0)
+        # A settled state, whose first column is negative, is no sum.
         uses = tf.where(first[:, :1] < 0.0, first[:, :1], uses)
         return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
 
@@ -248,7 +249,7 @@ class TensorFlowBackend(Backend):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        # One graph for all of a shape.
+        # All states of a shape share one graph.
         value = tf.convert_to_tensor(value)
         # Read here: the graph would keep the variable of the first replica.
         previous = tf.convert_to_tensor(previous)
@@ -291,8 +292,7 @@ class TensorFlowBackend(Backend):
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        # By XLA, on a CPU of a GELU in 16 bits.
-        #
+        # Under XLA alone, and there on a CPU only a GELU in 16 bits.
         # 12 blocks with GELU take 202 MiB in place of 297 on a CPU by XLA, and
         # the step 1.00 to 1.03 of the time; without XLA it would take 1.07 to
         # 1.10. The others, and a GELU in float32, are rounded otherwise where
@@ -327,6 +327,7 @@ class TensorFlowBackend(Backend):
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
                 leaves = saved
+                # Amaxes for a kernel that outgrew its scale, or is trained.
                 if operation.training is not True:
                     residuals = operation.bound.residuals(saved, sizes)
                     residuals = operation.bound.observed(
@@ -391,8 +392,7 @@ _UNKNOWN = 256
 def compiles_parts(x: Tensor) -> bool:
     """Return True if XLA compiles the elementwise operations on a tensor.
 
-    It does so on a CPU, for large tensors, outside of functions that XLA
-    compiles as a whole.
+    It does for large tensors on a CPU, outside of functions it compiles whole.
     """
     sizes = [_UNKNOWN if size is None else size for size in x.shape]
     large = math.prod(sizes) >= _LARGE
@@ -420,15 +420,13 @@ def _shared_forward(
     """Return a forward pass compiled for an operation and shapes."""
     # All that the graph depends on is in the cache key: the shapes, and whether
     # a loop stacks its results.
-    observe = operation.training is True
+    trains = operation.training is True
 
     def forward(
         inputs: Tensor, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> list[Tensor]:
-        outputs, residuals = operation.bound.forward(
-            inputs, kernel, state, observe
-        )
-        leaves = residuals.leaves(_narrows(operation, inputs, kernel))
+        outputs, saved = operation.bound.forward(inputs, kernel, state, trains)
+        leaves = saved.leaves(_narrows(operation, inputs, kernel))
         return [outputs, *leaves]
 
     return CompiledPass(forward)

@@ -99,10 +99,10 @@ def cast_in_training(
 
 
 def _like(
-    x: Tensor, compiled: Callable[..., Tensor], flat: Tensor, *others: Tensor
+    x: Tensor, compiled: Callable[..., Tensor], values: Tensor, *others: Tensor
 ) -> Tensor:
-    """Call `compiled` on a flattened tensor; reshape the result like `x`."""
-    result = compiled(tf.reshape(flat, [-1]), *others)
+    """Call `compiled` on flattened values; reshape the result like `x`."""
+    result = compiled(tf.reshape(values, [-1]), *others)
     result = tf.reshape(result, tf.shape(x))
     result.set_shape(x.shape)
     return result
@@ -175,7 +175,6 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # In what XLA compiles.
         wanted = request.prefer == "native"
         reason = None if wanted else lacking(*request.formats)
         if reason is None and not request.for_xla:
@@ -244,6 +243,7 @@ def _fast_product(a: Tensor, b: Tensor, written: str) -> Tensor:
 
 
 def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
+    """Multiply as `_fast_product` does, in the highest precision."""
     if xla is None:
         return _fast_product(a, b, written)
     numbers = xla.DotDimensionNumbers(
@@ -278,6 +278,7 @@ def _by_cublas(
 def _float8_product(
     a: Quantized, b: Quantized, written: str, fast: bool
 ) -> Tensor:
+    """Multiply as `_product` does, by `_module`; write sums in a dtype."""
     formats = _format_of(a), _format_of(b)
     x, y = (
         tf.cast(each.values, name)

@@ -90,12 +90,12 @@ class Backward:
             slot = self._operation.another_slot(self._slot)
             results = self._passed(slot, outputs_grad, operands[2:])
 
-            def again(*gradients: Tensor) -> Gradients:
+            def second(*gradients: Tensor) -> Gradients:
                 derivatives = self._differentiated(outputs_grad, *gradients[:2])
                 of_operands = map(_last, derivatives)
                 return [*of_operands, *results[2:]]
 
-            return results, again
+            return results, second
 
         results: Gradients = gradients(*tensors)
         return results
@@ -204,7 +204,10 @@ def _shared_backward(
     shapes: tuple[Shape, Shape],
     dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return a backward pass compiled for an operation, shapes and dtypes."""
+    """Return a backward pass compiled for an operation, shapes and dtypes.
+
+    The key of the cache has the dtypes, for which the first call traces.
+    """
 
     def backward(
         leaves: Sequence[Tensor],
@@ -228,7 +231,7 @@ def _shared_second(
     shapes: tuple[Shape, Shape],
     dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return second derivatives compiled for an operation and shapes."""
+    """Return second derivatives compiled like `_shared_backward`."""
 
     def second(
         leaves: Sequence[Tensor], unknown: Sequence[Tensor], *gradients: Tensor
@@ -284,13 +287,13 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
         def gradient(outputs_grad: Tensor) -> Tensor:
-            again, then = x, outputs_grad
+            point, cotangent = x, outputs_grad
             if not is_recorded(x, outputs_grad):  # a barrier has no gradient
-                again, then = behind_barrier(x, outputs_grad)
+                point, cotangent = behind_barrier(x, outputs_grad)
             with tf.GradientTape() as tape:
-                tape.watch(again)
-                outputs = activation(again)
-            return tape.gradient(outputs, again, then)
+                tape.watch(point)
+                outputs = activation(point)
+            return tape.gradient(outputs, point, cotangent)
 
         return activation(x), gradient
 

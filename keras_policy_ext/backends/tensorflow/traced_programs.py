@@ -74,12 +74,13 @@ def _follow(graph: Any, flow: Flow) -> None:
     """Follow the tensors of a graph, one operation after the other."""
     for step in graph.get_operations():
         operands = list(map(_key, step.inputs))
+        # `mark_call` passes a call's operands, then its results, through one.
         call = layer_of(step.name) if step.type == "IdentityN" else None
-        number = flow.results_of(call)
-        if call is not None and number is not None:
-            given = len(operands) - number
-            results = map(_key, step.outputs[given:])
-            flow.called(call, operands[:given], results)
+        count = flow.results_of(call)
+        if call is not None and count is not None:
+            first = len(operands) - count
+            results = map(_key, step.outputs[first:])
+            flow.called(call, operands[:first], results)
             continue
         if step.type in _OF_SHAPES or step.type == "Placeholder":
             continue
@@ -91,6 +92,7 @@ def _follow(graph: Any, flow: Flow) -> None:
             made = [(_key(x), x.dtype.name) for x in step.outputs]
             flow.computed(kind, operands, made)
         for each in inner:
+            # A branch has no operand for the condition, which comes first.
             given_to = operands[len(operands) - len(each.inputs) :]
             for old, new in zip(given_to, each.inputs, strict=False):
                 flow.same(old, _key(new))
@@ -133,8 +135,8 @@ def graphs_in(step: Any, graph: Any) -> Iterator[Any]:
         function = functions.get(name)
         if function is None:
             continue
-        number = len(function.signature.input_arg)
-        inputs = list(step.inputs)[len(step.inputs) - number :]
+        count = len(function.signature.input_arg)
+        inputs = list(step.inputs)[len(step.inputs) - count :]
         yield function_def_to_graph.function_def_to_graph(
             function,
             input_shapes=[tensor.shape for tensor in inputs],

@@ -86,6 +86,7 @@ def lacking_mx() -> str | None:
 
 
 def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
+    """Return why there is no matmul with scales of such blocks, or None."""
     device = here()
     if device.maker != "nvidia":
         return f"torch has scales of {block} numbers with NVIDIA's CUDA only"
@@ -122,15 +123,14 @@ def multiplies_bfloat16() -> bool:
 
 def sums_in_float32(dtype: str) -> bool:
     """Return True if the GPU's matmuls of `dtype` can return float32."""
-    halves = getattr(
-        torch.backends.cuda.matmul, "allow_fp16_accumulation", False
-    )
-    return _sums_in_float32(dtype, bool(halves))
+    fp16 = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    return _sums_in_float32(dtype, bool(fp16))
 
 
 @functools.cache
-def _sums_in_float32(dtype: str, halves: bool) -> bool:
+def _sums_in_float32(dtype: str, allows_fp16: bool) -> bool:
     """Return True if a matmul of `dtype` has exact float32 sums; run one."""
+    # The setting `allows_fp16` is part of the key of the cache.
     # Older versions of PyTorch, and builds for other makers, have no such
     # matmul. No 16-bit dtype can hold the sum.
     try:
@@ -270,10 +270,10 @@ class TorchBackend(Backend):
             return SMALLEST <= number <= LARGEST
         if not (a.numel() and b.numel()):
             return True  # of an empty batch
-        (low, high), (least, most) = (
+        (a_min, a_max), (b_min, b_max) = (
             [each.item() for each in x.aminmax()] for x in (a, b)
         )
-        return low * least >= SMALLEST and high * most <= LARGEST
+        return a_min * b_min >= SMALLEST and a_max * b_max <= LARGEST
 
     @override
     def known_any(self, flags: Tensor) -> bool | None:
@@ -291,7 +291,7 @@ class TorchBackend(Backend):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        # torch.compile does not trace it either.
+        # It has no gradient, and torch.compile does not trace it.
         with torch.no_grad():
             return super().settle_here(settle, value, previous)
 
@@ -330,19 +330,17 @@ class TorchBackend(Backend):
         self, variable: keras.Variable, value: Tensor
     ) -> Tensor | None:
         with torch.no_grad():
-            observed, state = (
-                observations.taken(variable, value),
-                variable.value,
-            )
+            taken, state = observations.taken(variable, value), variable.value
             merge = self._merge_of(variable, state)
             if merge is not None:
-                merge(value, observed, state)
+                merge(value, taken, state)
                 return None
-            value = observations.merged(value, observed)
+            value = observations.merged(value, taken)
             return super().settle(variable.settling, value, state)
 
     def _merge_of(self, variable: keras.Variable, state: Tensor) -> Any:
         """Return what changes a state in place, in one kernel; or None."""
+        # The engine's first kernels of states are those of Triton.
         triton_states: Any = backends.engine.states[:1]
         if not (
             state.is_cuda or any(each.interpreted for each in triton_states)
@@ -350,8 +348,10 @@ class TorchBackend(Backend):
             return None
         source = source_of(variable.recipe, variable.matrices)
         states: Any = backends.engine.state_kernels_for(source, state)
-        is_apart = variable_values.is_stateless() or not state.is_contiguous()
-        if is_apart or not hasattr(states, "merge"):
+        is_written_elsewhere = (
+            variable_values.is_stateless() or not state.is_contiguous()
+        )
+        if is_written_elsewhere or not hasattr(states, "merge"):
             return None
         return functools.partial(states.merge, source)
 
@@ -374,7 +374,7 @@ class TorchBackend(Backend):
 
     @override
     def known_value(self, variable: keras.Variable) -> Tensor | None:
-        # Once for each change.
+        # Once for each change, which is what callers look for.
         if torch.compiler.is_compiling() or are_transforms_active():
             return None
         return observations.changed_value(variable)
@@ -442,16 +442,16 @@ class TorchBackend(Backend):
                 links = links_of(inputs, kernel)
                 return Differentiable.apply(operation, links, bias, *tensors)
             # A bias that is trained alone gets its gradient from an addition.
-            alone = bias is not None and torch.is_grad_enabled()
+            bias_is_apart = bias is not None and torch.is_grad_enabled()
             outputs, _ = operation.bound.forward(
                 inputs,
                 kernel,
                 state,
-                False,
-                None if alone else bias,
+                observe=False,
+                bias=None if bias_is_apart else bias,
                 slot=operation.slot,
             )
-            return outputs + bias if alone else outputs
+            return outputs + bias if bias_is_apart else outputs
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
@@ -493,8 +493,8 @@ class TorchBackend(Backend):
     ) -> tuple[Tensor, ...]:
         # On a CPU in parts, whose intermediate results stay in its cache.
         count = tensors[0].numel()
-        few = count <= self.numbers_of_a_part
-        if few or torch.compiler.is_compiling() or not self.on_cpu(tensors[0]):
+        fits = count <= self.numbers_of_a_part
+        if fits or torch.compiler.is_compiling() or not self.on_cpu(tensors[0]):
             return function(0, *tensors)
         rows = len(tensors[0])
         columns = count // rows

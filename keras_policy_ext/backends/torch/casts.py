@@ -51,8 +51,7 @@ def cast(
 ) -> Tensor:
     """Quantize a tensor to a float8 dtype, or to float8 values in float32.
 
-    Compiled and exported functions stay in float32: their graphs have no cast
-    to float8 and back.
+    Compiled and exported functions stay in float32: their graphs have no casts.
     """
     if torch.compiler.is_compiling():
         if not backend.is_exporting():
@@ -110,7 +109,8 @@ def _has_nan_of_e4m3fn(q: Tensor) -> bool:
     """Return True if an e4m3fn tensor has a NaN; False for other dtypes."""
     if q.dtype != torch.float8_e4m3fn or q.numel() == 0:
         return False
-    # To read bytes takes less than a tenth of the time of widening them.
+    # Its codes of NaN are the largest, read with a sign (0x7F) and without
+    # (0xFF). To read bytes takes less than a tenth of the time of widening.
     largest = q.view(torch.int8).amax(), q.view(torch.uint8).amax()
     return int(largest[0]) == 0x7F or int(largest[1]) == 0xFF
 
@@ -196,8 +196,7 @@ class TritonCasts(BothLayouts):
     """Triton kernels that quantize a matrix and write its transpose too.
 
     Args:
-        interpreted: Whether to run on any device, in Triton's interpreter; for
-            tests.
+        interpreted: Whether to run in Triton's interpreter, on any device.
     """
 
     sums_columns = True
@@ -227,6 +226,7 @@ class TritonCasts(BothLayouts):
             return triton_casts.quantize_both_ways(
                 matrix, quantization, hint, wanted, self.interpreted
             )
+        # The compiler asks for shapes: nothing is computed.
         dtype, wide = getattr(torch, quantization.format), torch.float32
         m, k = matrix.shape
         tiles = (triton_casts.number_of_tiles(m, k),)
@@ -244,14 +244,13 @@ class TritonStates(StateKernels):
     """Triton kernels that compute scales and states; see `StateKernels`.
 
     Args:
-        interpreted: Whether to run on any device, in Triton's interpreter; for
-            tests.
+        interpreted: Whether to run in Triton's interpreter, on any device.
     """
 
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
         self._settling = functools.cache(
-            lambda *how: triton_states.Settling(*how)
+            lambda *arguments: triton_states.Settling(*arguments)
         )
 
     @override
@@ -285,7 +284,7 @@ class TritonStates(StateKernels):
     ) -> Tensor:
         previous = previous.contiguous()
         settled = torch.empty_like(previous)
-        settle = self._settling(source, 0, previous.device)
+        settle = self._settling(source, 0, previous.device)  # no observations
         settle(value.contiguous(), [], previous, settled)
         return settled
 
@@ -307,6 +306,7 @@ class TritonStates(StateKernels):
 
 
 def _refusal(x: Tensor, interpreted: bool) -> str | None:
+    """Return why Triton cannot run on the device of a tensor, or None."""
     if interpreted:
         return None
     if x.device.type != "cuda":
@@ -324,7 +324,7 @@ def lacking() -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     try:
-        with _numbers():
+        with _real_tensors():
             if _gives_our_codes():
                 return None
     # A compiler may raise anything on a device that nobody has tried. It is
@@ -334,7 +334,7 @@ def lacking() -> str | None:
     return "Triton does not cast here as PyTorch does"
 
 
-def _numbers() -> contextlib.AbstractContextManager[Any]:
+def _real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Return a context that makes real tensors, even while fake ones trace."""
     # Not public (torch 2.11 to 2.13). Without it, Triton is not used if the
     # first call is traced.
@@ -349,12 +349,11 @@ def _numbers() -> contextlib.AbstractContextManager[Any]:
 def tells_the_host() -> bool:
     """Return True if a GPU kernel can write to pinned host memory.
 
-    It is tested once per process: a kernel that cannot would raise at its
-    launch.
+    It is tested once per process: a kernel that cannot raises at its launch.
     """
     source = DelayedSource(DelayedScaling())
     try:
-        with _numbers():
+        with _real_tensors():
             state = torch.zeros(source.state_shape, device="cuda")
             state[:, 0], state[:, -1] = -1.0, 1.0
             flags = observations.pinned_flags(len(state))
@@ -374,10 +373,12 @@ def tells_the_host() -> bool:
 
 
 def _gives_our_codes() -> bool:
+    """Return True if a cast of every bfloat16 gives the codes of PyTorch."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
     x = every.view(torch.bfloat16).reshape(256, 256)
     x = torch.where(torch.isnan(x), 0.0, x)
     for name in FAMILIES["ocp"]:
+        # The kernel divides by a scale as small as the second in another way.
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
             expected = _bits(narrow_cast(x, scale, name))
             hint = ScaleHint(scale, None, ScaleRule(inverted=True))

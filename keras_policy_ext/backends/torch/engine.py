@@ -59,9 +59,13 @@ class TorchConvolutions(KerasConvolutions):
             return super().outputs(conv, x, w)
         pads = conv.around(tuple(w.shape[:-2]))
         whole = torch.convolution(
-            _channels_first(conv, x), _outputs_first(w), None, *_how(conv), 1
+            _channels_first(conv, x),
+            _outputs_first(w),
+            None,
+            *_conv_options(conv),
+            1,
         )
-        return _as_lying(conv, F.pad(whole, _flat(pads)))
+        return _channels_as_given(conv, F.pad(whole, _flat(pads)))
 
     @override
     def inputs_grad(
@@ -98,7 +102,7 @@ def _conv_backward(
         F.pad(x, _flat(pads)),
         w,
         None,
-        *_how(conv),
+        *_conv_options(conv),
         1 if conv.is_transposed else x.shape[1] // w.shape[1],
         [operand == 0, operand == 1, False],
     )
@@ -107,10 +111,10 @@ def _conv_backward(
     gradient = gradients[0]
     for axis, (before, _) in enumerate(pads):
         gradient = gradient.narrow(axis + 2, before, x.shape[axis + 2])
-    return _as_lying(conv, gradient)
+    return _channels_as_given(conv, gradient)
 
 
-def _how(conv: Convolution) -> tuple[Any, ...]:
+def _conv_options(conv: Convolution) -> tuple[Any, ...]:
     """Return strides, padding, dilation, transposed and output padding."""
     none = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
@@ -121,7 +125,7 @@ def _channels_first(conv: Convolution, x: Tensor) -> Tensor:
     return x.movedim(-1, 1) if conv.data_format == "channels_last" else x
 
 
-def _as_lying(conv: Convolution, x: Tensor) -> Tensor:
+def _channels_as_given(conv: Convolution, x: Tensor) -> Tensor:
     """Move channels from axis 1 back to where Keras has them."""
     return x.movedim(1, -1) if conv.data_format == "channels_last" else x
 
@@ -180,7 +184,7 @@ class CpuStates(StateKernels):
     def history_scales(
         self, source: DelayedSource, state: Tensor
     ) -> HistoryScales:
-        before = _before(source, state.detach().numpy())
+        before = _read_rows(source, state.detach().numpy())
         _, scales_before = zip(*before, strict=True)
         scales = np.array(scales_before, np.float32)
         unseen = scales == 0.0 if source.starts_from_current else None
@@ -204,22 +208,26 @@ class CpuStates(StateKernels):
     ) -> Tensor:
         value, previous = value.detach(), previous.detach()
         values, settled = value.numpy(), previous.numpy().copy()
-        before = _before(source, settled)
+        before = _read_rows(source, settled)
         with np.errstate(over="ignore"):
             for row, numbers in enumerate(value[:, : FIRST + 1].tolist()):
+                # The mark of a settled row is negative, zeros change nothing.
                 if numbers[0] < 0.0:
-                    _give(settled[row], values[row])
+                    _assign_row(settled[row], values[row])
                 elif numbers[0] > 0.0 and _is_observation(numbers):
                     newest = _newest(numbers, value[row], row == _KERNEL)
-                    _enter(settled[row], newest, *before[row])
+                    _enter_row(settled[row], newest, *before[row])
                 elif numbers[0] > 0.0:
                     settled[row] = 0.0
                     settled[row, 0] = UNSEEN
         return torch.from_numpy(settled)
 
 
-def _before(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
-    """Return, per row of a state, whether it is valid, and its scale."""
+def _read_rows(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
+    """Return, for each row of a state, whether it is intact, and its scale.
+
+    `limits_with_margin` are the largest values of the operands' formats.
+    """
     history = state[:, FIRST:]
     largest = history.max(axis=1).tolist()
     newest_only = source.recipe.amax_compute == "most_recent"
@@ -227,11 +235,11 @@ def _before(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
     heads = state[:, :FIRST].tolist()
     initial: float = source.initial
     rows = []
-    for head, most, amax, limit in zip(
+    for head, peak, amax, limit in zip(
         heads, largest, amaxes, source.limits_with_margin, strict=True
     ):
         first, *slots, stored = head
-        is_intact = first == VALID_MARK and not any(slots) and most < math.inf
+        is_intact = first == VALID_MARK and not any(slots) and peak < math.inf
         if is_intact and amax > 0.0:
             scale = inverted_of_number(amax, limit)
         else:
@@ -241,7 +249,8 @@ def _before(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
 
 
 def _is_observation(numbers: list[float]) -> bool:
-    """Return True for an observation; see `StateLayout._is_observation`."""
+    """Return True if `numbers`, the first of a row, are an observation."""
+    # See `StateLayout._is_observation`.
     uses = _rounded(numbers[0] / UNIT)
     *slots, scale, newest = numbers[1:]
     seen = math.inf if scale or newest else SLOTS - slots.count(0.0)
@@ -268,14 +277,14 @@ def _rounded(number: float) -> float:
     return float(np.float32(number))
 
 
-def _give(row: Array, value: Array) -> None:
+def _assign_row(row: Array, value: Array) -> None:
     """Assign a row to a state; make a rounded mark of valid rows exact."""
     row[:] = value
     if abs(float(value[0]) - VALID_MARK) <= ROUNDING:
         row[0] = VALID_MARK
 
 
-def _enter(
+def _enter_row(
     row: Array, newest: float | None, intact: bool, scale: float
 ) -> None:
     """Write a scale and a new amax into a row of a settled state."""
@@ -284,6 +293,7 @@ def _enter(
     row[:FIRST] = 0.0
     row[0], row[FIRST - 1] = VALID_MARK, scale
     if newest is not None:
+        # The ring turns left, and the newest overwrites its first entry.
         first = row[FIRST]
         row[FIRST:-1] = row[FIRST + 1 :]
         row[-1] = first

@@ -90,7 +90,7 @@ class ByExample(ReverseMode):
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
         """Call the function per example; return stacked outputs and axes."""
-        leaves, structure = pytree.tree_flatten(arguments)
+        leaves, treespec = pytree.tree_flatten(arguments)
         axes = pytree.tree_leaves(in_dims, is_leaf=lambda axis: axis is None)
         results = []
         for number in range(info.batch_size):
@@ -98,9 +98,7 @@ class ByExample(ReverseMode):
                 x if axis is None else x.select(axis, number)
                 for x, axis in zip(leaves, axes, strict=True)
             ]
-            results.append(
-                cls.apply(*pytree.tree_unflatten(example, structure))
-            )
+            results.append(cls.apply(*pytree.tree_unflatten(example, treespec)))
         if isinstance(results[0], torch.Tensor):
             return torch.stack(results), 0
         outputs = tuple(
@@ -166,7 +164,12 @@ class Pass(NamedTuple):
 
 
 class Differentiable(ReverseMode):
-    """An autograd function that runs an `Operation` and adds a bias."""
+    """An autograd function that runs an `Operation` and adds a bias.
+
+    `ctx.passes` are its `straight.Passes`; None where the general path runs.
+    `ctx.sums` says that the backward pass of that path sums the gradient
+    of the bias. `ctx.uses_state`, 0 or 1 as a number, counts the saved states.
+    """
 
     @staticmethod
     def forward(
@@ -179,7 +182,7 @@ class Differentiable(ReverseMode):
         *state: Tensor,
     ) -> Tensor:
         """Return the outputs plus the bias; save tensors for the gradient."""
-        observe = operation.training is not False
+        trains = operation.training is not False
         bound = operation.bound
         ctx.operation, ctx.links = operation, links
         ctx.bias_shape = None if bias is None else bias.shape
@@ -191,14 +194,16 @@ class Differentiable(ReverseMode):
         if ctx.passes is not None:
             matrix = state[0] if state else None
             outputs, saved = ctx.passes.forward(
-                inputs, kernel, bias, matrix, observe
+                inputs, kernel, bias, matrix, trains
             )
             ctx.save_for_backward(*state, *saved)
             return outputs
         outputs, residuals = bound.forward(
-            inputs, kernel, state, observe, bias, slot=operation.slot
+            inputs, kernel, state, trains, bias, slot=operation.slot
         )
-        if not observe and kernel.requires_grad and not _is_parameter(kernel):
+        # Outside of training the state observes a kernel that outgrew its
+        # scale. The amax of a parameter waits for `backward`: `_with_amax`.
+        if not trains and kernel.requires_grad and not _is_parameter(kernel):
             residuals = operation.bound.observed(residuals, inputs, kernel)
         ctx.shapes = residuals.shapes
         ctx.sums = bias is not None and bound.takes_bias(bias, inputs, kernel)
@@ -210,13 +215,14 @@ class Differentiable(ReverseMode):
         """Return a gradient, or None, for each argument of `forward`."""
         saved = ctx.saved_tensors  # to be asked for once only
         needed = ctx.needs_input_grad[3:5]
-        again = torch.is_grad_enabled() or are_transforms_active()
+        # Under create_graph=True, or for a batch of gradients.
+        is_linked = torch.is_grad_enabled() or are_transforms_active()
         if ctx.passes is not None:
             state, saved = saved[: ctx.uses_state], saved[ctx.uses_state :]
-            if not again:
+            if not is_linked:
                 # A bias of another shape is no bias of the matmul.
-                of_bias = ctx.needs_input_grad[2]
-                summed = of_bias and ctx.bias_shape == ctx.passes.columns
+                needs_bias = ctx.needs_input_grad[2]
+                summed = needs_bias and ctx.bias_shape == ctx.passes.columns
                 matrix = state[0] if state else None
                 with no_autocast(outputs_grad):
                     *grads, bias_grad, state_grad = ctx.passes.backward(
@@ -226,86 +232,87 @@ class Differentiable(ReverseMode):
                         (*needed, summed),
                         ctx.operation.slot,
                     )
-                if of_bias and not summed:
+                if needs_bias and not summed:
                     bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
                 state_grads = (state_grad,) if state else ()
                 return None, None, bias_grad, *grads, *state_grads
             saved = *state, *ctx.passes.leaves(saved)
         slot = ctx.operation.slot
-        how = Pass(ctx.operation, slot, ctx.shapes, needed, ctx.uses_state)
+        static = Pass(ctx.operation, slot, ctx.shapes, needed, ctx.uses_state)
         if ctx.operation.training is False and ctx.uses_state:
-            saved = _with_amax(how, ctx.links[1], saved)
-        # Under create_graph=True, or for a batch of gradients.
+            saved = _with_amax(static, ctx.links[1], saved)
         bias_shape = ctx.bias_shape if ctx.needs_input_grad[2] else None
         bias_grad = None
-        if again:
-            gradients = linked(how, outputs_grad, ctx.links, saved)
+        if is_linked:
+            gradients = linked(static, outputs_grad, ctx.links, saved)
         elif bias_shape is not None and ctx.sums:
             *gradients, bias_grad = _all_gradients(
-                how, outputs_grad, saved, bias_shape
+                static, outputs_grad, saved, bias_shape
             )
         else:
-            gradients = _gradients(how, outputs_grad, saved)
+            gradients = _gradients(static, outputs_grad, saved)
         if bias_shape is not None and bias_grad is None:
             bias_grad = outputs_grad.sum_to_size(bias_shape)
         return None, None, bias_grad, *gradients
 
 
 def _with_amax(
-    how: Pass, kernel: Tensor | None, saved: tuple[Tensor, ...]
+    static: Pass, kernel: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Add the amax of a kernel that is a parameter to the saved tensors."""
+    """Add the amax of a kernel, if a parameter, to what inference has saved."""
     if kernel is None or not _is_parameter(kernel):
         return saved
     # Not in the forward pass, which may never be differentiated.
-    bound = how.operation.bound
-    residuals = bound.residuals(saved[1:], how.shapes)
+    bound = static.operation.bound
+    residuals = bound.residuals(saved[1:], static.shapes)
+    # Of the inputs no amax is read outside of training: any tensor will do.
     with torch.no_grad():
         residuals = bound.observed(residuals, kernel, kernel)
     return *saved[:1], *residuals.leaves(narrow=False)
 
 
 def _gradients(
-    how: Pass, outputs_grad: Tensor, saved: tuple[Tensor, ...]
+    static: Pass, outputs_grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the inputs, the kernel and the state."""
-    return _all_gradients(how, outputs_grad, saved, None)[:-1]
+    return _all_gradients(static, outputs_grad, saved, None)[:-1]
 
 
 def _all_gradients(
-    how: Pass,
+    static: Pass,
     outputs_grad: Tensor,
     saved: tuple[Tensor, ...],
     bias_shape: Shape | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `_gradients`, and that of a bias of a shape."""
-    bound, has_state = how.operation.bound, how.uses_state
+    # `uses_state` as a number is how many states, 0 or 1, were saved first.
+    bound, states = static.operation.bound, static.uses_state
     with torch.no_grad(), no_autocast(outputs_grad):
         inputs_grad, kernel_grad, state_grad, bias_grad = bound.backward(
-            bound.residuals(saved[has_state:], how.shapes),
+            bound.residuals(saved[states:], static.shapes),
             outputs_grad,
-            saved[:has_state],
-            how.needed,
+            saved[:states],
+            static.needed,
             bias_shape,
-            how.slot,
+            static.slot,
         )
     return inputs_grad, kernel_grad, *state_grad, bias_grad
 
 
 def linked(
-    how: Pass, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
+    static: Pass, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
 ) -> Any:
     """Return the gradients of `_gradients`; they can be differentiated once.
 
     `saved` is the state, if there is one, and the leaves of the residuals.
     """
-    pairs = zip(how.needed, links, strict=True)
+    pairs = zip(static.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
         # Of operands of a type that has no links.
-        gradients = _gradients(how, outputs_grad, saved)
+        gradients = _gradients(static, outputs_grad, saved)
         return *last(gradients[:2], outputs_grad), *gradients[2:]
-    how = how._replace(slot=how.operation.another_slot(how.slot))
-    return _Gradients.apply(how, outputs_grad, *links, *saved)
+    static = static._replace(slot=static.operation.another_slot(static.slot))
+    return _Gradients.apply(static, outputs_grad, *links, *saved)
 
 
 class _Gradients(ByExample):
@@ -313,13 +320,13 @@ class _Gradients(ByExample):
 
     @staticmethod
     def forward(
-        how: Pass,
+        static: Pass,
         outputs_grad: Tensor,
         inputs_link: Tensor | None,
         kernel_link: Tensor | None,
         *saved: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        gradients = _gradients(how, outputs_grad, saved)
+        gradients = _gradients(static, outputs_grad, saved)
         return *(
             x if x is None else _no_view(x) for x in gradients[:2]
         ), *gradients[2:]
@@ -328,7 +335,8 @@ class _Gradients(ByExample):
     def setup_context(
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
-        ctx.how, outputs_grad, *ctx.links = inputs[:4]
+        ctx.static, outputs_grad, *ctx.links = inputs[:4]
+        # The gradient of the state: an observation, passed on unchanged.
         ctx.observed = output[2:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*ctx.observed)
@@ -339,11 +347,11 @@ class _Gradients(ByExample):
         ctx: FunctionCtx, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
     ) -> tuple[Any, ...]:
         outputs_grad, *saved = ctx.saved_tensors
-        bound = ctx.how.operation.bound
-        leaves = saved[ctx.how.uses_state :]
+        bound = ctx.static.operation.bound
+        leaves = saved[ctx.static.uses_state :]
         with torch.no_grad(), no_autocast(outputs_grad):
-            derivatives = bound.second_derivatives(
-                bound.residuals(leaves, ctx.how.shapes),
+            second = bound.second_derivatives(
+                bound.residuals(leaves, ctx.static.shapes),
                 outputs_grad,
                 inputs_grad_grad,
                 kernel_grad_grad,
@@ -351,10 +359,8 @@ class _Gradients(ByExample):
             )
         if torch.is_grad_enabled():
             of_gradients = inputs_grad_grad, kernel_grad_grad
-            derivatives = last(
-                derivatives, outputs_grad, *ctx.links, *of_gradients
-            )
-        return None, *derivatives, *ctx.observed, *(None for _ in leaves)
+            second = last(second, outputs_grad, *ctx.links, *of_gradients)
+        return None, *second, *ctx.observed, *(None for _ in leaves)
 
 
 class Frozen(ReverseMode):
@@ -406,28 +412,25 @@ def last(
     """Return the same gradients; differentiating them again raises.
 
     `sources` are the tensors that they were computed from. If none of these
-    requires a gradient, as without a link, the result still requires one, so
-    that it raises.
+    requires a gradient, as without a link, the result does, so that it raises.
     """
     return [
-        x if x is None else _Last.apply(_looked_for(x), *sources)
+        x if x is None else _Last.apply(_requiring_gradient(x), *sources)
         for x in gradients
     ]
 
 
-def _looked_for(gradient: Tensor) -> Tensor:
+def _requiring_gradient(gradient: Tensor) -> Tensor:
     """Return the same gradient as a tensor that requires a gradient."""
     gradient = gradient.detach()
-    # Inside a transform of `torch.func` a tensor cannot be made to require a
-    # gradient.
+    # In a transform of `torch.func` no tensor can begin to require a gradient.
     return gradient if are_transforms_active() else gradient.requires_grad_()
 
 
 def _no_view(x: Tensor) -> Tensor:
     """Return the same tensor, as a new one if it is a view."""
     # Autograd refuses to change a view in place if a custom function made it:
-    # `y += 1` on the outputs, or the softmax of Keras 3.12, which adds its
-    # mask.
+    # `y += 1` on the outputs, or Keras 3.12's softmax, which adds its mask.
     return x.new_empty(0).set_(x) if x._is_view() else x
 
 

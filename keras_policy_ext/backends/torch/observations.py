@@ -44,8 +44,7 @@ class Observed:
         earlier: The largest of the earlier sums, which a Keras optimizer that
             accumulates gradients has already read; None if there are none.
         group: The process group of the replicas that have used the model since
-            and are going to all-reduce their observations; None for a single
-            replica.
+            and are going to all-reduce their observations; None for one.
         shards: All states of a model that `fully_shard` has sharded, and the
             process group of its shards; None for other models.
         version: The version counter of the state when it was last read.
@@ -86,6 +85,7 @@ class Observed:
         """Clear all observations, after another state was assigned."""
         self.taken()
         if self in _HOST_FLAGS:
+            # Unobserved, until the GPU reports the new state.
             _HOST_FLAGS[self][0].fill_(True)
 
 
@@ -125,11 +125,10 @@ def keep_out_of_grad(variable: keras.Variable, parameter: Tensor) -> None:
 def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
     """Return a state's stored observations, at most two, and clear them.
 
-    `value` is what is assigned to it, as for `merged`. Replicas share one
-    observation.
+    `value` is assigned to it, as for `merged`. Replicas share one observation.
     """
     observed = variable.observed
-    if value is variable.value:
+    if value is variable.value:  # No step yet: see `merged`.
         observed.keep()
         return []
     if observed.group is not None and not _is_settled(value):
@@ -146,11 +145,11 @@ def merged(value: Tensor, observations: list[Tensor]) -> Tensor:
 
     The value, float32 (operands, width), is an observation, a settled state or
     zeros; or the tensor in the variable itself, which an optimizer that
-    accumulates gradients assigns until it takes its step. Rows that are settled
-    stay.
+    accumulates gradients assigns until it takes its step. Settled rows stay.
     """
     if not observations:
         return value
+    # A settled row begins with a negative mark.
     largest = functools.reduce(torch.maximum, [value, *observations])
     return torch.where(value[:, :1] < 0.0, value, _counted(largest))
 
@@ -185,9 +184,8 @@ def changed_value(variable: keras.Variable) -> Tensor | None:
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
     is_float32 = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    is_float32 = (
-        is_float32 and tensor.dtype == torch.float32
-    )  # not cast by `to`
+    # A call of `to` may have cast it.
+    is_float32 = is_float32 and tensor.dtype == torch.float32
     if observed is None or not is_float32 or tensor.device.type != "cpu":
         return None
     if tensor._version == observed.version:
@@ -314,6 +312,7 @@ def _counted(largest: Tensor) -> Tensor:
 
 
 def _is_settled(value: Tensor) -> bool:
+    """Return True for a state, whose rows begin with a negative mark."""
     return bool((value[:, 0] < 0.0).all())
 
 

@@ -62,6 +62,7 @@ def _written(operation: Operation | FrozenOperation) -> str:
 
 def _in_pieces(value: Any) -> Any:
     """Return a dataclass as class and fields, recursively; else the value."""
+    # A graph takes pieces for constants, and no objects of this package.
     # `is_dataclass` asks the class, for which torch 2.11 ends the graph.
     if not hasattr(value, "__dataclass_fields__"):
         return value
@@ -129,28 +130,27 @@ def _forward(
 ) -> list[torch.Tensor]:
     """Return the outputs and, if `keep` is set, the tensors to save."""
     operation: Any = _OPERATIONS[name]
-    observe = keep and operation.training is not False
+    trains = keep and operation.training is not False
     if keep and state is not None:
         observations.know_replicas_in_graph()
     straight = _straight(operation.bound, keep)
     passes = straight and straight.of(inputs.shape, kernel.shape, inputs.device)
     if passes:
         with no_autocast(inputs):
-            outputs, saved = passes.forward(
-                inputs, kernel, bias, state, observe
-            )
+            outputs, saved = passes.forward(inputs, kernel, bias, state, trains)
         return [outputs, *saved] if keep else [outputs]
     with no_autocast(inputs):
         outputs, residuals = operation.bound.forward(
-            inputs, kernel, _listed(state), observe, bias, slot=operation.slot
+            inputs, kernel, _listed(state), trains, bias, slot=operation.slot
         )
-        if keep and not observe:
+        if keep and not trains:
+            # `backward` looks by them for a kernel that outgrew its scale.
             residuals = operation.bound.observed(residuals, inputs, kernel)
     tensors = [inputs, kernel, *_listed(state)]
-    before = len(tensors)
+    arguments = len(tensors)
     for tensor in [outputs, *(residuals.leaves() if keep else ())]:
         tensors.append(unshared(tensor, tensors))
-    return tensors[before:]
+    return tensors[arguments:]
 
 
 @torch.library.register_fake("keras_policy_ext::forward")
@@ -214,11 +214,11 @@ def _backward(
         if needed[2]:
             bias_grad = outputs_grad.sum_to_size(tuple(bias_shape))
     tensors = [outputs_grad, *_listed(state), *leaves]
-    before = len(tensors)
+    arguments = len(tensors)
     for tensor in (inputs_grad, kernel_grad, bias_grad, *state_grad):
         if tensor is not None:
             tensors.append(unshared(tensor.contiguous(), tensors))
-    return tensors[before:]
+    return tensors[arguments:]
 
 
 @torch.library.register_fake("keras_policy_ext::backward")
@@ -304,8 +304,8 @@ def _contraction(
     straight, added = operation.bound.straight, None
     if bias is not None and straight is not None:
         # A bias that is trained alone gets its gradient from an addition.
-        alone = torch.is_grad_enabled() and not keep
-        if not alone and bias.shape == kernel.shape[straight.contracted :]:
+        is_apart = torch.is_grad_enabled() and not keep
+        if not is_apart and bias.shape == kernel.shape[straight.contracted :]:
             added = bias
     if keep:
         outputs = _Passes.apply(name, inputs, kernel, state, added)
@@ -348,10 +348,8 @@ def _frozen_grad(
     """Return the gradient of a frozen operation's inputs, of this shape."""
     # By its name, since an operator takes no objects.
     operation: Any = _OPERATIONS[name]
-    gradient = operation.inputs_grad(
-        outputs_grad, tuple(constants), tuple(shape)
-    )
-    return unshared(gradient.contiguous(), [outputs_grad, *constants])
+    result = operation.inputs_grad(outputs_grad, tuple(constants), tuple(shape))
+    return unshared(result.contiguous(), [outputs_grad, *constants])
 
 
 @_frozen_grad.register_fake

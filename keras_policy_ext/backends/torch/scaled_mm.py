@@ -42,8 +42,7 @@ class ScaledMM(NativeMatmul):
     and a bias in the dtype of a 16-bit result, on every GPU that has it.
 
     Args:
-        bias: One value per column, added before the result is rounded; or
-            None.
+        bias: One value per column, added before rounding; or None.
     """
 
     def __init__(self, bias: Tensor | None = None):
@@ -120,8 +119,7 @@ class ScaledMMOfMatrices(NativeMatmul):
 class ScaledMMOfRows(NativeMatmul):
     """A kernel: `scaled_mm` with row scales for one operand or both.
 
-    If PyTorch has no kernel that takes them, the scales multiply the output in
-    float32.
+    If no kernel of PyTorch takes them, they multiply the output in float32.
 
     Args:
         bias: See `ScaledMM`; bfloat16.
@@ -133,8 +131,7 @@ class ScaledMMOfRows(NativeMatmul):
     def with_bias(self, bias: Tensor) -> ScaledMMOfRows | None:
         """Return a kernel that adds a bias before it rounds, or None.
 
-        On a CPU the results must not change. Elsewhere PyTorch's kernel has
-        to take the scales.
+        None if PyTorch takes no row scales; on a CPU results must not change.
         """
         can = bias.dtype == torch.bfloat16 and bias.device.type != "cpu"
         can = can and torch_devices.scales_rows(bias.device)
@@ -146,7 +143,7 @@ class ScaledMMOfRows(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # Where `ScaledMM` is there.
+        # As of `ScaledMM`: row scales that it lacks multiply the output.
         return _refusal(request) or _slower_on_a_cpu(request)
 
     @override
@@ -165,10 +162,8 @@ class ScaledMMOfRows(NativeMatmul):
         is_allowed = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
         if is_allowed and torch_devices.scales_rows(x.device):
             scales = _row_scales(a), _row_scales(b)
-            product = _scaled_mm(
-                x, y, *scales, torch.bfloat16, fast, self._bias
-            )
-            return product.unsqueeze(0)
+            output = _scaled_mm(x, y, *scales, torch.bfloat16, fast, self._bias)
+            return output.unsqueeze(0)
         one = a.scale.new_ones(())
         product = _scaled_mm(x, y, one, one, torch.float32, fast).unsqueeze(0)
         product = times_scales(product, a, b, torch.Tensor.mul_)
@@ -191,7 +186,7 @@ class ScaledMMOfBlocks(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # On a Hopper.
+        # Native on a Hopper alone.
         return (
             _refusal(request)
             or torch_devices.lacking_blocks()
@@ -242,7 +237,7 @@ class ScaledMMOfMX(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # On a data center's Blackwell.
+        # Native on a data center's Blackwell alone.
         return (
             _refusal(request)
             or torch_devices.lacking_mx()
@@ -258,6 +253,7 @@ class ScaledMMOfMX(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        # `fast` is ignored, as by `ScaledMMOfBlocks`.
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
         first, second = (
             swizzled(encode_scales(each.scale.squeeze(0), E8M0))

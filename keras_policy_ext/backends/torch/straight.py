@@ -60,7 +60,7 @@ class Cast:
         straight: The passes that it is part of.
         operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
         matrix: A matrix of its shape and strides.
-        lately: Whether the GPU has reported that all operands were observed.
+        seen_lately: Whether a GPU has reported that all operands were observed.
         observe: Whether to write the amax of each tile.
         sums: Whether to write sums of columns, a row for each row of tiles.
     """
@@ -70,7 +70,7 @@ class Cast:
         straight: Straight,
         operand: str,
         matrix: Tensor,
-        lately: bool,
+        seen_lately: bool,
         observe: bool,
         sums: bool = False,
     ):
@@ -85,15 +85,18 @@ class Cast:
         self._has_state = straight.source is not None
         index = OPERANDS.index(operand)
         is_last = operand == "outputs_grad"
+        # The scale of a kernel is written behind that of the inputs. Without a
+        # state there is an amax for each of them, and one apart for gradients.
         place = 0 if is_last or not index else _WIDTH
         if not self._has_state:
             index = 0 if is_last else index
         may_be_unseen = straight.may_be_unseen
+        # The constants depend on which of these are None: any tensor will do.
         hint = ScaleHint(
-            matrix if self._has_state else None,
-            matrix if may_be_unseen else None,
-            straight.rule,
-            lately,
+            scale=matrix if self._has_state else None,
+            unseen=matrix if may_be_unseen else None,
+            rule=straight.rule,
+            seen_lately=seen_lately,
         )
         constants = triton_casts.cast_constants(
             quantization,
@@ -108,10 +111,10 @@ class Cast:
         )
         self._launch = Launch(triton_casts.cast_kernel, grid, constants)
         self._find_amax = None
-        if not self._has_state or (may_be_unseen and not lately):
-            how = {"ALWAYS": not self._has_state, "INDEX": index}
-            how["TILE"] = constants["TILE"]
-            self._find_amax = Launch(triton_casts.amax_kernel, grid, how)
+        if not self._has_state or (may_be_unseen and not seen_lately):
+            options = {"ALWAYS": not self._has_state, "INDEX": index}
+            options["TILE"] = constants["TILE"]
+            self._find_amax = Launch(triton_casts.amax_kernel, grid, options)
 
     def __call__(
         self,
@@ -179,14 +182,14 @@ class CastOfRows:
         self._launch = Launch(triton_casts.cast_rows_kernel, grid, constants)
 
     def __call__(self, stream: int, x: Tensor) -> tuple[Tensor, ...]:
-        """Quantize; return codes, across too, both scales, sums of columns."""
+        """Return codes, those of the transpose, both scales, column sums."""
         device = x.device
         amaxes = torch.zeros(self._count, dtype=torch.int32, device=device)
         values = _empty(self._shape, dtype=self._dtype, device=device)
         across = _empty(self._across, dtype=self._dtype, device=device)
         of_rows = _empty(self._row_shape, dtype=_FLOAT32, device=device)
         of_columns = _empty(self._column_shape, dtype=_FLOAT32, device=device)
-        sums = of_rows
+        sums = of_rows  # A stand-in, which is not written to.
         if self._sums is not None:
             sums = _empty(self._sums, dtype=_FLOAT32, device=device)
         self._find_amaxes(stream, x, amaxes, *self._sizes)
@@ -216,8 +219,7 @@ class Straight:
     """The forward and the backward pass of a plan, as lists of kernels.
 
     A plan, of two plain matrices, has a `DelayedSource` or no state. Outside of
-    training a state observes the kernel alone: then only the forward pass is
-    here.
+    training a state observes the kernel alone: only the forward pass is here.
     """
 
     def __init__(self, bound: Any, interpreted: bool):
@@ -322,17 +324,12 @@ class Straight:
 
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return saved tensors in the form of `Residuals.leaves`."""
-        tensors = Saved(*saved)
+        named = Saved(*saved)
         leaves = []
-        for codes, used in zip(
-            tensors[:2], tensors.used.unbind(0), strict=True
-        ):
+        for codes, used in zip(named[:2], named.used.unbind(0), strict=True):
             leaves += [codes.mT[None], used[self.column].reshape(1, 1, 1)]
-        others = [
-            tensors.scales,
-            tensors.unseen if self.may_be_unseen else None,
-        ]
-        others += [tensors.inputs_amax, tensors.kernel_amax]
+        others = [named.scales, named.unseen if self.may_be_unseen else None]
+        others += [named.inputs_amax, named.kernel_amax]
         return leaves + [x for x in others if x is not None]
 
 
@@ -376,7 +373,7 @@ class Passes:
         self.columns = kernel[straight.contracted :]
         rows = inputs[: len(inputs) - straight.contracted]
         self._shape = *rows, *self.columns
-        self._device, self._fast = device, device.type == "cuda"
+        self._device, self._fast_accum = device, device.type == "cuda"
         self._stream = stream_of(device)
         self._casts: dict[Any, Any] = {}
         self._tells = False
@@ -385,12 +382,14 @@ class Passes:
             constants = triton_states.state_constants(self._source)
             self._width = constants["WIDTH"]
             self._read = Launch(triton_states.history_kernel, (3,), constants)
-            few = {name: constants[name] for name in ("WIDTH", "BLOCK")}
-            few["PARTS"] = 4096
+            sizes = {name: constants[name] for name in ("WIDTH", "BLOCK")}
+            sizes["PARTS"] = 4096
             # Triton compiles a kernel of its own for an argument that is 1, as
             # the column of slot 0 is, and a `Launch` keeps its first kernel.
             self._observe = [
-                Launch(triton_states.observation_kernel, (3,), few, num_warps=8)
+                Launch(
+                    triton_states.observation_kernel, (3,), sizes, num_warps=8
+                )
                 for _ in range(SLOTS)
             ]
         programs = (-(-self._n // triton_casts.SUMMED),)
@@ -419,7 +418,7 @@ class Passes:
             *operands,
             bias=added,
             out_dtype=straight.outputs_dtype,
-            use_fast_accum=self._fast,
+            use_fast_accum=self._fast_accum,
         )
         outputs = _shaped(outputs, self._shape)
         if bias is not None and added is None:
@@ -440,17 +439,17 @@ class Passes:
         """
         straight = self._straight
         g = _matrix(outputs_grad, self._m, self._n)
-        of_inputs, of_kernel, sums, state_grad = self._gradient(
+        for_inputs, for_kernel, sums, state_grad = self._gradient(
             saved, g, state, needed[2], slot
         )
         inputs_grad = kernel_grad = bias_grad = None
         if needed[0]:
             dtype = straight.outputs_dtype
-            inputs_grad = torch._scaled_mm(*of_inputs, out_dtype=dtype)
+            inputs_grad = torch._scaled_mm(*for_inputs, out_dtype=dtype)
             inputs_grad = _shaped(inputs_grad, self._inputs_shape)
         if needed[1]:
             dtype = straight.grad_dtype
-            kernel_grad = torch._scaled_mm(*of_kernel, out_dtype=dtype)
+            kernel_grad = torch._scaled_mm(*for_kernel, out_dtype=dtype)
             if dtype != straight.kernel_dtype:
                 kernel_grad = kernel_grad.to(straight.kernel_dtype)
             kernel_grad = _shaped(kernel_grad, self._kernel_shape)
@@ -476,37 +475,38 @@ class Passes:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
         used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
-        lately, reading = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
+        seen_lately, reading = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
         if state is None:
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
             scales = _empty(3, dtype=_FLOAT32, device=device)
             unseen = _empty(3, dtype=torch.bool, device=device)
             host_flags = observations.host_flags(state) if self._tells else None
-            flags = unseen if host_flags is None else host_flags
-            self._read(stream, aligned(state), scales, unseen, flags)
-            lately = observations.seen_lately(state)
+            told = unseen if host_flags is None else host_flags
+            self._read(stream, aligned(state), scales, unseen, told)
+            seen_lately = observations.seen_lately(state)
             reading = scales, unseen
         observe = observe and state is not None
-        how, read = (lately, observe, False), (scales, unseen, used)
-        cast = self._cast(Cast, "inputs", x, how)
-        xv, xa, x_amax, _ = cast(stream, x, *read)
-        wv, wa, w_amax = self._codes_of(kernel, how, stream, *read)
+        # The last three arguments of `Cast`: no columns are summed.
+        flags, read = (seen_lately, observe, False), (scales, unseen, used)
+        cast = self._cast(Cast, "inputs", x, flags)
+        x_codes, x_across, x_amax, _ = cast(stream, x, *read)
+        w_codes, w_across, w_amax = self._codes_of(kernel, flags, stream, *read)
         x_scale, w_scale = used.select(1, 0).unbind(0)
         amaxes = (x_amax, w_amax) if observe else ()
-        saved = xa, wv, used, *reading, *amaxes
-        return (xv, wa.t(), x_scale, w_scale), saved
+        saved = x_across, w_codes, used, *reading, *amaxes
+        return (x_codes, w_across.t(), x_scale, w_scale), saved
 
     def _codes_of(
         self,
         kernel: Tensor,
-        how: tuple[bool, bool, bool],
+        flags: tuple[bool, bool, bool],
         stream: int,
         *read: Tensor,
     ) -> tuple[Tensor, ...]:
         """Quantize a kernel; return its codes, the transpose and the amax."""
         w = _matrix(kernel, self._k, self._n)
-        return self._cast(Cast, "kernel", w, how)(stream, w, *read)[:3]
+        return self._cast(Cast, "kernel", w, flags)(stream, w, *read)[:3]
 
     def _gradient(
         self,
@@ -522,14 +522,14 @@ class Passes:
         device, stream = self._device, self._stream()
         residuals, column = Saved(*saved), self._straight.column
         used = _empty(_WIDTH, dtype=_FLOAT32, device=device)
-        scales, unseen, lately = residuals.scales, residuals.unseen, True
+        scales, unseen, seen_lately = residuals.scales, residuals.unseen, True
         if state is None:
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
-            lately = observations.seen_lately(state)
+            seen_lately = observations.seen_lately(state)
         observe = residuals.inputs_amax is not None
-        cast = self._cast(Cast, "outputs_grad", g, (lately, observe, sums))
-        gv, ga, g_amax, parts = cast(stream, g, scales, unseen, used)
+        cast = self._cast(Cast, "outputs_grad", g, (seen_lately, observe, sums))
+        g_codes, g_across, g_amax, parts = cast(stream, g, scales, unseen, used)
         x_scale, w_scale = residuals.used.select(1, column).unbind(0)
         g_scale = used.select(0, column)
         state_grad = None
@@ -542,23 +542,23 @@ class Passes:
             observe_slot(stream, *amaxes, *counts, state_grad, column)
         elif state is not None:
             state_grad = torch.zeros_like(state)
-        of_inputs = gv, residuals.kernel.t(), g_scale, w_scale
-        of_kernel = residuals.inputs, ga.t(), x_scale, g_scale
-        return of_inputs, of_kernel, parts, state_grad
+        for_inputs = g_codes, residuals.kernel.t(), g_scale, w_scale
+        for_kernel = residuals.inputs, g_across.t(), x_scale, g_scale
+        return for_inputs, for_kernel, parts, state_grad
 
     def _cast(
         self,
         kind: type[Cast | CastOfRows],
         operand: str,
         matrix: Tensor,
-        how: tuple[bool, ...],
+        flags: tuple[bool, ...],
     ) -> Any:
         """Return the cast of matrices with these strides, made once."""
-        key = operand, matrix.stride(), how
+        key = operand, matrix.stride(), flags
         cast = self._casts.get(key)
         if cast is None:
             cast = self._casts[key] = kind(
-                self._straight, operand, matrix, *how
+                self._straight, operand, matrix, *flags
             )
         return cast
 
@@ -569,18 +569,19 @@ class PassesOfCodes(Passes):
     def _codes_of(
         self,
         kernel: Tensor,
-        how: tuple[bool, bool, bool],
+        flags: tuple[bool, bool, bool],
         stream: int,
         *read: Tensor,
     ) -> tuple[Tensor, ...]:
-        held, used = kernel.contents, read[-1]
-        used[1, 0] = held.scale.reshape(())
+        # Nothing is cast here: `flags` and `stream` are for that.
+        contents, used = kernel.contents, read[-1]
+        used[1, 0] = contents.scale.reshape(())
         if self._source is None:
-            used[1, self._straight.column] = held.marked_scale.reshape(())
-        codes = held.codes.reshape(self._k, self._n)
+            used[1, self._straight.column] = contents.marked_scale.reshape(())
+        codes = contents.codes.reshape(self._k, self._n)
         dtype = getattr(torch, self._straight.quantizations["kernel"].format)
         both = codes, codes.t().contiguous()
-        return *(x.view(dtype) for x in both), held.amax.reshape(1)
+        return *(x.view(dtype) for x in both), contents.amax.reshape(1)
 
 
 class PassesOfRows(Passes):
@@ -591,12 +592,13 @@ class PassesOfRows(Passes):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
+        # Scales of rows have no state, and no columns of operands are summed.
         cast = self._cast(CastOfRows, "inputs", x, (False,))
-        xv, xa, x_rows, x_columns, _ = cast(stream, x)
+        x_codes, x_across, x_rows, x_columns, _ = cast(stream, x)
         cast = self._cast(CastOfRows, "kernel", w, (False,))
-        wv, wa, w_rows, w_columns, _ = cast(stream, w)
-        saved = xa, wv, x_columns, w_rows
-        return (xv, wa.t(), x_rows, w_columns), saved
+        w_codes, w_across, w_rows, w_columns, _ = cast(stream, w)
+        saved = x_across, w_codes, x_columns, w_rows
+        return (x_codes, w_across.t(), x_rows, w_columns), saved
 
     def _gradient(
         self,
@@ -606,11 +608,12 @@ class PassesOfRows(Passes):
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
-        xa, wv, x_scale, w_scale = saved
+        x_across, w_codes, x_scale, w_scale = saved
         cast = self._cast(CastOfRows, "outputs_grad", g, (sums,))
-        gv, ga, of_rows, of_columns, parts = cast(self._stream(), g)
-        of_inputs = gv, wv.t(), of_rows, w_scale
-        return of_inputs, (xa, ga.t(), x_scale, of_columns), parts, None
+        g_codes, g_across, of_rows, of_columns, parts = cast(self._stream(), g)
+        for_inputs = g_codes, w_codes.t(), of_rows, w_scale
+        for_kernel = x_across, g_across.t(), x_scale, of_columns
+        return for_inputs, for_kernel, parts, None
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default

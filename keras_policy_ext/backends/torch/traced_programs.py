@@ -190,17 +190,13 @@ class _Recorder(TorchFunctionMode):
         return outputs
 
     def _follow(
-        self,
-        function: Any,
-        operands: list[Any],
-        outputs: Any,
-        chooses: bool,
+        self, function: Any, operands: list[Any], outputs: Any, chooses: bool
     ) -> None:
         given = _tensors_in(operands)
         results = _tensors_in(keras.tree.flatten(outputs))
         if isinstance(outputs, tuple):
             results = _tensors_in(outputs)
-        if function is torch.Tensor.__setitem__:
+        if function is torch.Tensor.__setitem__:  # It returns None.
             results = given[:1]
         if not results or self._flow is None:
             return

@@ -44,23 +44,24 @@ class _Run(ByExample):
     @staticmethod
     def forward(
         operation: Operation,
-        links: torch_gradients.Links,
+        links: torch_gradients.Links,  # For `setup_context`.
         inputs: Tensor,
         kernel: Tensor,
         *state: Tensor,
     ) -> tuple[Tensor, ...]:
-        observe = operation.training is not False
+        trains = operation.training is not False
         with torch_gradients.no_autocast(inputs):
             outputs, residuals = operation.bound.forward(
-                inputs, kernel, state, observe, slot=operation.slot
+                inputs, kernel, state, trains, slot=operation.slot
             )
-            if not observe:
+            if not trains:
+                # `backward` looks by them for a kernel that outgrew its scale.
                 residuals = operation.bound.observed(residuals, inputs, kernel)
         tensors = [inputs, kernel, *state]
-        before = len(tensors)
+        arguments = len(tensors)
         for tensor in (outputs, *residuals.leaves()):
             tensors.append(operators.unshared(tensor, tensors))
-        return tuple(tensors[before:])
+        return tuple(tensors[arguments:])
 
     @staticmethod
     def setup_context(
@@ -78,11 +79,11 @@ class _Run(ByExample):
     ) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[2:4]
         slot = ctx.operation.slot
-        how = torch_gradients.Pass(
+        static = torch_gradients.Pass(
             ctx.operation, slot, ctx.shapes, needed, ctx.uses_state
         )
         gradients = torch_gradients.linked(
-            how, outputs_grad, ctx.links, ctx.saved_tensors
+            static, outputs_grad, ctx.links, ctx.saved_tensors
         )
         return None, None, *gradients
 

@@ -173,7 +173,8 @@ def cast_constants(
 
     `INDEX` is the operand's place in the tensors of scales and flags, `PLACE`
     that of the scale which is written. `MARKED` writes that a second time,
-    `OBSERVE` writes amaxes, `SUMS` sums of columns. No tensor is read.
+    `OBSERVE` writes amaxes, `SUMS` sums of columns. `FOUND_BEFORE` says that
+    `amax_kernel` runs first. No tensor is read.
     """
     return {
         "GIVEN": hint.scale is not None,
@@ -193,7 +194,10 @@ def cast_constants(
 
 @triton.jit
 def _places(row, column, m, k, TILE: tl.constexpr):
-    """Return the indices of a tile's rows and columns, and its mask."""
+    """Return the indices of a tile's rows and columns, and its mask.
+
+    For `TILE` see `tile_of`.
+    """
     i = row * TILE[2] + tl.arange(0, TILE[2])
     j = column * TILE[3] + tl.arange(0, TILE[3])
     if TILE[1]:
@@ -235,8 +239,7 @@ def _quotient(x, scale, smallest):
     It uses the reciprocal and one correction (P. Markstein, "Computation of
     elementary functions on the IBM RISC System/6000 processor", 1990), half of
     the instructions of a division. Infinity, NaN and the signs of zeros are
-    preserved. It divides if a correction could be subnormal: `smallest` is the
-    smallest scale.
+    preserved. It divides if the `smallest` scale makes a correction subnormal.
     """
     if smallest < 2.0**-60:
         quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
@@ -258,7 +261,10 @@ def _codes_of(
     SHIFT: tl.constexpr,
     SUBNORMALS: tl.constexpr,
 ):
-    """Return the float8 codes of clipped values, by integer arithmetic."""
+    """Return the float8 codes of clipped values, by integer arithmetic.
+
+    They are rounded as by `casting.round_to_format`.
+    """
     bits = number.to(tl.int32, bitcast=True)
     exponent = tl.maximum(bits & 0x7F800000, LOWEST)
     anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
@@ -272,7 +278,12 @@ def _codes_of(
 
 @triton.jit
 def _code(numbers, scale, smallest, FORMAT: tl.constexpr, CODE: tl.constexpr):
-    """Return the float8 codes of a tile divided by a scale."""
+    """Return the float8 codes of a tile divided by a scale.
+
+    `CODE` of `format_constants` has: whether the conversion of the hardware
+    saturates, whether to use integers, the largest value, the code of NaN, and
+    the constants of `_codes_of`.
+    """
     number = _quotient(numbers, scale, smallest)
     is_nan = numbers != numbers
     if CODE[0]:
@@ -315,7 +326,10 @@ def _own_amax(
     FOUND_BEFORE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the amax of an operand that was never observed before."""
+    """Return the amax of an operand that was never observed before.
+
+    `amaxes` has those of its tiles if `FOUND_BEFORE`, by `amax_kernel`.
+    """
     if FOUND_BEFORE:
         tiles = tl.num_programs(0) * tl.num_programs(1)
         amax = largest_of(amaxes, tiles, 4096)
@@ -353,10 +367,12 @@ def cast_kernel(
     FORMAT: tl.constexpr,
     CODE: tl.constexpr,
 ):
-    """Quantize a tile; write it and its transpose.
+    """Quantize a tile into `values`; write its transpose into `across`.
 
-    The first program also writes the scale. If `MARKED`, it writes it a second
-    time, as NaN if a value is not finite: see `Quantized.with_nan_scales`.
+    `scale` has scales or, if not `GIVEN`, amaxes as int32 bits. The scale of an
+    amax that is 0 or not finite is 1. The first program also writes the scale
+    into `used`. If `MARKED`, it writes it a second time, as NaN if a value is
+    not finite: see `Quantized.with_nan_scales`.
     """
     row, column = tl.program_id(0), tl.program_id(1)
     numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
@@ -373,7 +389,7 @@ def cast_kernel(
     else:
         amax = tl.load(scale + INDEX).to(tl.float32, bitcast=True)
         chosen = scale_of(amax, 1.0, TOP, INVERTED, POWER_OF_TWO)
-        mark = amax * 0.0 + 1.0
+        mark = amax * 0.0 + 1.0  # NaN for infinity and NaN, else 1.
     if (row == 0) & (column == 0):
         tl.store(used + PLACE, chosen)
         if MARKED:
@@ -402,7 +418,10 @@ def amax_kernel(
     INDEX: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the amax of a matrix, or of each tile if a flag is set."""
+    """Raise the amax of a matrix, int32 bits, if `ALWAYS`.
+
+    Otherwise, if a flag is set, write the float32 amax of each tile.
+    """
     row, column = tl.program_id(0), tl.program_id(1)
     if ALWAYS:
         tile = _tile(x, row, column, m, k, by_row, by_column, TILE)
@@ -434,13 +453,17 @@ def _scales_of(
     is_first,
     TOP: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    MARKED: tl.constexpr,
+    NAN_IF_INFINITE: tl.constexpr,
 ):
-    """Return the scales of rows; the first programs write them too."""
+    """Return the scales of a tile's rows; `amaxes` are int32 bits of floats.
+
+    The first program of a row of tiles writes them into `scales`, as NaN where
+    an amax is not finite if `NAN_IF_INFINITE`.
+    """
     bits = tl.load(amaxes + place, mask=inside, other=0)
     amax = bits.to(tl.float32, bitcast=True)
-    found = scale_of(amax, 1.0, TOP, False, POWER_OF_TWO)
-    marked = found * (amax * 0.0 + 1.0) if MARKED else found
+    found = scale_of(amax, 1.0, TOP, False, POWER_OF_TWO)  # Not `INVERTED`.
+    marked = found * (amax * 0.0 + 1.0) if NAN_IF_INFINITE else found
     if is_first:
         tl.store(scales + place, marked, mask=inside)
     return found
@@ -498,7 +521,7 @@ def cast_rows_kernel(
 def sums_kernel(
     sums, found, parts, k, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add up the sums of columns that each row of tiles has written."""
+    """Add up `sums` of columns, one per row of tiles, and write `found`."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((PARTS, BLOCK), tl.float32)
     for start in range(0, parts, PARTS):

@@ -1,4 +1,8 @@
-"""PyTorch on CUDA: scales and states by Triton kernels."""
+"""PyTorch on CUDA: scales and states by Triton kernels.
+
+A state is (3, width), a row for each operand: see `numerics.observations`. Its
+seal is what shows that no other code changed a row: -1, then zeros as slots.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +57,25 @@ class Launch:
     def __call__(self, stream: int, *arguments: Any) -> None:
         """Start the kernel with tensors and sizes, on a CUDA stream."""
         if self._start is None:
-            made = self._kernel[self._grid](*arguments, **self._options)
-            if hasattr(made, "packed_metadata"):
-                self._how = made.function, made.packed_metadata, *(None,) * 3
-                self._start = made.run
+            compiled = self._kernel[self._grid](*arguments, **self._options)
+            if hasattr(compiled, "packed_metadata"):
+                self._launch_arguments = (
+                    compiled.function,
+                    compiled.packed_metadata,
+                    *(None,) * 3,  # No launch metadata, and no hooks.
+                )
+                self._start = compiled.run
             return
         constants = self._constants
-        self._start(*self._grid, stream, *self._how, *arguments, *constants)
+        self._start(
+            *self._grid, stream, *self._launch_arguments, *arguments, *constants
+        )
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the address of the current stream."""
     if device.type != "cuda":
-        return int
+        return int  # Without arguments it returns 0, which nothing reads.
     driver = triton.runtime.driver.active
     return functools.partial(driver.get_current_stream, device.index)
 
@@ -146,12 +156,13 @@ class Settling:
 
         All tensors are (3, width) and contiguous.
         """
+        # The kernel has arguments for two, and reads `OBSERVED` of them.
         given = [*observed, value, value][:2]
-        made = aligned(settled)
+        written = aligned(settled)
         operands = map(aligned, (value, *given, previous))
-        self._launch(self._stream(), *operands, made)
-        if made is not settled:
-            settled.copy_(made)
+        self._launch(self._stream(), *operands, written)
+        if written is not settled:
+            settled.copy_(written)
 
 
 def state_constants(source: DelayedSource) -> dict[str, Any]:
@@ -201,7 +212,7 @@ def scale_of(
 
 @triton.jit
 def _is_intact(start, place, FIRST: tl.constexpr):
-    """Return True if a row was observed and no other code changed it."""
+    """Return True if a row was observed and has its seal."""
     is_seal = place < FIRST - 1
     seal = tl.where(place == 0, _SEALED, 0.0)
     found = tl.load(start + place, mask=is_seal, other=0.0)
@@ -209,7 +220,7 @@ def _is_intact(start, place, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _scale_before(
+def _scales_from(
     state,
     row,
     place,
@@ -219,7 +230,10 @@ def _scale_before(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return an operand's scale, the last one used, and if it was observed."""
+    """Return an operand's scale, the last used one, and if it was observed.
+
+    The last used scale is 0 for a row that was never used, or is not intact.
+    """
     start = state + row * WIDTH
     inside = (place >= FIRST) & (place < WIDTH)
     history = tl.load(start + place, mask=inside, other=-float("inf"))
@@ -232,6 +246,7 @@ def _scale_before(
     known = stored > 0.0
     top = tl.where(row == 0, TOPS[0], tl.where(row == 1, TOPS[1], TOPS[2]))
     previous = tl.where(known, stored, INITIAL)
+    # `INVERTED`, and not `POWER_OF_TWO`.
     scale = scale_of(reduced, previous, top, True, False)
     return scale, stored, known | _positive_finite(reduced)
 
@@ -252,10 +267,10 @@ def history_kernel(
 ):
     """Write each operand's scale and whether it was never observed.
 
-    See `history_scales`. There is one program per operand.
+    See `history_scales`; `told` are its `host_flags`. One program per operand.
     """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
-    scale, _stored, seen = _scale_before(
+    scale, _stored, seen = _scales_from(
         state, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
     )
     tl.store(scales + row, scale)
@@ -314,7 +329,10 @@ def _entered(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return a history with a new amax added, unless that is not finite."""
+    """Return a row's history with the amax of the observation `given` added.
+
+    It is the history of `previous` if that amax is not finite.
+    """
     start = previous + row * WIDTH
     amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
     bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -394,7 +412,7 @@ def settle_kernel(
             found = _larger(found, other)
         given = _merged(given, found, place, inside)
     before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
-    used, stored, seen = _scale_before(
+    used, stored, seen = _scales_from(
         previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
     )
     if FROM_CURRENT:
