@@ -151,7 +151,7 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
             is too small.
     """
     spare = SPARE // 4  # Numbers of 4 bytes.
-    created = 0
+    created = 0  # A model may be built a few times: see `_MOST_MADE`.
 
     def check(shape: tuple[Any, ...]) -> None:
         nonlocal created

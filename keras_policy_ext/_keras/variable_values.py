@@ -230,6 +230,8 @@ _COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
 """Companions by the id of their variable, which they keep alive."""
 
 _thread = threading.local()
+"""`blocks`: how many of `without_notifying` are entered; `notes`: False in a
+block of `not_noted`."""
 
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
@@ -238,13 +240,13 @@ def watch(variable: keras.Variable, companion: Companion) -> None:
     _COMPANIONS[id(variable)] = companion
 
 
-def is_untold() -> bool:
-    """Return True if this thread is in a block of `untold`."""
+def is_without_notifying() -> bool:
+    """Return True if this thread is in a block of `without_notifying`."""
     return getattr(_thread, "blocks", 0) > 0
 
 
 @contextlib.contextmanager
-def untold() -> Iterator[None]:
+def without_notifying() -> Iterator[None]:
     """In the block, assigning a variable does not notify its companion."""
     # For steps of an optimizer, and for files: they have companions too.
     _thread.blocks = getattr(_thread, "blocks", 0) + 1
@@ -282,9 +284,10 @@ def tell_companions() -> None:
 
 
 def _assign(stock: Stock, variable: keras.Variable, value: Any) -> Any:
+    """Assign a variable, and notify its companion."""
     assigned = stock(variable, value)
     companion = _COMPANIONS.get(id(variable))
-    if companion is not None and not is_untold():
+    if companion is not None and not is_without_notifying():
         companion.assigned_beside()
     return assigned
 
@@ -294,6 +297,7 @@ def _build(
     optimizer: keras.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> Any:
+    """Note companions that have no optimizer, while their variable has."""
     built = stock(optimizer, variables)
     if not getattr(_thread, "notes", True):
         return built
@@ -311,12 +315,13 @@ def _apply(
     grads: Any,
     trainable_variables: Any = None,
 ) -> Any:
+    """Update variables, and notify companions that were not updated too."""
     variables = trainable_variables
     if variables is None:
         variables = getattr(optimizer, "_trainable_variables", ())
     else:
         trainable_variables = variables = list(variables)
-    with untold():
+    with without_notifying():
         applied = stock(optimizer, grads, trainable_variables)
         # The step has assigned the other companions.
         for companion in _companions_of(variables):
@@ -328,7 +333,8 @@ def _apply(
 def _finalize(
     stock: Stock, optimizer: keras.Optimizer, var_list: Sequence[Any]
 ) -> Any:
-    with untold():
+    """Write averages into variables, and notify their companions."""
+    with without_notifying():
         stock(optimizer, var_list)
     # Only averages change the weights here.
     if getattr(optimizer, "use_ema", True):

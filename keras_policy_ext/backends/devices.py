@@ -311,6 +311,6 @@ def unknown(title: str) -> Device:
 
 
 def _of(name: str | None, title: str) -> Device:
-    if name is None:
+    if name is None:  # No device that this package knows.
         return unknown(title)
     return dataclasses.replace(KNOWN[name], title=title)

@@ -66,7 +66,7 @@ class BoundOperation(Protocol):
         self,
         inputs: Tensor,
         kernel: Tensor,
-        state: Shape,
+        state: tuple[Tensor, ...],
         observe: bool,
         bias: Tensor | None = None,
         once: bool = False,
@@ -92,7 +92,7 @@ class BoundOperation(Protocol):
     def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
         """Add the operands' amaxes to tensors saved without them."""
 
-    def caught_up(self, kernel: Tensor, state: Shape) -> Any:
+    def caught_up(self, kernel: Tensor, state: tuple[Tensor, ...]) -> Any:
         """Return a state whose scale is large enough for the current kernel.
 
         For a pass whose observations are discarded.
@@ -102,21 +102,21 @@ class BoundOperation(Protocol):
         self,
         residuals: Any,
         outputs_grad: Tensor,
-        state: Shape,
+        state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
         bias_shape: Shape | None = None,
         slot: Slot = 0,
-    ) -> tuple[Tensor | None, Tensor | None, Shape, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
         """Return the gradients of the inputs, the kernel, state and bias.
 
         Args:
             residuals: What `forward` saved.
             outputs_grad: In the compute dtype.
-            state: As for `forward`.
+            state: The state of a recipe, or nothing.
             needed: Whether to compute the gradients of inputs and kernel.
             bias_shape: The shape of the bias that `forward` added, if its
                 gradient is computed here; see `takes_bias`.
-            slot: As for `forward`.
+            slot: The number of this use of the kernel in the step.
 
         Returns:
             The four gradients; None for one that is not needed.

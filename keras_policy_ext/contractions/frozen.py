@@ -259,6 +259,7 @@ class FrozenPlan:
         narrow = backends.current.as_float8(codes, self.recipe.weights)
         values = contraction.form.matrix("kernel", narrow)
         if self.recipe.per == "block":
+            # Stored for the matrix, without its axis of batches.
             scale = scale[None]
         else:
             scale = contraction.form.matrix("kernel", scale)

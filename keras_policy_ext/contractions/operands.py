@@ -606,7 +606,7 @@ def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
         and bool(quantizations)
         and all(each == _by_rows(each) for each in quantizations)
         and rule is not None
-        and not rule.inverted
+        and not rule.by_multiplier
         and plan.source.state_shape is None
         and not _is_gathered(plan, operand)
         and plan.contraction.reads_one_matrix

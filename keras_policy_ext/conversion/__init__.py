@@ -45,6 +45,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        # Raises AttributeError if the extension is not installed.
         return _extensions.get(f"conversion.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

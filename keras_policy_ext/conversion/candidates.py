@@ -286,11 +286,14 @@ def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
 
 
 def _not_recognised(layer: keras.Layer) -> str | None:
-    """Return why no product of a layer is computed in float8, or None."""
+    """Return why no product of a layer is computed in float8.
+
+    None if its call was not recorded.
+    """
     record = record_of(layer)
     if record is None:
         return None
-    if record.products:
+    if record.products:  # Without a branch they have a float8 form.
         return f"it calls keras.ops.{record.branch}, in which products differ"
     return (
         f"in the call of {type(layer).__name__} no product with a weight of "

@@ -56,7 +56,7 @@ from keras_policy_ext.conversion.requested import (
     Selection,
     Target,
     check_tuned,
-    warn_of_plain,
+    warn_if_only_plain_policies,
 )
 from keras_policy_ext.conversion.work import ModelWork, work_of
 from keras_policy_ext.layers.attention_products import attends
@@ -174,7 +174,7 @@ class _Decided:
 
     survey: candidates.Survey
     decisions: list[Decision]  # The layers to convert, each with its policy.
-    left: list[Unconverted]  # Candidates that are not converted.
+    unconverted: list[Unconverted]  # The other candidates.
     work: ModelWork | None  # Of the layers before; None if not needed.
 
 
@@ -260,12 +260,12 @@ def convert(
     if decided.decisions:
         training.check_optimizers(model)
     change = training.change_of(model, to_float8=True, optimizer=optimizer)
-    notes = training.before(change)
+    notes_of_followers = training.before(change)
     nothing_folded = smooth_swiglu is not None and not _extensions.get(
         "conversion.smooth_swiglu"
     )(model, smooth_swiglu)
-    with training.changing(model) as retraced:
-        report = _convert(model, decided, attention, retraced)
+    with training.changing(model) as retraced_functions:
+        report = _convert(model, decided, attention, retraced_functions)
         # In here, so that an error made of a warning undoes all.
         warn_of_little(report, model)
         for sentence in report.without_effect:
@@ -277,8 +277,8 @@ def convert(
                 "Leave `smooth_swiglu` out."
             )
         if not decided.decisions:
-            warn_of_plain(decided.left)
-        training.after(change, notes)
+            warn_if_only_plain_policies(decided.unconverted)
+        training.after(change, notes_of_followers)
     return report
 
 
@@ -374,7 +374,7 @@ def _convert(
         Report,
         model,
         changed,
-        [*decided.left, *refused, *survey.skipped],
+        [*decided.unconverted, *refused, *survey.skipped],
         names_others=True,
         without_effect=without_effect,
         retraced=retraced,
@@ -418,13 +418,13 @@ def revert(model: keras.Layer) -> Report:
     if stays and not reverted:
         raise ValueError(_all_frozen(model))
     change = training.change_of(model, to_float8=False)
-    notes = training.before(change)
-    with training.changing(model) as retraced:
+    notes_of_followers = training.before(change)
+    with training.changing(model) as retraced_functions:
         _revert(model, staying)
-        training.after(change, notes)
+        training.after(change, notes_of_followers)
         left = [each for each in stays if float8_policy_of(each.layer)]
         return report_of(
-            RevertedReport, model, reverted, left, retraced=retraced
+            RevertedReport, model, reverted, left, retraced=retraced_functions
         )
 
 

@@ -343,7 +343,7 @@ class Requested:
         return _target(layer, self.policies[0], None)
 
 
-def warn_of_plain(left: list[Unconverted]) -> None:
+def warn_if_only_plain_policies(left: list[Unconverted]) -> None:
     """Warn if `convert` changed nothing because policies are not float8."""
     plain = [x for x in left if x.reason.startswith(_PLAIN)]
     if not plain:

@@ -96,13 +96,13 @@ class ModelWork:
         )
 
     def of_parts(
-        self, layer: keras.Layer, left: list[keras.Variable]
+        self, layer: keras.Layer, in_floats: list[keras.Variable]
     ) -> tuple[Work, list[Work]]:
         """Split the `Work` of a frozen layer whose kernels are partly stored.
 
         Args:
             layer: A frozen layer, in the model when it was counted.
-            left: The kernels that `freeze` left in floats.
+            in_floats: The kernels that `freeze` left in floats.
 
         Returns:
             That of its stored part, and that of each kernel in floats.
@@ -114,7 +114,7 @@ class ModelWork:
                 multiplications=None,
                 sizes_known=whole.sizes_known,
             )
-            for kernel in left
+            for kernel in in_floats
         ]
         parameters = whole.parameters - whole.plain_parameters
         stored = dataclasses.replace(

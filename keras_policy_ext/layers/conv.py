@@ -51,7 +51,7 @@ class _Float8Conv(_Convolves):
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         padding = self.padding
-        if padding == "causal":
+        if padding == "causal":  # Of `Conv1D` alone.
             widths = [(0, 0), (0, 0), (0, 0)]
             axis = 1 if self.data_format == "channels_last" else 2
             padded = self.dilation_rate[0] * (self.kernel_size[0] - 1)

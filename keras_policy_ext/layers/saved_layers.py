@@ -98,9 +98,9 @@ class SavedState(Group):
     ) -> list[KernelState]:
         """Return one state per kernel of a layer; missing ones start anew.
 
-        A kernel whose recipe has no state has none. `matrices` has the number
-        of matrices with a history, or None for what the file has. A single
-        history in the file becomes that of each matrix.
+        A kernel whose recipe has no state has none, and is not counted in
+        `matrices`: of the others, the numbers of matrices with a history, or
+        None for what the file has. A single history becomes that of each.
 
         Raises:
             ValueError: If entries are incomplete, damaged, or too new.
@@ -111,7 +111,7 @@ class SavedState(Group):
         return [
             KernelState(
                 self._matrix(i, recipe, matrices[i] if matrices else None),
-                self._earlier(i),
+                self._observed_before_step(i),
             )
             for i, recipe in enumerate(recipes)
         ]
@@ -171,7 +171,8 @@ class SavedState(Group):
         shape_of_one = array.shape[array.ndim - rank :]
         return np.broadcast_to(array, (count, *shape_of_one))
 
-    def _earlier(self, i: int) -> np.ndarray | None:
+    def _observed_before_step(self, i: int) -> np.ndarray | None:
+        """Return what micro-batches observed since the last step, or None."""
         if entries.EARLIER.format(i=i) not in self.store:
             return None
         return self.read(entries.EARLIER, i=i) * np.float32(UNIT)
@@ -180,6 +181,7 @@ class SavedState(Group):
         self.check_version(int(self.read(entries.VERSION)))
 
     def _unknown(self, what: str, value: str, allowed: str) -> str:
+        """Return the text of an error about a value that the file has."""
         layer = self.path.removesuffix(f"/{entries.GROUP}")
         return (
             f"Layer {layer!r} was saved under {what} that this version of "
@@ -228,7 +230,9 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
     for operand in OPERANDS:
         names, rows = {"i": i, "operand": operand}, variable.rows_of(operand)
         values = {entries.SCALE: scales[rows], entries.HISTORY: histories[rows]}
-        if (matrix[rows, 0] != marks[rows]).any():  # An average of states.
+        # A reader infers the marks from scale and history. `PART` is for those
+        # that differ: of an average, or of an operand that was all zeros.
+        if (matrix[rows, 0] != marks[rows]).any():
             values[entries.PART] = matrix[rows, 0] - UNSEEN
         for key, value in values.items():
             entry = value[0] if variable.matrices == 1 else value

@@ -208,24 +208,25 @@ def load(
     policy = policy_of(layer)
     if isinstance(policy, Float8DTypePolicy):
         warn_of_formats(policy)
-    layer.float8_state.layer_loads(store)
+    layer.float8_state.note_layer_loading(store)
+    # A frozen layer, or a group of one in the file.
     if layer.built and (layer.is_frozen or is_frozen(store)):
         _load_stored(layer, store)
-        layer.float8_state.layer_has_loaded()
+        layer.float8_state.note_layer_loaded()
         return
     keras_weights = _stock_store(layer, store)
-    if keras_weights is None:
-        with variable_values.untold():
+    if keras_weights is None:  # The group of a float layer.
+        with variable_values.without_notifying():
             stock(store)
-        layer.float8_state.layer_has_loaded()
+        layer.float8_state.note_layer_loaded()
         return
-    state: dict[str, np.ndarray] = {}
+    state: dict[str, np.ndarray] = {}  # What Keras's own float8 saved.
     if layer.float8_state.matrices:
         keras_weights.check(layer.path)
         state = keras_weights.as_state()
-    with variable_values.untold():
+    with variable_values.without_notifying():
         stock(keras_weights.own)
-    layer.float8_state.layer_has_loaded()
+    layer.float8_state.note_layer_loaded()
     layer.float8_state.load_stock(state)
 
 

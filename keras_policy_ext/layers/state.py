@@ -238,14 +238,14 @@ class Float8State(keras.layers.Layer):
             self._take = self._layer_loaded = None
             self._stock_loaded = False
 
-    def layer_loads(self, store: Any) -> None:
+    def note_layer_loading(self, store: Any) -> None:
         """Record that the layer is about to load its own weights."""
         self._layer_loaded = False
         self._stock_loaded = False
         if len(store.keys()):
             self._failure = None
 
-    def layer_has_loaded(self) -> None:
+    def note_layer_loaded(self) -> None:
         """Record that the layer has loaded its own weights."""
         self._layer_loaded = True
 

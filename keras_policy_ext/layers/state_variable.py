@@ -189,7 +189,7 @@ class StateVariable(
             # The state is of the kernel as it is now.
             self._kernel_ahead, self._assigned_since_look = 0, False
             self._kernel_version = self._version_of_kernel()
-        elif not variable_values.is_untold():
+        elif not variable_values.is_without_notifying():
             # Below 0 the state was assigned first; the kernel may follow once.
             self._kernel_ahead = max(self._kernel_ahead - 1, -1)
 
@@ -201,7 +201,7 @@ class StateVariable(
             return
         rows_hash = _hash_of_kernel_rows(np.asarray(value))
         is_same = rows_hash == self._kernel_rows_hash
-        if is_same and not variable_values.is_untold():
+        if is_same and not variable_values.is_without_notifying():
             self._kernel_ahead += 1
         self._kernel_rows_hash = rows_hash
 

@@ -42,6 +42,7 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
         store[each.name] = stored.codes
         store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
         if each.inputs_scale is not None:
+            # float32: an error if someone cast it.
             scale = ops.convert_to_numpy(each.inputs_scale.as_stored)
             store[entries.INPUTS_SCALE.format(name=each.name)] = scale
 

@@ -464,7 +464,8 @@ def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
             name=variable.name,
             trainable=not getattr(layer, "lora_enabled", False),
         )
-    built_layers.replace_variable(layer, variable, kernel, variable.codes)
+    codes = variable.codes
+    built_layers.replace_variable(layer, variable, kernel, tracked=codes)
     # Tracked as trainable before, so that `layer.trainable = True` reaches it.
     kernel.trainable = kernel.trainable and layer.trainable
     return kernel

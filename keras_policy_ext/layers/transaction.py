@@ -51,7 +51,7 @@ def unchanged_on_error(
     except BaseException:
         for memory in memories:
             memory.restore()
-        with variable_values.untold():
+        with variable_values.without_notifying():
             for variable, value in values:
                 # By Keras's method: what is put back is no observation.
                 keras.Variable.assign(variable, value)

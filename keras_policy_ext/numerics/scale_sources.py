@@ -121,12 +121,12 @@ class ScaleRule(NamedTuple):
     """The formula of a scale from an amax, as data for fused kernels.
 
     Attributes:
-        inverted: Whether by `scaling.scale_of_multiplier`, otherwise by
+        by_multiplier: Whether by `scaling.scale_of_multiplier`, otherwise by
             `scaling.scale_for_limit`.
         margin: Powers of two of headroom.
     """
 
-    inverted: bool
+    by_multiplier: bool
     margin: int = 0
 
 
@@ -208,7 +208,7 @@ class CurrentSource:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
-        self.rule: ScaleRule | None = ScaleRule(inverted=False)
+        self.rule: ScaleRule | None = ScaleRule(by_multiplier=False)
 
     def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Return None, as there is no state, and all the saved tensors."""
@@ -245,9 +245,10 @@ class DelayedSource:
             self.layout.width,
         )
         self.starts_from_current = recipe.initial_scale == "current"
+        # The scale before the first observation; 0.0 for that of the own amax.
         self.initial = 0.0 if self.starts_from_current else recipe.initial_scale
         self.rule: ScaleRule | None = ScaleRule(
-            inverted=True, margin=recipe.margin
+            by_multiplier=True, margin=recipe.margin
         )
         self.limits = [
             formats.get(recipe.format_of(operand)).max for operand in OPERANDS

@@ -264,6 +264,7 @@ def _unfit(
     quantized = [each for each in quantizations if each is not None]
     if recipe.in_high_precision(matmul) and quantized:
         return f"its `quantization` does not follow {matmul}='high_precision'"
+    # It keeps its axes with one scale, if no code depends on its position.
     if recipe.history_length and not all(q.keeps_axes for q in quantized):
         return "a history has one amax for a tensor: Tile(), to nearest"
     if recipe.history_length and any(q.constant_scale for q in quantized):

@@ -110,10 +110,10 @@ def load_whole(
 ) -> keras.Model | None:
     """Load a file if Keras's loader would lose float8 layers; else return None.
 
-    Files with frozen layers are loaded here, because Keras's loader fails on
-    them. For a file whose layers lose float8, Keras's loader is used and
-    warns. The source is a folder, an open `.keras` file, or the bytes of such
-    a file.
+    So it is for the bytes that `copy.deepcopy` and `pickle` make of float8
+    models; and Keras's loader fails on frozen layers. For other files that
+    loader is used, and `warn_of_lost_float8` warns. The source is a
+    folder, an open `.keras` file, or the bytes of such a file.
     """
     in_memory = isinstance(source, io.BytesIO)
     file = source if in_memory else getattr(source, "name", source)

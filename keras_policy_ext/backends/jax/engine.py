@@ -287,8 +287,8 @@ class Float8Dot(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        # XLA takes any precision but the highest for leave to accumulate fast,
-        # in matmuls of float8 on a GPU; as in Flax's `fp8_ops`.
+        # In float8 matmuls on a GPU, XLA may accumulate fast unless this is the
+        # highest precision; as in Flax's `fp8_ops`.
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
         return lax.platform_dependent(
             cuda=lambda: self._by_cublas(a, b, dtype, fast, precision),

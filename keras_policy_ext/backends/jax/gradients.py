@@ -170,11 +170,11 @@ def _run_backward(
     """Return the gradients of inputs, kernel, state and, if any, bias."""
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
-    *saved, bias_shape = residuals
-    shape = bias_shape.value
-    if shape is None or saved[2] is None:  # There are no links.
+    leaves, state, links, bias_shape = residuals
+    saved, shape = (leaves, state, links), bias_shape.value
+    if shape is None or links is None:
         return _backward_of(operation, shape, *saved, outputs_grad)
-    # A gradient that is differentiated again is one of JAX's.
+    # With links it may be differentiated again: JAX sums it, and no kernel.
     gradients = _backward_of(operation, None, *saved, outputs_grad)
     rows = outputs_grad.ndim - len(shape)
     bias_grad = jnp.sum(outputs_grad, tuple(range(rows))).reshape(shape)

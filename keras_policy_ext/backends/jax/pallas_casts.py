@@ -71,7 +71,7 @@ class Cast(NamedTuple):
     """
 
     format: str
-    rule: ScaleRule = ScaleRule(inverted=False)
+    rule: ScaleRule = ScaleRule(by_multiplier=False)
     power_of_two: bool = False
     across: bool = True
     sums: bool = False
@@ -322,7 +322,7 @@ def cast(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
 def _by_xla(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
     """Cast as `_by_pallas` does, by operations of XLA."""
     own, limit = _largest(scale.amaxes), formats.get(options.format).max
-    if options.rule.inverted:
+    if options.rule.by_multiplier:
         own = scaling.scale_of_multiplier(own, limit, options.rule.margin)
     else:
         up = options.power_of_two
@@ -427,7 +427,7 @@ def _scale_of(options: Cast, bits: Tensor) -> Tensor:
         formats.get(options.format).max, options.rule.margin
     )
     top = jnp.full((1,), limit, jnp.float32)
-    if options.rule.inverted:
+    if options.rule.by_multiplier:
         scale = _divided(options, top, amax)
         largest = 1.0 / scaling.SMALLEST_SCALE
         scale = jnp.clip(scale, scaling.SMALLEST_SCALE, largest)

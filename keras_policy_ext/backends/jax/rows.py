@@ -262,18 +262,18 @@ def _amaxes_kernel(
     column = pl.cdiv(sizes[0], side) + pl.program_id(1)
     # Triton compares floats that are not negative as their bits: NaN is above
     # infinity. Of integers it lacks the operation (JAX 0.10 to 0.11).
-    for wanted, place, axis in (
+    for codes_format, place, axis in (
         (options.plain, pl.program_id(0), 1),
         (options.across, column, 0),
     ):
-        if wanted:
+        if codes_format is not None:
             largest = jnp.max(bits, axis=axis)
             triton.atomic_max(
                 amaxes_ref,
                 (pl.ds(place * side, side),),
                 lax.bitcast_convert_type(largest, jnp.float32),
             )
-    if options.sums:
+    if options.sums:  # For the gradient of a bias.
         sums = jnp.sum(x, axis=0, keepdims=True)
         store(sums_ref[0], sums, inside.columns)
 

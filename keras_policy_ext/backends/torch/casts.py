@@ -381,7 +381,7 @@ def _gives_our_codes() -> bool:
         # The kernel divides by a scale as small as the second in another way.
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
             expected = _bits(narrow_cast(x, scale, name))
-            hint = ScaleHint(scale, None, ScaleRule(inverted=True))
+            hint = ScaleHint(scale, None, ScaleRule(by_multiplier=True))
             quantization = Quantization(format=name)
             wanted = Wanted(amax=True)
             both = triton_casts.quantize_both_ways(

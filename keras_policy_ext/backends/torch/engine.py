@@ -91,6 +91,8 @@ def _conv_backward(
     rank = len(conv.strides)
     pads = [(0, 0)] * rank
     if conv.is_transposed:
+        # The zeros that the forward pass added around its outputs; negative:
+        # what it cropped. So the gradient is cropped, or padded, by as many.
         around = conv.around(tuple(w.shape[:rank]))
         cut = [(-before, -after) for before, after in around]
         g = F.pad(g, _flat(cut))

@@ -310,7 +310,9 @@ def linked(
     if any(needed and link is None for needed, link in pairs):
         # Of operands of a type that has no links.
         gradients = _gradients(static, outputs_grad, saved)
-        return *last(gradients[:2], outputs_grad), *gradients[2:]
+        once = raising_if_differentiated(gradients[:2], outputs_grad)
+        return *once, *gradients[2:]
+    # What gradients of gradients observe goes into a slot of its own.
     static = static._replace(slot=static.operation.another_slot(static.slot))
     return _Gradients.apply(static, outputs_grad, *links, *saved)
 
@@ -359,7 +361,9 @@ class _Gradients(ByExample):
             )
         if torch.is_grad_enabled():
             of_gradients = inputs_grad_grad, kernel_grad_grad
-            second = last(second, outputs_grad, *ctx.links, *of_gradients)
+            second = raising_if_differentiated(
+                second, outputs_grad, *ctx.links, *of_gradients
+            )
         return None, *second, *ctx.observed, *(None for _ in leaves)
 
 
@@ -406,7 +410,7 @@ class _Last(ByExample):
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-def last(
+def raising_if_differentiated(
     gradients: Iterable[Tensor | None], *sources: Tensor | None
 ) -> list[Tensor | None]:
     """Return the same gradients; differentiating them again raises.

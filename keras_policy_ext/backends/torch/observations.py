@@ -383,7 +383,7 @@ def _followed(
 def _enter_states_of(optimizer: torch.optim.Optimizer) -> None:
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
-    with torch.no_grad(), variable_values.untold():
+    with torch.no_grad(), variable_values.without_notifying():
         enter(
             state
             for state in _all_states()

@@ -22,8 +22,8 @@ from keras_policy_ext.backends.interface import FrozenOperation, Operation
 from keras_policy_ext.backends.torch import observations
 from keras_policy_ext.backends.torch.gradients import (
     ReverseMode,
-    last,
     no_autocast,
+    raising_if_differentiated,
 )
 
 _OPERATIONS: dict[str, Operation | FrozenOperation] = {}
@@ -280,7 +280,7 @@ class _Passes(ReverseMode):
             needed,
         )
         if torch.is_grad_enabled():
-            gradients = last(gradients, outputs_grad)
+            gradients = raising_if_differentiated(gradients, outputs_grad)
         gradients = iter(gradients)
         inputs_grad, kernel_grad, bias_grad = (
             next(gradients) if wanted else None for wanted in needed

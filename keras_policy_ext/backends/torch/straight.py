@@ -237,7 +237,9 @@ class Straight:
             for operand in OPERANDS
         }
         self.differentiates = plan.training is not False or not has_state
-        self.column = 0 if has_state else triton_casts.MARKED_AFTER
+        # The column of `used` with the scales that gradients read. Without a
+        # state these are the marked ones: NaN of an operand that is not finite.
+        self.grads_column = 0 if has_state else triton_casts.MARKED_AFTER
         self.contracted = len(plan.contraction.form.contracted)
         self.outputs_dtype = getattr(torch, plan.inputs_dtype)
         self.kernel_dtype = getattr(torch, plan.kernel_dtype)
@@ -327,7 +329,7 @@ class Straight:
         named = Saved(*saved)
         leaves = []
         for codes, used in zip(named[:2], named.used.unbind(0), strict=True):
-            leaves += [codes.mT[None], used[self.column].reshape(1, 1, 1)]
+            leaves += [codes.mT[None], used[self.grads_column].reshape(1, 1, 1)]
         others = [named.scales, named.unseen if self.may_be_unseen else None]
         others += [named.inputs_amax, named.kernel_amax]
         return leaves + [x for x in others if x is not None]
@@ -376,6 +378,7 @@ class Passes:
         self._device, self._fast_accum = device, device.type == "cuda"
         self._stream = stream_of(device)
         self._casts: dict[Any, Any] = {}
+        # Whether a GPU reports to the host what was never observed.
         self._tells = False
         if self._source is not None:
             self._tells = straight.interpreted or casts.tells_the_host()
@@ -462,6 +465,7 @@ class Passes:
         return self._straight.leaves(saved)
 
     def _bias_grad(self, sums: Tensor) -> Tensor:
+        """Add up sums of columns, (tiles, n), to the gradient of a bias."""
         dtype = self._straight.sums_dtype
         bias_grad = _empty(self._n, dtype=dtype, device=self._device)
         self._add_up(self._stream(), sums, bias_grad, sums.shape[0], self._n)
@@ -474,16 +478,20 @@ class Passes:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
+        # Each operand's scale, which casts write and the matmul reads.
         used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
         seen_lately, reading = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
         if state is None:
+            # Casts find an amax each in `scales`, and read no `unseen`.
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
+            # Of each operand, from the state: its scale, and whether it was
+            # never observed, which also goes to flags that the host reads.
             scales = _empty(3, dtype=_FLOAT32, device=device)
             unseen = _empty(3, dtype=torch.bool, device=device)
             host_flags = observations.host_flags(state) if self._tells else None
-            told = unseen if host_flags is None else host_flags
-            self._read(stream, aligned(state), scales, unseen, told)
+            reported = unseen if host_flags is None else host_flags
+            self._read(stream, aligned(state), scales, unseen, reported)
             seen_lately = observations.seen_lately(state)
             reading = scales, unseen
         observe = observe and state is not None
@@ -520,7 +528,7 @@ class Passes:
         # The results are the arguments of `_scaled_mm` for the gradients of
         # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()
-        residuals, column = Saved(*saved), self._straight.column
+        residuals, column = Saved(*saved), self._straight.grads_column
         used = _empty(_WIDTH, dtype=_FLOAT32, device=device)
         scales, unseen, seen_lately = residuals.scales, residuals.unseen, True
         if state is None:
@@ -573,11 +581,17 @@ class PassesOfCodes(Passes):
         stream: int,
         *read: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Return the gathered codes, the transpose and the amax.
+
+        Write the scale into `used`, as `Cast` does.
+        """
         # Nothing is cast here: `flags` and `stream` are for that.
         contents, used = kernel.contents, read[-1]
         used[1, 0] = contents.scale.reshape(())
         if self._source is None:
-            used[1, self._straight.column] = contents.marked_scale.reshape(())
+            used[1, self._straight.grads_column] = (
+                contents.marked_scale.reshape(())
+            )
         codes = contents.codes.reshape(self._k, self._n)
         dtype = getattr(torch, self._straight.quantizations["kernel"].format)
         both = codes, codes.t().contiguous()
@@ -590,6 +604,7 @@ class PassesOfRows(Passes):
     def _operands(
         self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return arguments of `_scaled_mm`, and codes and scales to save."""
         w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
         # Scales of rows have no state, and no columns of operands are summed.
@@ -608,6 +623,7 @@ class PassesOfRows(Passes):
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
+        """Quantize a gradient; the results are those of `Passes._gradient`."""
         x_across, w_codes, x_scale, w_scale = saved
         cast = self._cast(CastOfRows, "outputs_grad", g, (sums,))
         g_codes, g_across, of_rows, of_columns, parts = cast(self._stream(), g)

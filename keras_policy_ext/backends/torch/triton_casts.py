@@ -180,7 +180,7 @@ def cast_constants(
         "GIVEN": hint.scale is not None,
         "MAYBE_UNSEEN": hint.unseen is not None,
         "FOUND_BEFORE": not hint.seen_lately,
-        "INVERTED": hint.rule.inverted,
+        "INVERTED": hint.rule.by_multiplier,
         "INDEX": 0,
         "PLACE": 0,
         "MARKED": False,

@@ -262,16 +262,16 @@ class CountedWork(ModelWork):
         )
 
     def of_parts(
-        self, layer: keras.Layer, left: list[keras.Variable]
+        self, layer: keras.Layer, in_floats: list[keras.Variable]
     ) -> tuple[Work, list[Work]]:
         """Return the `Work` of a frozen layer, and of kernels in floats."""
-        rest, parts = super().of_parts(layer, left)
+        rest, parts = super().of_parts(layer, in_floats)
         counted = self._counted.get(id(layer), ())
         plain = [x for x in counted if not x.has_float8_form]
         several = []
         for part in parts:
             size = part.parameters
-            mine = [x for x in plain if len(left) == 1 or x.size == size]
+            mine = [x for x in plain if len(in_floats) == 1 or x.size == size]
             plain = [x for x in plain if x not in mine]
             number = sum(x.number for x in mine)
             several.append(dataclasses.replace(part, multiplications=number))

@@ -101,7 +101,7 @@ from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
 whole, rows = PallasCasts(None, True), PallasRowCasts(None, True)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("batch", "model"))
 rng = np.random.default_rng(0)
-rule = ScaleRule(inverted=True)
+rule = ScaleRule(by_multiplier=True)
 e4m3, e5m2 = (
     recipes.Quantization(format=name)
     for name in ("float8_e4m3fn", "float8_e5m2")

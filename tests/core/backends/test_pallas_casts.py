@@ -160,7 +160,7 @@ def test_a_scale_that_is_not_known_is_that_of_the_tensor(
     known = ScaleHint(
         jnp.float32(0.0 if unseen else 0.25),
         jnp.asarray(unseen),
-        ScaleRule(inverted=True),
+        ScaleRule(by_multiplier=True),
     )
     wanted = Wanted(True, is_transposed_in_memory)
     found = INTERPRETED.quantize(x, asked, known, wanted)

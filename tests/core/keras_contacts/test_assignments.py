@@ -34,7 +34,7 @@ def test_an_assignment_is_told_and_not_that_of_an_optimizer():
     variable.assign(np.zeros(2, "float32"))
     variable.assign_add(np.ones(2, "float32"))
     assert beside.assigned == 2
-    with variable_values.untold():
+    with variable_values.without_notifying():
         variable.assign(np.zeros(2, "float32"))
     optimizer = keras.optimizers.SGD(0.1)
     with no_grad():
