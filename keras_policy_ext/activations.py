@@ -12,8 +12,7 @@ __all__ = ["tf_keras_hard_sigmoid"]
 def tf_keras_hard_sigmoid(x: Any) -> Any:
     """Compute `"hard_sigmoid"` of Keras 1 and 2: 0.2 · x + 0.5, in [0, 1].
 
-    In Keras 3 the name means x / 6 + 0.5 (`activations.py` of tf_keras 2.21
-    and keras 3.15).
+    In Keras 3 the name means x / 6 + 0.5 (tf_keras 2.21, keras 3.15).
 
     Args:
         x: Tensor of any shape and floating dtype.

@@ -10,8 +10,7 @@ number. `register_follower` adds an object that is
 called before and after `convert` and `revert`, to change what belongs to the
 model, such as its optimizer.
 
-These names are stable. `calibrate`, `watch` and `audit` follow contractions by
-them.
+The names are stable: `calibrate`, `watch` and `audit` use them.
 """
 
 from __future__ import annotations

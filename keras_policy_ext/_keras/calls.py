@@ -148,8 +148,7 @@ def training_of_call() -> bool | None:
     """Return the `training` argument of the layer call in progress, or None.
 
     This is for layers whose `call` has no such argument. It is in Keras's call
-    context (keras 3.0 to 3.15). Without it, amaxes are observed if a gradient
-    is taken.
+    context (keras 3.0 to 3.15). Without it, any gradient observes amaxes.
     """
     if _global_state is None:
         return None

@@ -77,8 +77,7 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     name that begins with a quantization mode, one function of its module
     (`_get_quantized_dtype_policy_by_str`, keras 3.4 to 3.16; in 3.16 the
     package has it too). These are wrapped here. If the function is missing,
-    Keras refuses these names. Expires with a public way to register a policy
-    by its name.
+    Keras refuses these names. Expires with a public way to register names.
 
     Args:
         read: Returns the policy of a name, or None to leave the name to Keras.

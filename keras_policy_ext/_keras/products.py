@@ -115,8 +115,7 @@ def ask_for_compiling(function: Callable[[], bool]) -> None:
 _open_blocks = 0
 """The number of open `on_operation` blocks of all threads."""
 
-# An operation is replaced for all threads, while a block or a class needs it:
-# `_users` counts these.
+# Each operation is replaced for all threads while blocks or classes use it.
 _LOCK = threading.RLock()
 _users: collections.Counter[str] = collections.Counter()
 # (module, its former attribute or None, our function) of each replacement.

@@ -221,8 +221,7 @@ AMD = {
 }
 """The names in `KNOWN` by architecture.
 
-AMD devices also report a compute capability, which misleads: that of an MI200
-is a Hopper's.
+AMD devices report a compute capability too: an MI200 that of a Hopper.
 """
 
 TPUS = {

@@ -340,8 +340,7 @@ class Replicas:
         """Gather the shards of a tensor that each device needs for a matmul.
 
         Each device has computed one shard. `axes` is the sharding of this
-        tensor, like `gathering.axes` of the kernel; None for an axis whose
-        sharding is not known.
+        tensor, like `gathering.axes` of the kernel; None where it is unknown.
         """
         return x
 

@@ -102,8 +102,7 @@ def not_multiples(summed: int, free: int, multiple: int) -> str | None:
 class Unconverted:
     """A layer with weights that stays as it is, with the reason.
 
-    `kernel` is the weight of it that stays, where others do not; None for the
-    whole layer.
+    `kernel` is its weight that stays; None for the whole layer.
     """
 
     layer: keras.Layer
@@ -286,10 +285,7 @@ def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
 
 
 def _not_recognised(layer: keras.Layer) -> str | None:
-    """Return why no product of a layer is computed in float8.
-
-    None if its call was not recorded.
-    """
+    """Return why a recorded call has no float8 product; None for others."""
     record = record_of(layer)
     if record is None:
         return None

@@ -195,8 +195,7 @@ def thaw(model: keras.Layer) -> Report:
         model: As for `freeze`.
 
     Returns:
-        A report of the layers that were frozen. It notes that their weights are
-        rounded.
+        A report of the layers that were frozen, with rounded weights.
 
     Raises:
         ValueError: If the model or a part of it is not built.

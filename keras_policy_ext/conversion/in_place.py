@@ -150,8 +150,7 @@ def policy_with_rules(
 ) -> Float8DTypePolicy:
     """Return a policy of the most common recipe, with rules for the others.
 
-    `source` is the plain policy that it extends. At least one of the layers
-    has a policy.
+    `source` is the plain policy that it extends. Some layer has a policy.
     """
     recipes = [policy.recipe for _, policy in followed if policy is not None]
     (recipe, _), *_ = collections.Counter(recipes).most_common(1)
@@ -197,8 +196,7 @@ def convert(
     Each layer keeps its weights, its place in the model and its dtypes: here a
     policy says how values are scaled and which layers follow it, and not in
     which precision the others compute. Amaxes of the kernels are computed at
-    once. A compiled or trained model keeps its optimizer with all slots, and
-    can continue training.
+    once. A compiled model keeps its optimizer with all slots, and can train on.
 
     Args:
         model: A model, or a layer, whose layers with weights are built. It

@@ -361,8 +361,7 @@ def warn_if_only_plain_policies(left: list[Unconverted]) -> None:
 class Target:
     """The policy for one layer, or the reason why the layer gets none.
 
-    `given` is the full name of the policy that `convert` gave; None where the
-    layer has its own.
+    `given` is the full name of the policy from `convert`, or None.
     """
 
     policy: Float8DTypePolicy | None = None

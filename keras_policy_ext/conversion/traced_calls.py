@@ -77,8 +77,7 @@ def keras_class(layer: keras.Layer) -> type[keras.Layer]:
 def stock_multiplies(layer: keras.Layer) -> bool | None:
     """Return True if a stock layer multiplies with a kernel when it is called.
 
-    None for a layer of another class, or with a `call` of its own, or with
-    layers in it.
+    None for a layer of another class, or with its own `call` or layers.
     """
     name = keras_class(layer).__name__
     if name in RUN_OTHER_CODE or not runs_stock_call(layer):

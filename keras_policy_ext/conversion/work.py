@@ -1,8 +1,7 @@
 """The work of each layer of a model: its kernels, its multiplications.
 
 The core knows the entries of kernels, by the names and shapes of weights. An
-extension counts multiplications: it derives from `ModelWork`, and registers
-its class.
+extension counts multiplications, by a class that it registers.
 """
 
 from __future__ import annotations

@@ -173,9 +173,8 @@ class MultiHeadAttention(_Float8Attention, keras.layers.MultiHeadAttention):
             softmax. That holds for the forward pass and both gradients. Under
             `rowwise`, `block` and `mxfp8` no scale is of two queries, keys or
             examples; otherwise each tensor has one scale. Scores and softmax
-            stay in the compute dtype (float32 for float16). The fused
-            attention kernels of the frameworks are not used. None leaves both
-            matmuls as in Keras.
+            stay in the compute dtype (float32 for float16). The fused attention
+            kernels of the frameworks are not used. None: as in Keras.
         **kwargs: As for `keras.layers.MultiHeadAttention`.
 
     Raises:

@@ -46,8 +46,7 @@ class Float8Controller:
     """The float8 policy and kernels of a layer, which Keras does not see.
 
     The layer has one, `float8_controller`; the mixin hands on to it what Keras
-    calls. The state is a sub-layer, `float8_state`, since files have a group
-    for it.
+    calls. The state is a sub-layer, `float8_state`, to have a group in files.
     """
 
     def __init__(self, layer: keras.Layer) -> None:

@@ -27,8 +27,7 @@ class _Convolves(Float8Mixin):
             training: Whether to observe amaxes.
 
         Returns:
-            (batch, *spatial, filters), or channels first, in the compute
-            dtype.
+            (batch, *spatial, filters), or channels first, in the compute dtype.
         """
         if self.float8_policy is None:
             return super().call(inputs)

@@ -49,8 +49,7 @@ def conv_adapter(
 
     It is a convolution with the first factor, then one of size 1 with the
     second. With groups, the product of the factors is convolved instead.
-    `arguments` are those of `ops.conv`. Inputs and result are in the compute
-    dtype.
+    `arguments` are those of `ops.conv`. All are in the compute dtype.
     """
     a, b = _factors(layer)
     if layer.groups > 1:

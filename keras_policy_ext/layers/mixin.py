@@ -296,8 +296,7 @@ class Float8Mixin(
             dtype: As for `float8_activations_einsum`.
 
         Returns:
-            A tensor of dtype `dtype`. It is NaN if a value of any key is not
-            finite.
+            A tensor of dtype `dtype`; NaN if any value is not finite.
 
         Raises:
             ValueError: As for `float8_activations_einsum`; or if an axis of
@@ -477,8 +476,7 @@ class Float8Mixin(
     ) -> None:
         """Write this layer's weights to a file; codes, if it is frozen.
 
-        As in `Layer.save_own_variables`, LoRA adapters are merged into a float
-        kernel.
+        As in Keras, LoRA adapters are merged into a float kernel.
         """
         if self.is_frozen:
             stored_files.save(self, store)

@@ -33,8 +33,7 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
     """Check one array for each of `layer.weights`; then set all of them.
 
     A frozen kernel takes codes, or the dequantized values that `get_weights`
-    returned. The values must match the codes under the scale that is set with
-    them.
+    returned. The values must match the codes under the scale set.
 
     Raises:
         ValueError: If the arrays do not fit, one is not a float8 state, or one

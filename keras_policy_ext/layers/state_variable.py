@@ -353,8 +353,7 @@ class StateVariable(
     def observe(self, operand: str, amax: Any) -> None:
         """Enter the amax of one operand into its rows of the state.
 
-        It is a float32 scalar, or (matrices,); of a bank, an amax of 0 is not
-        entered.
+        A float32 scalar, or (matrices,), of which amaxes of 0 are not entered.
         """
         matrix = np.array(ops.convert_to_numpy(self.value))
         layout, rows = self.rows_layout, self.rows_of(operand)

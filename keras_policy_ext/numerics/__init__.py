@@ -3,8 +3,7 @@
 `casting` changes dtypes, `scaling` turns amaxes into scales, `tiles` and
 `quantized` make quantized tensors, `scale_sources` finds their scales,
 `observations` keeps histories, `errors` measures the quantization error,
-`stochastic` rounds to 16 bits at random. All of it is tested against
-`reference` (NumPy).
+`stochastic` rounds to 16 bits at random. `reference` (NumPy) tests all.
 """
 
 from keras_policy_ext.numerics.casting import (

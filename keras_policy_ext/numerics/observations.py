@@ -183,8 +183,7 @@ class StateLayout:
         """Return an observation's slots, scale and amax, without `uses`."""
         # An observation has zeros in the last two columns, a state in use has
         # not: so the sum of both is no observation. The others are left out,
-        # since reducing them takes XLA four steps on a CPU, four times per
-        # layer.
+        # since reducing them takes XLA four steps on a CPU, four times a layer.
         if value.shape[1] == self.width:
             return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)
         shape = (len(self.constant), -1, self.width - 1)
@@ -199,8 +198,7 @@ class StateLayout:
         first = before[:, _FIRST : _FIRST + 1]
         columns, last = self._columns(), self.width - 1
         # As in Keras and Flax, the ring turns left and index 0 is overwritten.
-        # So index 1 has the oldest entry and the last index the one before the
-        # newest.
+        # So index 1 is the oldest, and the last index the second newest.
         turned = ops.pad(before[:, 1:], ((0, 0), (0, 1)))
         turned = ops.where(columns == last, first, turned)
         newest = self._newest(uses, entries, first)

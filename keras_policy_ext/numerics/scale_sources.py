@@ -333,8 +333,7 @@ class DelayedSource:
         reduced = ops.where(intact, reduced, 0.0)
         limits = ops.convert_to_tensor(self.limits, "float32")
         scales = self._scale(reduced, limits, previous)
-        # Not computed from the state, which a compiler would then read again
-        # for each use of it.
+        # Not from the state, which a compiler would read again for each use.
         unseen = scales == 0.0 if self.starts_from_current else None
         return HistoryScales(scales, unseen)
 

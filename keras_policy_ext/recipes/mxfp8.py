@@ -19,8 +19,7 @@ class MXFP8Scaling(Recipe):
     """One E8M0 scale per 32 elements along the axis that a matmul sums.
 
     All values are in e4m3fn. Each operand is quantized separately for each of
-    its matmuls. There is no state. The last block of an axis may be smaller;
-    any size is supported.
+    its matmuls. There is no state. The last block of an axis may be smaller.
 
     Source: the OCP Microscaling specification 1.0, and arXiv 2506.08027 for
     scales that are rounded up. See `Recipe` for the fields of all recipes.

@@ -22,8 +22,7 @@ class RowwiseScaling(Recipe):
 
     With `kernel_grad="high_precision"` that matmul runs in the compute dtype,
     and the kernel that `inputs_grad` reads has one scale per tensor. Source:
-    torchao's `rowwise` and `rowwise_with_gw_hp`. See `Recipe` for the fields
-    that all recipes have.
+    torchao's `rowwise` and `rowwise_with_gw_hp`. See `Recipe` for all fields.
 
     Attributes:
         power_of_two: Whether to round scales up to powers of two. None leaves

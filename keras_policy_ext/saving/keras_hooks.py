@@ -78,8 +78,7 @@ KNOWN = ("tf_saved_model", "onnx", "openvino", "litert", "torch")
 def check_export(model: keras.Model, format: str) -> None:
     """Raise NotImplementedError if Keras cannot export a model correctly.
 
-    It has layers in float8, and files of this format are not known to give the
-    same outputs.
+    Files of this format may give other outputs for its float8 layers.
     """
     allowed = FORMATS.get(keras.backend.backend(), ())
     if format in allowed or format not in KNOWN:

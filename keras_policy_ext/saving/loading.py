@@ -1,10 +1,9 @@
 """`load_model` and `load_weights`.
 
 A block that creates its own layers creates stock layers when it is loaded. The
-file records the policy of each layer in the layer's float8 state. So each
-layer gets a state that captures its entries while Keras's own loader, which
-finds them in the file, reads it. The layers are then converted to their saved
-policies.
+file records the policy of each layer in the layer's float8 state. So each layer
+gets a state that captures its entries while Keras's own loader, which finds
+them in the file, reads it. Then the layers are converted.
 """
 
 from __future__ import annotations

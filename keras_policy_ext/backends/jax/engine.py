@@ -316,8 +316,7 @@ class Float8Dot(NativeMatmul):
             # would not if it could move a reshape behind the cast. At most
             # `LARGEST`, since infinity times a sum of 0 would be NaN.
             scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
-            # XLA multiplies by what is rounded too if it merges two products
-            # that share an operand.
+            # Merging two products of an operand, XLA scales what is rounded.
             x, y = lax.optimization_barrier((a.values, b.values))
             return _product(x, y, algorithm, dtype) * scale.astype(dtype)
         written = jnp.float32

@@ -540,8 +540,7 @@ class TorchBackend(Backend):
 BACKEND = TorchBackend()
 
 
-# The values of all 256 codes. PyTorch's compiler takes a tensor of a module for
-# a constant.
+# All 256 values. PyTorch's compiler takes a module's tensor for a constant.
 _TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 

@@ -34,10 +34,7 @@ FORWARD_MODE = (
 
 
 def are_transforms_active() -> bool:
-    """Return True inside a transform of `torch.func`.
-
-    There is no public way to check (torch 2.13).
-    """
+    """Return True inside a `torch.func` transform (no public way, 2.13)."""
     return bool(torch._C._are_functorch_transforms_active())
 
 

@@ -4,8 +4,8 @@ The `.grad` attributes belong to the training loop: `clip_grad_norm_` measures
 and scales them, `GradScaler` divides them, an optimizer reads them. None of
 that may change an observation. So as soon as the gradient of a state has been
 accumulated, its observation is moved to the variable. `.grad` is left with
-zero, or with NaN if an amax was not finite. The NaN tells a loss scaler to
-skip the step.
+zero, or with NaN if an amax was not finite. The NaN tells a loss scaler to skip
+the step.
 
 The observations are entered into the state when the variable is assigned, as
 by Keras's optimizers, or before an optimizer of `torch.optim` updates the
@@ -198,9 +198,8 @@ def host_flags(parameter: Tensor) -> Tensor | None:
     """Return the flags that a GPU sets to report unobserved operands.
 
     They are bool (operands,), in pinned memory, which a kernel writes
-    asynchronously. None for a state without gradient. Also None if the flags do
-    not exist yet while CUDA captures a graph, since that cannot allocate pinned
-    memory.
+    asynchronously. None for a state without gradient. Also None if there are
+    none yet while CUDA captures a graph, which cannot allocate pinned memory.
     """
     state = _STATES.get(id(parameter))
     if state is None:

@@ -581,10 +581,7 @@ class PassesOfCodes(Passes):
         stream: int,
         *read: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the gathered codes, the transpose and the amax.
-
-        Write the scale into `used`, as `Cast` does.
-        """
+        """Return gathered codes and the amax; write the scale into `used`."""
         # Nothing is cast here: `flags` and `stream` are for that.
         contents, used = kernel.contents, read[-1]
         used[1, 0] = contents.scale.reshape(())

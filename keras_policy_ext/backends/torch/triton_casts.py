@@ -194,10 +194,7 @@ def cast_constants(
 
 @triton.jit
 def _places(row, column, m, k, TILE: tl.constexpr):
-    """Return the indices of a tile's rows and columns, and its mask.
-
-    For `TILE` see `tile_of`.
-    """
+    """Return a tile's rows, columns and mask; for `TILE` see `tile_of`."""
     i = row * TILE[2] + tl.arange(0, TILE[2])
     j = column * TILE[3] + tl.arange(0, TILE[3])
     if TILE[1]:
