@@ -158,6 +158,7 @@ def _unknown(identifier: object, name: str) -> str:
 
 @functools.cache
 def _derive(name: str) -> Format:
+    """Return a format with its constants, from the dtype of `ml_dtypes`."""
     dtype = np.dtype(getattr(ml_dtypes, name))
     info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     bits, mantissa_bits = int(info.bits), int(info.nmant)

@@ -129,6 +129,7 @@ class QuantizedAsLeaf:
     """
 
     def _flatten_layers(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the layers in this one; none if only its state is in it."""
         parent: Any = super()
         layers = list(parent._flatten_layers(*args, **kwargs))
         state = getattr(self, "float8_state", None)

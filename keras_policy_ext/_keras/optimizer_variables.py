@@ -157,6 +157,7 @@ def _build_again(
 def _replace_known(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
+    """Set the variables that the optimizer updates, and their indices."""
     _replace_list(optimizer, "_trainable_variables", list(variables))
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(variables)
@@ -167,6 +168,7 @@ def _replace_known(
 def _replace_variables(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
+    """Set the optimizer's own variables, and have Keras track them."""
     _replace_list(optimizer, "_variables", variables)
     tracked = tracker_of(optimizer).config
     tracked["variables"] = (tracked["variables"][0], optimizer._variables)
@@ -267,6 +269,7 @@ def without_states_that_lack_gradients() -> None:
 def _without_states(
     stock: Stock, optimizer: Any, gradients: Any, variables: Any
 ) -> Any:
+    """Update without the state variables that have no gradient."""
     pairs = [
         (gradient, variable)
         for gradient, variable in zip(gradients, variables, strict=True)

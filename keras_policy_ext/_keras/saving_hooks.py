@@ -88,6 +88,7 @@ def before_loading(load: Callable[..., keras.Model | None]) -> None:
 
 
 def _warn_of_files(name: str) -> None:
+    """Warn that Keras's loader has no function of this name to wrap."""
     home = "keras.src.saving.saving_lib"
     versions.warn_of_missing(
         home if _saving_lib is None else f"{home}.{name}",

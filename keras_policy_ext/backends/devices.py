@@ -109,6 +109,7 @@ _TPU = "Google Cloud TPU documentation, System architecture; libtpu 0.0.52"
 def _nvidia(
     title: str, *scales: str, narrow: str = "bfloat16", one_layout: bool = False
 ) -> Device:
+    """Return an NVIDIA GPU with these float8 scales; emulate in `narrow`."""
     return Device(
         title=title,
         maker="nvidia",

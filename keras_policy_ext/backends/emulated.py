@@ -165,8 +165,7 @@ class Folded(Quantized):
 def exact_in(dtype: str, *operands: Quantized) -> bool:
     """Return True if a 16-bit dtype represents all operands exactly.
 
-    Bfloat16 represents all values of the float8 formats exactly, also times a
-    power of two or an 8-bit scale.
+    Bfloat16 represents all float8 values exactly, also times an 8-bit scale.
     """
     in_bfloat16 = dtype == "bfloat16"
     for operand in operands:

@@ -278,8 +278,7 @@ class Tracing:
     def step_by_step(self) -> AbstractContextManager[None]:
         """Return a context in which recurrent loops run eagerly.
 
-        It is for code that reads the values of each step of a recurrent layer.
-        Loops in it have no gradients.
+        For code that reads each step's values. Loops in it have no gradients.
         """
         return nullcontext()
 

@@ -133,8 +133,7 @@ class MatmulKernel(Protocol):
     ) -> Tensor:
         """Multiply (b, m, k) by (b, n, k) transposed, both quantized.
 
-        The sums are in float32, or if `fast` in as few bits as a GPU has for
-        it. The result is (b, m, n).
+        (b, m, n); summed in float32, or if `fast` in fewer bits on a GPU.
         """
 
 

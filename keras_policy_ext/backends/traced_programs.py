@@ -181,6 +181,7 @@ class Flow:
         return self._seen.get(key, _NOTHING)
 
     def _put(self, key: Hashable, seen: _Seen) -> None:
+        """Set what is known of a tensor; forget it if that is nothing."""
         # Where a program runs twice, a tensor of the first run is replaced.
         if any(seen):
             self._seen[key] = seen

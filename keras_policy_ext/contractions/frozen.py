@@ -195,6 +195,7 @@ class FrozenPlan:
     def _product(
         self, matmul: str, a: Quantized, b: Quantized, shapes: Shapes
     ) -> Tensor:
+        """Return a product of two operands in high precision."""
         kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
         return self.contraction.product(
             matmul, kernel, a, b, shapes, self.dtype

@@ -449,6 +449,7 @@ class ConvTranspose(Conv):
     def _around_axis(
         self, kernel: int, stride: int, dilation: int, more: int | None
     ) -> tuple[int, int]:
+        """Return what `around` has for an axis; `more` is output padding."""
         if transposed_windows.are_own():
             return transposed_windows.around_axis(
                 kernel, stride, dilation, self.padding, more

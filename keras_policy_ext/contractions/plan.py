@@ -37,10 +37,9 @@ def preferred() -> str:
 def prefer(kind: str) -> Iterator[None]:
     """In the block, prefer native or emulated matmuls, as `kind` says.
 
-    Both kinds quantize the operands to the same values. Their results are
-    equal up to the order of summation. If no native matmul exists, asking for
-    one still emulates; `select` reports it. A compiled function keeps the kind
-    that it was traced with.
+    Both kinds quantize the operands to the same values. Their results are equal
+    up to the order of summation. If no native matmul exists, asking for one
+    still emulates; `select` reports it. A compiled function keeps its kind.
 
     The block applies to its own thread and asyncio task, and to tasks started
     in it. It does not apply to other threads, including the replicas of a
@@ -153,8 +152,7 @@ class Plan:
     def bound(self) -> BoundPlan:
         """This plan with the kernels selected for the current device.
 
-        It is the same object for all slots, until the device, the simulated
-        device or the engine changes.
+        It is one object for all slots, until the device or engine changes.
         """
         engine = backends.engine
         device = engine.device()

@@ -154,6 +154,7 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
 def _candidate(
     layer: keras.Layer, form: type, kernels: tuple[keras.Variable, ...]
 ) -> Candidate:
+    """Return the candidate of a layer, with the owners of its kernels."""
     # Only products recognised by operation have kernels of other layers.
     if not issubclass(form, ByOperation) or is_frozen(layer):
         return Candidate(layer, form, kernels)

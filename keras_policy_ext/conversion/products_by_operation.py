@@ -289,6 +289,7 @@ def _alike(
 
 
 def _recorded(product: _Product, layer: keras.Layer) -> RecordedProduct:
+    """Return the public record of a product."""
     is_own = product.owner is layer
     return RecordedProduct(
         product.weight.path,

@@ -569,6 +569,7 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _sqnr_db(value: Any, approximation: Any) -> float:
+    """Return the signal-to-noise ratio of an approximation in dB."""
     signal = float(np.linalg.norm(value.astype("float64")))
     noise = float(np.linalg.norm(value - approximation.astype("float64")))
     if not noise:

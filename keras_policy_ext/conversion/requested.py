@@ -243,6 +243,7 @@ def _is_all(given: object) -> bool:
 
 
 def _filter(given: object) -> Any:
+    """Return the filter that an argument means; None for all layers."""
     if given is None or _is_all(given):
         return None
     if isinstance(given, str) and given in _FILTERS:
@@ -267,6 +268,7 @@ def _filter(given: object) -> Any:
 def _answer(
     predicate: Callable[[keras.Layer], object], layer: keras.Layer
 ) -> bool:
+    """Return what the filter says of a layer; raise if it is no bool."""
     answer: Any = predicate(layer)
     if isinstance(answer, (bool, np.bool_)):
         return bool(answer)
@@ -463,6 +465,7 @@ def _of_recipe(recipe: Any) -> Float8DTypePolicy:
 
 
 def _policy(policy: object) -> keras.DTypePolicy:
+    """Return the policy that an argument of `convert` means."""
     if isinstance(policy, recipes.Recipe) or is_spec(policy):
         return _of_recipe(policy)
     try:

@@ -367,6 +367,7 @@ class Tracer:
     def _traced(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
+        """Return the call of a layer, traced or known by its class."""
         if isinstance(layer, keras.layers.RNN):
             return self._recurrent(layer, args, kwargs)
         if isinstance(layer, keras.layers.TimeDistributed):
@@ -530,6 +531,7 @@ class Tracer:
         )
 
     def _time_distributed(self, layer: keras.Layer, inputs: Any) -> Call:
+        """Return the call of a layer on each step of its inputs."""
         batch, steps, *rest = inputs.shape
         step = keras.KerasTensor((batch, *rest), inputs.dtype)
         found = self.trace(layer.layer, (step,), {})
@@ -573,8 +575,7 @@ _PRODUCTS = frozenset(
 # Operations that look for the largest or smallest entries.
 _CHOICES = frozenset(("Argmax", "Argmin", "Argsort", "Sort", "TopK"))
 
-# Found in names of attributes that differ between equal layers, or are those
-# of TensorFlow and of this package.
+# Parts of names of attributes that differ between equal layers.
 _OF_ONE_LAYER = re.compile("name|path|^_self_|float8|_given_by_keras")
 
 # Objects of these packages, such as initializers, say nothing about shapes.
@@ -704,6 +705,7 @@ def _stock_outputs(
 
 
 def _says_its_outputs(layer: keras.Layer) -> bool:
+    """Return True if a class computes the shapes of its outputs."""
     names = ("compute_output_shape", "compute_output_spec")
     cls = type(layer)
     return any(

@@ -121,9 +121,8 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
 
     Afterwards each optimizer in the model knows the present variables, and
     keeps its slots and its iteration; steps are traced anew; PyTorch sees the
-    parameters. Nothing is updated if the block fails: see
-    `layers.transaction`. It yields the names of the model's compiled
-    functions, which are traced anew.
+    parameters. Nothing is updated if the block fails: see `layers.transaction`.
+    It yields the names of the functions traced anew.
     """
     models = [
         layer

@@ -115,8 +115,7 @@ class _Float8Attention(Float8Mixin):
     def get_config(self) -> dict[str, Any]:
         """Return the stock layer's config, with `attention` if it is set."""
         config = super().get_config()
-        # The constructor of a user's subclass may not take `attention`;
-        # `texts_for_file` stores it too.
+        # A user's subclass may not take it; `texts_for_file` stores it too.
         original = original_of(type(self))
         takes_it = original is None or original in drop_ins()
         if self._float8_attention is None or not takes_it:

@@ -128,6 +128,7 @@ def attends(layer: keras.Layer) -> bool:
 
 @contextlib.contextmanager
 def _call(layer: keras.Layer) -> Iterator[None]:
+    """Follow products in the block, of one call of a layer."""
     outer_call = getattr(_thread, "call", None)
     _thread.call = _Call(layer)
     try:
@@ -147,6 +148,7 @@ def call_of(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _none(layer: keras.Layer) -> Iterator[None]:
+    """In the block, no product of this layer is one of attention."""
     outer_layer = getattr(_thread, "none", None)
     _thread.none = layer
     try:
@@ -277,8 +279,7 @@ def softmax(
 def _follows() -> bool:
     """Return True if the results of a softmax are to be noted now.
 
-    That is while `convert` traces a layer, and in a call whose products are
-    told apart by it (`call_of`).
+    That is while `convert` traces a layer, and within `call_of`.
     """
     in_call = getattr(_thread, "call", None) is not None
     return in_call or products.recorder() is not None

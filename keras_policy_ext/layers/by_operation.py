@@ -181,6 +181,8 @@ def follow(cls: type) -> None:
 
 
 def _new_form(cls: type[keras.Layer]) -> type:
+    """Return the subclass of a class whose calls follow products."""
+
     @functools.wraps(cls.call)
     def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         # Open already, but where PyTorch computes a call again for gradients.
@@ -701,8 +703,7 @@ _COUNT: contextvars.ContextVar[Count | None] = contextvars.ContextVar(
 def counting(count: Count) -> Iterator[None]:
     """In the block, call `count` for each product of a layer with a weight.
 
-    `count` gets the equation, the shapes of both operands, and the weight that
-    the second one was made of.
+    `count` gets the equation, both shapes, and the second operand's weight.
     """
     token = _COUNT.set(count)
     try:

@@ -113,6 +113,7 @@ def _take_foreign(layer: ByOperation, policy: Any) -> None:
 
 
 def _form(layer: keras.Layer) -> type:
+    """Return the float8 class of a layer; raise if there is none."""
     form = form_of(type(layer)) or form_by_operation(layer)
     if form is None:
         raise ValueError(

@@ -193,6 +193,7 @@ class Float8Controller:
         self.layer.float8_state.add(kernel, recipe, axis)
 
     def _kernels_to_contract(self) -> list[keras.Variable]:
+        """Return the kernels of the layer that have a state, in order."""
         if self.kernel_paths:
             return self.contracted
         layer = self.layer

@@ -105,6 +105,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         return variable.name == tied
 
     def _float8_logits(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """Return the outputs of the reverse projection, from float8."""
         if self.tie_weights:
             kernel = variable_values.stored_embeddings(self)
             equation = "...x,yx->...y"

@@ -67,6 +67,7 @@ def watch() -> None:
 def _set_checked(
     stock: Any, layer: keras.Layer, weights: Sequence[Any]
 ) -> None:
+    """Set the weights, all or none if some are of frozen kernels."""
     if any(isinstance(each, _CHECKED) for each in layer.weights):
         set_all(layer, weights)
     else:
@@ -161,6 +162,7 @@ def _formats_of(recipe: Recipe) -> list[str]:
 
 
 def _warning(policy: Float8DTypePolicy, native: str) -> str:
+    """Return the text of the warning of formats that are emulated."""
     own, others = _formats_of(policy.recipe), formats.FAMILIES[native]
     text = (
         f"This model was trained in {' and '.join(own)}; "

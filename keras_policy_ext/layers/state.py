@@ -41,8 +41,7 @@ def has_state(recipe: Recipe) -> bool:
 class LastCall:
     """The plan of the last contraction that a layer computed; None before it.
 
-    It is a separate object, since torch.compile breaks the graph if a call
-    sets attributes of a layer.
+    Apart, since setting attributes of a layer breaks torch.compile's graph.
     """
 
     plan: contractions.Plan | contractions.FrozenPlan | None = None

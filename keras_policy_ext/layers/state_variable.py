@@ -184,6 +184,7 @@ class StateVariable(
         self._watched_kernel = id(self.kernel)
 
     def _count_assignment(self, settled: bool) -> None:
+        """Record whether state or kernel was assigned ahead of the other."""
         self._assigned_since_look = True
         if settled:
             # The state is of the kernel as it is now.

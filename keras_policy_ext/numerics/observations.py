@@ -75,8 +75,7 @@ ROUNDING = 2.0**-20
 """The largest distance of an average of sealed rows from the seal.
 
 Loops that average weights round at most four times, each by half a unit in the
-last place of a number up to 1. An optimizer that decays weights changes the
-seal by more in its first step.
+last place of a number up to 1. Weight decay changes the seal by more in a step.
 """
 
 

@@ -395,8 +395,7 @@ class DelayedSourceOfBank(DelayedSource):
 class CountingSource(CurrentSource):
     """A source that uses a tensor's own amax, and a state that counts steps.
 
-    The count seeds the stochastic rounding: each use of a kernel reports the
-    number of the next step.
+    The count seeds the rounding; each use reports that of the next step.
     """
 
     def __init__(self, recipe: Recipe):

@@ -262,9 +262,8 @@ SourceMap.read = staticmethod(get)
 def of_file(name: str) -> keras.DTypePolicy:
     """Convert the name of a policy in a file to the policy.
 
-    Unlike `get`, it does not ask the device: a recipe that does not say
-    whether its scales are powers of two has powers of two. A name that this
-    version writes says it.
+    Unlike `get`, it does not ask the device: a recipe that does not say whether
+    its scales are powers of two has powers of two. New names say it.
 
     Raises:
         ValueError: If the name does not describe a policy.
@@ -314,6 +313,7 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def _from_name(name: str) -> keras.DTypePolicy:
+    """Return the policy that a name means."""
     if policy_names.is_full_name(name) or name == policy_names.MODE:
         return Float8DTypePolicy(name)
     try:
@@ -325,6 +325,7 @@ def _from_name(name: str) -> keras.DTypePolicy:
 
 
 def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
+    """Return the policy of a Keras config."""
     if config.get("class_name") in ("Policy", "PolicyV1"):
         return _from_legacy(config.get("config"))
     try:
@@ -385,6 +386,7 @@ def _not_legacy(config: object) -> str:
 
 
 def _from_dtype(identifier: object) -> keras.DTypePolicy:
+    """Return the plain policy of a dtype, of any framework."""
     try:
         text = str(identifier)
         if text.startswith("torch."):  # Keras knows them on torch only.
@@ -471,6 +473,7 @@ def _merge_rules(named: Rules, rules: Rules) -> Rules:
 
 
 def _read_rules(rules: Any) -> Rules:
+    """Return rules as pairs of a pattern and a policy; raise if invalid."""
     if isinstance(rules, Mapping):
         rules = rules.items()
     if isinstance(rules, (str, bytes)) or not isinstance(rules, Iterable):

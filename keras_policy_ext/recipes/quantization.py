@@ -30,8 +30,7 @@ def matmuls_of(operand: str) -> tuple[str, str]:
 class Tile(NamedTuple):
     """The size of the part of a matrix whose elements share one scale.
 
-    `Tile()` is the whole tensor, including batch axes. Every other tile lies
-    within one matrix of the batch.
+    `Tile()` is the whole tensor; every other tile is within one matrix.
 
     Attributes:
         free: Its size along the axis that the result keeps; None for all.

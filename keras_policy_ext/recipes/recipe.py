@@ -333,6 +333,7 @@ def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
 
 
 def _register(cls: type[Recipe]) -> None:
+    """Enter a recipe class by its name; raise if another has the name."""
     registered = REGISTRY.get(cls.name)
     is_same_class = registered is not None and (
         (registered.__module__, registered.__qualname__)

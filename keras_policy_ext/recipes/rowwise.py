@@ -58,8 +58,7 @@ class RowwiseScaling(Recipe):
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         if self.in_high_precision(matmul):
             return None
-        # torchao gathers a sharded kernel in float8 for this matmul, which
-        # one scale for all shards allows.
+        # As in torchao: one scale lets shards be gathered in float8.
         whole = (operand, matmul) == ("kernel", "inputs_grad")
         whole = whole and self.in_high_precision("kernel_grad")
         return Quantization(

@@ -40,6 +40,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def _near(word: str, names: list[str]) -> str | None:
+    """Return the name that a misspelt word may mean, or None."""
     plain = {_plain(name): name for name in names}
     if _plain(word) in plain:
         return plain[_plain(word)]

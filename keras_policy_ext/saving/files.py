@@ -186,9 +186,8 @@ def check_exists(path: PathLike) -> None:
 def check_model(path: PathLike) -> int:
     """Check a model's file or folder; return the number of elements of weights.
 
-    It limits what the config may ask for. Keras does not detect all damage: it
-    falls back to reading without checksums, and reports a truncated file as
-    missing (keras 3.12 to 3.15).
+    It limits what the config may ask for. Keras does not detect all damage, and
+    reports a truncated file as missing (keras 3.12 to 3.15).
 
     Raises:
         ValueError: If it is damaged or malicious.

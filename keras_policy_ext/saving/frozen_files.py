@@ -70,8 +70,7 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
 def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
     """In the block, a copy of weights of Keras's float8 can be loaded.
 
-    They are in a file of weights or of a model. It yields the path, or that of
-    a temporary `.weights.h5` file.
+    It yields the path, or that of a temporary `.weights.h5` file.
     """
     if not files.count(path, KerasWeights.in_group):
         yield path
@@ -172,8 +171,7 @@ def frozen_when_built(weights: PathLike) -> Iterator[None]:
 
     Their kernels are zeros, and the recipe is that of the first frozen layer in
     the file. `freeze_as_saved` later corrects which layers are frozen, and how.
-    If Keras does not tell when a layer is built, all layers are built in floats
-    before they are frozen.
+    Where Keras does not tell of builds, all layers are first built in floats.
     """
     recipe = _first_recipe(weights)
     if recipe is None or not calls.tells_what_is_built():
@@ -220,8 +218,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
 def dequantized(path: PathLike) -> Iterator[PathLike]:
     """Yield a weights file whose float8 kernels are dequantized, in a copy.
 
-    These are the weights of the model that `thaw` returns. Without frozen
-    layers it is the file itself.
+    They are those of `thaw`. Without frozen layers: the file itself.
     """
     if not has_frozen_layers(path):
         yield path

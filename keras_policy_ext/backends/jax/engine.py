@@ -152,8 +152,7 @@ def failing() -> str | None:
         with jax.ensure_compile_time_eval():
             if _gives_our_numbers():
                 return None
-    # A compiler may raise anything on a device that nobody has tried. It is
-    # the reason that users see.
+    # On an untried device a compiler may raise anything. Users see it.
     except Exception as error:
         message = str(error).partition("\n")[0]
         return f"lax.scaled_dot fails here: {type(error).__name__}: {message}"
@@ -305,6 +304,7 @@ class Float8Dot(NativeMatmul):
         fast: bool,
         precision: lax.Precision,
     ) -> Tensor:
+        """Return the product on CUDA; XLA passes its algorithm to cuBLASLt."""
         if have_vector(a, b):
             # It is no matmul to XLA, which would add up in the narrow dtype.
             x, y = (each.values.astype(jnp.float32) for each in (a, b))

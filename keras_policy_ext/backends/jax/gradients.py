@@ -85,6 +85,7 @@ def _forward(
     state: State,
     bias: Tensor | None,
 ) -> tuple[Tensor, _SavedLeaves]:
+    """Return the outputs, and the residuals as leaves."""
     outputs, residuals = operation.bound.forward(
         inputs, kernel, state, trains, bias
     )
@@ -225,6 +226,7 @@ def _linked_forward(
 def _linked_backward(
     operation: Operation, residuals: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
+    """Return gradients for the arguments of `_linked`: state and links."""
     gradients = _backward_of(operation, None, *residuals, outputs_grad)
     *of_links, of_state, _ = gradients
     return None, None, of_state, tuple(of_links)
@@ -293,6 +295,7 @@ def _gradients(
 def _gradients_forward(
     static: tuple[Operation, None], *tensors: Any
 ) -> tuple[Any, Any]:
+    """Return the gradients, and what their own gradients are made of."""
     *others, slot = tensors
     results = _gradients(static, *others, static[0].another_slot(slot))
     saved, _, links, outputs_grad = others
@@ -380,6 +383,7 @@ def _run_frozen_forward(
 def _run_frozen_backward(
     operation: FrozenOperation, saved: _SavedLeaves, outputs_grad: Tensor
 ) -> tuple[Tensor, State]:
+    """Return the gradient of the inputs, and zeros for the constants."""
     constants = tuple(saved.leaves)
     inputs_grad = operation.inputs_grad(outputs_grad, constants, saved.shapes)
     return inputs_grad, tuple(map(_no_gradient, constants))

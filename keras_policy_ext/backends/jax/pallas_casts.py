@@ -580,6 +580,7 @@ def _amaxes_by_xla(wanted: Tensor, x: Tensor) -> Tensor:
 def _amaxes_by_pallas(
     wanted: Tensor, x: Tensor, interpreted: bool = False
 ) -> Tensor:
+    """Return what `amax_if` returns, by a kernel."""
     if x.size < PART:
         return _amaxes_by_xla(wanted, x)
     return pl.pallas_call(

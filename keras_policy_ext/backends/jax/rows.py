@@ -193,6 +193,7 @@ def both_codes_of(
 def _amaxes_by_xla(
     options: How, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the amaxes of rows and of columns, padded, and column sums."""
     rows, columns = (
         jnp.pad(scaling.amax(x, axis), (0, -size % options.side))
         for axis, size in ((1, x.shape[0]), (0, x.shape[1]))
@@ -204,6 +205,8 @@ def _amaxes_by_xla(
 def _codes_by_xla(
     options: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Return the codes of a matrix and of its transpose, or None."""
+
     def codes(x: Tensor, scale: Tensor, name: str | None) -> Any:
         if name is None:
             return None
@@ -218,6 +221,7 @@ def _codes_by_xla(
 def _amaxes_by_pallas(
     options: How, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what `_amaxes_by_xla` returns, by a kernel."""
     (m, k), side = x.shape, options.side
     grid = pl.cdiv(m, side), pl.cdiv(k, side)
     # All programs take the maximum with one vector, which starts as zeros.
@@ -281,6 +285,7 @@ def _amaxes_kernel(
 def _codes_by_pallas(
     options: How, x: Tensor, of_rows: Tensor, of_columns: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Return what `_codes_by_xla` returns, by a kernel."""
     (m, k), side = x.shape, options.side
     specs, shapes = [], []
     if options.plain:

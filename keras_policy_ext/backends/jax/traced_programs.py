@@ -96,6 +96,7 @@ def _described(x: Tensor) -> Any:
 
 
 def _chooses(program: Any) -> bool:
+    """Return True if a program, or one in it, chooses among values."""
     return any(
         step.primitive.name in _CHOICES
         or any(map(_chooses, map(program_in, programs_in(step))))

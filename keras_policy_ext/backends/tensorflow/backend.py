@@ -406,6 +406,7 @@ def _other_devices() -> bool:
 
 
 def _in_a_loop() -> bool:
+    """Return True if the graph being made is in the body of a loop."""
     body = getattr(bodies, "WhileBodyFuncGraph", object)
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and not isinstance(graph, body):
@@ -418,8 +419,7 @@ def _shared_forward(
     operation: Operation, shapes: tuple[Shape, Shape], in_a_loop: bool
 ) -> CompiledPass:
     """Return a forward pass compiled for an operation and shapes."""
-    # All that the graph depends on is in the cache key: the shapes, and whether
-    # a loop stacks its results.
+    # The cache key: the shapes, and whether a loop stacks the results.
     trains = operation.training is True
 
     def forward(

@@ -65,6 +65,7 @@ def found() -> Device:
 
 
 def _described(gpu: object) -> Device:
+    """Return the `Device` of a GPU, by its compute capability."""
     details = tf.config.experimental.get_device_details(gpu)
     name = details.get("device_name", "a GPU")
     capability = details.get("compute_capability")
@@ -110,6 +111,7 @@ def _like(
 
 @functools.cache
 def _flat(function: Codec, format_name: str, dtype: tf.DType) -> Any:
+    """Return a codec of vectors, compiled by XLA."""
     return tf.function(
         lambda flat: function(flat, format_name),
         jit_compile=True,
@@ -120,6 +122,8 @@ def _flat(function: Codec, format_name: str, dtype: tf.DType) -> Any:
 
 @functools.cache
 def _flat_cast(format_name: str, is_factor: bool, dtype: tf.DType) -> Any:
+    """Return a cast of vectors with one scale, compiled by XLA."""
+
     def cast(flat: Tensor, scale: Tensor) -> Tensor:
         return casting.quantize_float32(flat, scale, format_name, is_factor)
 

@@ -144,6 +144,7 @@ def _sums_in_float32(dtype: str, allows_fp16: bool) -> bool:
 
 
 def _found() -> Device:
+    """Return the `Device` that PyTorch has here: a GPU, or the CPU."""
     if torch.cuda.is_available():
         return gpu_of(torch.cuda.current_device())
     if torch.backends.mps.is_available():
@@ -277,8 +278,7 @@ class TorchBackend(Backend):
 
     @override
     def known_any(self, flags: Tensor) -> bool | None:
-        # A choice of scales that is already made saves three of the five
-        # computations of scales in a step.
+        # This saves three of the five computations of scales in a step.
         is_on_cpu = type(flags) is torch.Tensor and flags.device.type == "cpu"
         return bool(flags.any()) if is_on_cpu else None
 
@@ -329,6 +329,7 @@ class TorchBackend(Backend):
     def _assigned(
         self, variable: keras.Variable, value: Tensor
     ) -> Tensor | None:
+        """Return the settled state; None if it was changed in place."""
         with torch.no_grad():
             taken, state = observations.taken(variable, value), variable.value
             merge = self._merge_of(variable, state)

@@ -327,8 +327,7 @@ def lacking() -> str | None:
         with _real_tensors():
             if _gives_our_codes():
                 return None
-    # A compiler may raise anything on a device that nobody has tried. It is
-    # the reason that users see.
+    # On an untried device a compiler may raise anything. Users see it.
     except Exception as error:
         return f"Triton fails here: {type(error).__name__}: {error}"
     return "Triton does not cast here as PyTorch does"

@@ -34,15 +34,14 @@ FORWARD_MODE = (
 
 
 def are_transforms_active() -> bool:
-    """Return True inside a `torch.func` transform (no public way, 2.13)."""
+    """Return True inside a `torch.func` transform; not public (2.13)."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def refuse_compiled_transforms() -> None:
     """Raise if `torch.compile` compiles a transform of `torch.func`.
 
-    Without `fullgraph=True` the compiler then runs the function around the
-    transform eagerly, if it can.
+    Without `fullgraph=True` the compiler then runs the caller eagerly.
     """
     if are_transforms_active():
         raise NotImplementedError(
@@ -119,6 +118,7 @@ def links_of(inputs: Tensor, kernel: Tensor) -> Links:
 
 
 def _link_of(x: Tensor) -> Tensor | None:
+    """Return a link; None without gradient, or for another type."""
     if not x.requires_grad:
         return None
     if type(x) is torch.nn.Parameter:

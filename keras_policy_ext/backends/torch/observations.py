@@ -380,6 +380,7 @@ def _followed(
 
 
 def _enter_states_of(optimizer: torch.optim.Optimizer) -> None:
+    """Enter observations for the states of what an optimizer updates."""
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
     with torch.no_grad(), variable_values.without_notifying():

@@ -40,8 +40,7 @@ def run(
     """Run an operation as a custom operator; return the outputs plus the bias.
 
     The operator adds the bias if it runs straight. Elsewhere the compiler adds
-    it, perhaps with what comes next. The operation is made of dataclasses and
-    of values known to the compiler.
+    it, perhaps with what comes next. The compiler knows all of an operation.
     """
     matrix = state[0] if state else None
     return _contraction(_written(operation), inputs, kernel, matrix, bias)
@@ -365,6 +364,7 @@ def _(
 def _save_frozen(
     ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
 ) -> None:
+    """Save what the gradient of a frozen contraction needs."""
     ctx.name, x, constants = inputs
     ctx.shape = list(x.shape)
     ctx.save_for_backward(*constants)

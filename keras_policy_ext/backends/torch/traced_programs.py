@@ -114,6 +114,7 @@ def _trace(
     flow: Flow | None,
     device: str | None,
 ) -> TracedProgram:
+    """Run a function on ones, and record its calls."""
     with torch.no_grad(), keras.device(device or _real_device()):
         tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
         if flow is not None:
@@ -192,6 +193,7 @@ class _Recorder(TorchFunctionMode):
     def _follow(
         self, function: Any, operands: list[Any], outputs: Any, chooses: bool
     ) -> None:
+        """Pass what is known of the operands on to the outputs of a call."""
         given = _tensors_in(operands)
         results = _tensors_in(keras.tree.flatten(outputs))
         if isinstance(outputs, tuple):
