@@ -47,11 +47,11 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
 
 def warn(text: str) -> None:
     """Warn at the user's line of code; inside `once`, give a text only once."""
-    given = _told.get()
-    if given is not None:
-        if text in given:
+    texts_given = _told.get()
+    if texts_given is not None:
+        if text in texts_given:
             return
-        given.add(text)
+        texts_given.add(text)
     warnings.warn(text, UserWarning, stacklevel=stacklevel())
 
 

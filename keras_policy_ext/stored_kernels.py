@@ -152,8 +152,8 @@ def quantize(
     if scale is None:
         scales = _scales(_amax(kernel, axes, granularity), limit)
     else:
-        given = np.asarray(scale, "float32")
-        scales = given if given.ndim else given.reshape((1,) * kernel.ndim)
+        array = np.asarray(scale, "float32")
+        scales = array if array.ndim else array.reshape((1,) * kernel.ndim)
     if granularity == "block":
         matrix = as_matrix(kernel, axes)
         divided = matrix / spread_blocks(scales, matrix.shape)

@@ -71,9 +71,9 @@ def _renew_quantize(layer: keras.Layer) -> None:
     # (keras 3.12 to 3.15). A class with `quantize_after` gets that function;
     # the stock class gets it back.
     held = vars(layer)
-    given = held.pop(_GIVEN_QUANTIZE, None)
-    if given is not None:
-        held["quantize"] = given
+    keras_function = held.pop(_GIVEN_QUANTIZE, None)
+    if keras_function is not None:
+        held["quantize"] = keras_function
     stock = held.get("quantize")
     if stock is None or not hasattr(type(layer), "quantize_after"):
         return

@@ -96,9 +96,9 @@ class Flow:
 
     def finish(self, outputs: Iterable[Hashable]) -> None:
         """Set `returned`; positions that are returned count as used."""
-        seen = [self._of(key) for key in outputs]
-        self._count_positions_as_used(seen)
-        self.returned = [each.reached for each in seen]
+        known = [self._of(key) for key in outputs]
+        self._count_positions_as_used(known)
+        self.returned = [each.reached for each in known]
 
     def new_call(self, through: Through, results: int) -> int:
         """Return a number for a call that is going to be marked.
@@ -131,9 +131,9 @@ class Flow:
 
         The operands' positions count as used, since the call is not followed.
         """
-        seen = [self._of(key) for key in operands]
-        self._count_positions_as_used(seen)
-        found = self._calls[number].through([each.reached for each in seen])
+        known = [self._of(key) for key in operands]
+        self._count_positions_as_used(known)
+        found = self._calls[number].through([each.reached for each in known])
         for key, reached in zip(results, found, strict=True):
             self._put(key, _Seen(reached))
 
@@ -150,19 +150,19 @@ class Flow:
             operands: Its tensors.
             results: Each with its dtype.
         """
-        seen = [self._of(key) for key in operands]
-        reached = NONE.union(*(each.reached for each in seen))
-        ranked = NONE.union(*(each.ranked for each in seen))
-        positions = NONE.union(*(each.positions for each in seen))
+        known = [self._of(key) for key in operands]
+        reached = NONE.union(*(each.reached for each in known))
+        ranked = NONE.union(*(each.ranked for each in known))
+        positions = NONE.union(*(each.positions for each in known))
         names = [(key, str(dtype)) for key, dtype in results]
         # A cast or another shape of positions does not use them.
         keeps_positions = (
             kind == "other"
-            and len(seen) == 1
+            and len(known) == 1
             and not any("float" in dtype for _, dtype in names)
         )
         if not keeps_positions:
-            self._count_positions_as_used(seen)
+            self._count_positions_as_used(known)
         for key, dtype in names:
             found = _Seen()
             if kind == "product":
@@ -180,16 +180,16 @@ class Flow:
     def _of(self, key: Hashable) -> _Seen:
         return self._seen.get(key, _NOTHING)
 
-    def _put(self, key: Hashable, seen: _Seen) -> None:
+    def _put(self, key: Hashable, known: _Seen) -> None:
         """Set what is known of a tensor; forget it if that is nothing."""
         # Where a program runs twice, a tensor of the first run is replaced.
-        if any(seen):
-            self._seen[key] = seen
+        if any(known):
+            self._seen[key] = known
         else:
             self._seen.pop(key, None)
 
-    def _count_positions_as_used(self, seen: Iterable[_Seen]) -> None:
-        self.chosen.update(x.positions for x in seen if x.positions)
+    def _count_positions_as_used(self, known: Iterable[_Seen]) -> None:
+        self.chosen.update(x.positions for x in known if x.positions)
 
 
 _NOTHING = _Seen()

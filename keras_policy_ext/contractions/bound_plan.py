@@ -243,8 +243,8 @@ class BoundPlan(BoundOperation):
         quantizations = self.plan.operands.saved
         x = quantized.of_leaves(tensors, quantizations["inputs"])
         w = quantized.of_leaves(tensors, quantizations["kernel"])
-        reading, rest = self._source.reading_of(list(tensors))
-        amaxes = (rest[0], rest[1]) if rest else None
+        reading, after_reading = self._source.reading_of(list(tensors))
+        amaxes = (after_reading[0], after_reading[1]) if after_reading else None
         return Residuals(x, w, reading, amaxes, shapes, self.engine)
 
     @override

@@ -392,8 +392,8 @@ class BoundOperand:
         # On a GPU the amax of a kernel is a pass that nothing else needs.
         if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
-        wanted = options.observe or self._is_stochastic
-        amax = Amax(home, wanted, self._amax_of, in_branch)
+        needs_amax = options.observe or self._is_stochastic
+        amax = Amax(home, needs_amax, self._amax_of, in_branch)
         saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
         # Outputs read values without marks; a gradient reads them with.
         first = saturated if self._in_forward else marked

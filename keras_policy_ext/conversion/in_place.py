@@ -93,11 +93,11 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
     return True
 
 
-def leave_with_children(layer: keras.Layer, left: list[keras.Layer]) -> None:
-    """Revert a composite if a layer in it has left float8, and none stays."""
+def leave_with_children(layer: keras.Layer, changed: list[keras.Layer]) -> None:
+    """Revert a composite if a changed layer is in it, and none in float8."""
     inner = walking.layers_within(layer)[1:]
     any_stays = any(float8_policy_of(each) is not None for each in inner)
-    if not any_stays and any(each is one for each in inner for one in left):
+    if not any_stays and any(each is one for each in inner for one in changed):
         to_stock_class(layer)
 
 
@@ -136,11 +136,11 @@ def _followed(composite: keras.Layer) -> Followed:
 
 def _assigns(policy: keras.DTypePolicy, followed: Followed) -> bool:
     """Return True if `policy` assigns each path the policy listed with it."""
-    for path, wanted in followed:
+    for path, its_policy in followed:
         own = policies.as_float8(of_path(policy, path))
         if isinstance(own, Float8DTypePolicy):
             own = own.for_path(path)
-        if (own if isinstance(own, Float8DTypePolicy) else None) != wanted:
+        if (own if isinstance(own, Float8DTypePolicy) else None) != its_policy:
             return False
     return True
 
@@ -326,8 +326,8 @@ def _decided(
         if isinstance(selection.filter, Safe):
             by_role = {**roles.ends(convertible, work.call), **by_role}
     reasons = selection.reasons(convertible, by_role)
-    decisions, left = _decide(convertible, requested, reasons)
-    return _Decided(survey, decisions, left, work)
+    decisions, unconverted = _decide(convertible, requested, reasons)
+    return _Decided(survey, decisions, unconverted, work)
 
 
 def _convert(
@@ -454,27 +454,27 @@ def _decide(
     convertible: list[Candidate], requested: Requested, reasons: dict[int, str]
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Split candidates into (candidate, policy) pairs and layers left out."""
-    decisions, left = [], []
+    decisions, unconverted = [], []
     for number, candidate in enumerate(convertible):
         reason = reasons.get(number)
         target = Target(reason=reason)
         if reason is None:
             target = requested.target(candidate.layer)
         if target.policy is None:
-            left.append(Unconverted(candidate.layer, str(target.reason)))
+            unconverted.append(Unconverted(candidate.layer, str(target.reason)))
         else:
             decisions.append((candidate, target))
-    return _with_one_state(convertible, decisions, left)
+    return _with_one_state(convertible, decisions, unconverted)
 
 
 def _with_one_state(
     convertible: list[Candidate],
     decisions: list[Decision],
-    left: list[Unconverted],
+    unconverted: list[Unconverted],
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Leave out layers whose kernels other layers multiply in float8."""
     # A kernel has one state, which is that of the layer that multiplies.
-    unchanged = {id(each.layer) for each in left}
+    unchanged = {id(each.layer) for each in unconverted}
     multiplying: dict[int, Candidate] = {}  # By the id of a kernel.
     for each in convertible:
         if id(each.layer) in unchanged and float8_policy_of(each.layer):
@@ -491,8 +491,8 @@ def _with_one_state(
             continue
         path = path_of(others[0].layer)
         reason = f"layer {path!r} multiplies with its kernel"
-        left.append(Unconverted(candidate.layer, reason))
-    return chosen, left
+        unconverted.append(Unconverted(candidate.layer, reason))
+    return chosen, unconverted
 
 
 def _foreign(candidate: Candidate) -> dict[int, Candidate]:

@@ -194,8 +194,8 @@ class LayersReport(BaseReport):
             yield Table(columns, rows)
         elif number:
             yield self._short_table(groups[:number])
-        if left := groups[number:]:
-            more = f"and {len(left)} more"
+        if not_shown := groups[number:]:
+            more = f"and {len(not_shown)} more"
             if is_counted:
                 counts = [multiplications_of(group) for group in groups]
                 share = percent(sum(counts[number:]), sum(counts))

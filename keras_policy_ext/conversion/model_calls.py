@@ -95,10 +95,10 @@ class Arguments:
     @property
     def are_sizes_known(self) -> bool:
         """True if all sizes except the batch are known."""
-        given = keras.tree.flatten((self.args, self.kwargs))
+        arguments = keras.tree.flatten((self.args, self.kwargs))
         return not any(
             None in x.shape[1:]
-            for x in given
+            for x in arguments
             if isinstance(x, keras.KerasTensor)
         )
 

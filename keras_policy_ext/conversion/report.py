@@ -397,7 +397,7 @@ def report_of(
     cls: type[ReportClass],
     model: keras.Layer,
     converted: Sequence[keras.Layer],
-    left: Sequence[Unconverted],
+    excluded: Sequence[Unconverted],
     # List also layers that multiply with kernels of others, as skipped.
     names_others: bool = False,
     without_effect: Sequence[str] = (),
@@ -407,9 +407,9 @@ def report_of(
 ) -> ReportClass:
     """Return the report of a change; `more` has fields of its class."""
     work = work or work_of(model)
-    listed = {id(x) for x in converted} | {id(each.layer) for each in left}
-    left = [
-        *left,
+    listed = {id(x) for x in converted} | {id(each.layer) for each in excluded}
+    excluded = [
+        *excluded,
         *(
             Unconverted(layer, MULTIPLIES_OTHERS)
             for layer in work.multiplying
@@ -418,7 +418,7 @@ def report_of(
     ]
     # Kernels of frozen layers that stay in floats have entries of their own.
     kernels: dict[int, list[Any]] = {}
-    for each in left:
+    for each in excluded:
         if each.kernel is not None:
             kernels.setdefault(id(each.layer), []).append(each.kernel)
     by_kernel: dict[int, Work] = {}
@@ -429,7 +429,7 @@ def report_of(
             counted, counts = work.of_parts(layer, in_floats)
             by_kernel.update(zip(map(id, in_floats), counts, strict=True))
         changed.append(_converted(layer, counted))
-    skipped = [_skipped(x, work, by_kernel.get(id(x.kernel))) for x in left]
+    skipped = [_skipped(x, work, by_kernel.get(id(x.kernel))) for x in excluded]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
         tuple(changed),

@@ -345,9 +345,9 @@ class Requested:
         return _target(layer, self.policies[0], None)
 
 
-def warn_if_only_plain_policies(left: list[Unconverted]) -> None:
+def warn_if_only_plain_policies(unconverted: list[Unconverted]) -> None:
     """Warn if `convert` changed nothing because policies are not float8."""
-    plain = [x for x in left if x.reason.startswith(_PLAIN)]
+    plain = [x for x in unconverted if x.reason.startswith(_PLAIN)]
     if not plain:
         return
     layers = "1 layer is" if len(plain) == 1 else f"{len(plain)} layers are"

@@ -266,19 +266,19 @@ class Tracer:
         self, stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
         """Trace the call of an inner layer, and return zeros as its outputs."""
-        frame, given = self._frames[-1], keras.tree.flatten((args, kwargs))
+        frame, values = self._frames[-1], keras.tree.flatten((args, kwargs))
         if layer is frame.layer and not frame.entered:
             frame.entered = True
             return stock(layer, *args, **kwargs)
         is_within = type(layer) in self._within
-        if is_within or any(isinstance(x, keras.KerasTensor) for x in given):
+        if is_within or any(isinstance(x, keras.KerasTensor) for x in values):
             return stock(layer, *args, **kwargs)  # Keras asks for a shape.
         call = self.trace(
             layer, *keras.tree.map_structure(_described, (args, kwargs))
         )
         frame.add(call)
         outputs = keras.tree.map_structure(_zeros, call.outputs)
-        return self._marked(call, given, outputs)
+        return self._marked(call, values, outputs)
 
     def contracted(self, call: seams.ContractionCall) -> Any:
         """Return zeros for a float8 contraction, which is not computed."""
@@ -310,11 +310,11 @@ class Tracer:
         number = flow.new_call(
             lambda sources: [through(NONE.union(*sources))], results=1
         )
-        given = [ops.convert_to_tensor(x) for x in operands]
-        (marked,) = backends.current.mark_call(flow, number, given, [result])
+        tensors = [ops.convert_to_tensor(x) for x in operands]
+        (marked,) = backends.current.mark_call(flow, number, tensors, [result])
         return marked
 
-    def _marked(self, call: Call, given: list[Any], outputs: Any) -> Any:
+    def _marked(self, call: Call, arguments: list[Any], outputs: Any) -> Any:
         """Mark a call in the program of the frame; return its outputs."""
         flow = self._frames[-1].flow
         if flow is None:
@@ -324,7 +324,7 @@ class Tracer:
         marked = backends.current.mark_call(
             flow,
             flow.new_call(_through(call, flow), len(places)),
-            [ops.convert_to_tensor(x) for x in given if _is_array(x)],
+            [ops.convert_to_tensor(x) for x in arguments if _is_array(x)],
             [leaves[place] for place in places],
         )
         for place, tensor in zip(places, marked, strict=True):
@@ -453,8 +453,8 @@ class Tracer:
             frame.add(found)
             return self._passed(frame, found, (args, kwargs))
 
-        given = keras.tree.flatten(inputs)
-        outputs = walking.follow_graph(model, given, call)
+        input_tensors = keras.tree.flatten(inputs)
+        outputs = walking.follow_graph(model, input_tensors, call)
         structure = keras.tree.pack_sequence_as(model.output, outputs)
         return self._finished(frame, structure)
 
@@ -468,8 +468,8 @@ class Tracer:
         """Trace `call` of a layer, or an operation in the graph of `owner`."""
         if owner is None:
             _check_built(layer)
-        given = keras.tree.flatten((args, kwargs))
-        tensors = [x for x in given if isinstance(x, keras.KerasTensor)]
+        arguments = keras.tree.flatten((args, kwargs))
+        tensors = [x for x in arguments if isinstance(x, keras.KerasTensor)]
         flow = Flow() if self._follows else None
         frame = _Frame(layer, flow=flow)
 
@@ -477,7 +477,7 @@ class Tracer:
             waiting = iter(values)
             filled = [
                 next(waiting) if isinstance(x, keras.KerasTensor) else x
-                for x in given
+                for x in arguments
             ]
             # A function may be called again, where its first trace failed.
             vars(frame).update(vars(_Frame(layer, flow=flow)))
@@ -724,7 +724,7 @@ def _convolved(contraction: Any, inputs: Shape, kernel: Shape) -> Any:
     shape = list(inputs)
     if not contraction.is_transposed:
         # Keras infers no shape where the kernel is of one of several groups.
-        last = contraction.data_format == "channels_last"
-        shape[-1 if last else 1] = kernel[-2]
+        is_channels_last = contraction.data_format == "channels_last"
+        shape[-1 if is_channels_last else 1] = kernel[-2]
     operands = map(keras.KerasTensor, (shape, kernel))
     return contraction.of(*operands).shape

@@ -215,9 +215,9 @@ def _update_optimizers(
                 new |= {
                     id(v) for v in model.trainable_variables if id(v) in come
                 }
-            wanted = _to_optimize(optimized, model, new, gone)
-            if [id(v) for v in wanted] != [id(v) for v in optimized]:
-                optimizer_variables.retarget_optimizer(each, wanted)
+            to_optimize = _to_optimize(optimized, model, new, gone)
+            if [id(v) for v in to_optimize] != [id(v) for v in optimized]:
+                optimizer_variables.retarget_optimizer(each, to_optimize)
 
 
 def change_of(
@@ -347,18 +347,18 @@ def _to_optimize(
     # A state follows the variable that precedes it in `model.variables`. So the
     # order is again that of `trainable_variables`, which the trainers rely on,
     # and of lists that a custom loop joins from several parts.
-    wanted = [v for v in optimized if id(v) not in gone]
-    place = {id(v): i for i, v in enumerate(wanted)}
+    variables = [v for v in optimized if id(v) not in gone]
+    place = {id(v): i for i, v in enumerate(variables)}
     after: dict[int, list[Any]] = {}
-    last = -1
+    preceding = -1
     for variable in model.variables:
         if id(variable) in place:
-            last = place[id(variable)]
+            preceding = place[id(variable)]
         elif id(variable) in new:
-            after.setdefault(last, []).append(variable)
+            after.setdefault(preceding, []).append(variable)
     for index in sorted(after, reverse=True):
-        wanted[index + 1 : index + 1] = after[index]
-    return wanted
+        variables[index + 1 : index + 1] = after[index]
+    return variables
 
 
 _GROUP = "optimizer/inner_optimizer"

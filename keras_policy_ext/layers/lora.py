@@ -22,19 +22,19 @@ def einsum_adapter(layer: keras.Layer, equation: str, inputs: Tensor) -> Tensor:
     a, b = _factors(layer)
     equation = equations.explicit(equation, len(inputs.shape), len(a.shape))
     first, second, out = equations.split(equation)
-    last = second[-1]
+    last_axis = second[-1]
     rank = next(c for c in string.ascii_letters if c not in equation)
-    factor_a, factor_b = second[:-1] + rank, rank + last
+    factor_a, factor_b = second[:-1] + rank, rank + last_axis
     # B has the last axis of the kernel. If both inputs and outputs have it, no
     # order of two products is right; if only the inputs have it, B is first.
-    if last in first and last in out:
+    if last_axis in first and last_axis in out:
         merged = ops.matmul(a, b)
         return _scale(layer, ops.einsum(equation, inputs, merged))
-    if last in out:
-        middle = out.replace(last, rank)
+    if last_axis in out:
+        middle = out.replace(last_axis, rank)
         steps = (factor_a, a), (factor_b, b)
     else:
-        middle = first.replace(last, rank)
+        middle = first.replace(last_axis, rank)
         steps = (factor_b, b), (factor_a, a)
     (term, factor), (next_term, next_factor) = steps
     x = ops.einsum(f"{first},{term}->{middle}", inputs, factor)

@@ -195,11 +195,11 @@ class StateLayout:
         intact = ops.expand_dims(self.is_intact(previous), 1)
         before = ops.where(intact, previous, 0.0)
         first = before[:, _FIRST : _FIRST + 1]
-        columns, last = self._columns(), self.width - 1
+        columns, last_column = self._columns(), self.width - 1
         # As in Keras and Flax, the ring turns left and index 0 is overwritten.
         # So index 1 is the oldest, and the last index the second newest.
         turned = ops.pad(before[:, 1:], ((0, 0), (0, 1)))
-        turned = ops.where(columns == last, first, turned)
+        turned = ops.where(columns == last_column, first, turned)
         newest = self._newest(uses, entries, first)
         rolled = ops.where(columns == _FIRST, newest, turned)
         # One axis at a time: PyTorch raises an error for two (keras 3.12).
@@ -212,10 +212,10 @@ class StateLayout:
         # a fractional number of uses, or more amaxes than uses.
         slots = np.arange(_FIRST) < SLOTS
         weights = np.where(slots, 1.0, np.inf).astype("float32")
-        seen = ops.where(ops.not_equal(entries, 0.0), weights, 0.0)
-        seen = ops.expand_dims(ops.sum(seen, axis=(1, 2)), 1)
+        uses_needed = ops.where(ops.not_equal(entries, 0.0), weights, 0.0)
+        uses_needed = ops.expand_dims(ops.sum(uses_needed, axis=(1, 2)), 1)
         whole = ops.equal(uses, ops.floor(uses))
-        counted = ops.logical_and(whole, ops.greater_equal(uses, seen))
+        counted = ops.logical_and(whole, ops.greater_equal(uses, uses_needed))
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
     def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:

@@ -118,8 +118,8 @@ class ScaledDot(NativeMatmul):
             return request.refused_as_mx
         if not hasattr(lax, "scaled_dot"):
             return f"jax {jax.__version__} has no scaled_dot"
-        wanted = request.prefer == "native"
-        return (None if wanted else lacking_mx()) or failing()
+        requested = request.prefer == "native"
+        return (None if requested else lacking_mx()) or failing()
 
     @override
     def reason(self, request: Request) -> str:
@@ -273,8 +273,8 @@ class Float8Dot(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        wanted = request.prefer == "native"
-        return None if wanted else lacking(*request.formats)
+        requested = request.prefer == "native"
+        return None if requested else lacking(*request.formats)
 
     @override
     def reason(self, request: Request) -> str:

@@ -179,8 +179,8 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        wanted = request.prefer == "native"
-        reason = None if wanted else lacking(*request.formats)
+        requested = request.prefer == "native"
+        reason = None if requested else lacking(*request.formats)
         if reason is None and not request.for_xla:
             return "only XLA has a float8 matmul: jit_compile=True"
         return reason

@@ -303,10 +303,10 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _packed(mask: Tensor, for_xla: bool) -> Tensor:
     """Pack a mask into 8 elements per byte if XLA compiles the function."""
     # Without XLA, packing needs several passes over memory.
-    last = mask.shape[-1] if mask.shape.rank else None
-    if not for_xla or not last or last % 8:
+    last_size = mask.shape[-1] if mask.shape.rank else None
+    if not for_xla or not last_size or last_size % 8:
         return mask
-    shape = tf.concat([tf.shape(mask)[:-1], [last // 8, 8]], 0)
+    shape = tf.concat([tf.shape(mask)[:-1], [last_size // 8, 8]], 0)
     bytes_of_bits = tf.cast(tf.reshape(mask, shape), tf.uint8) * _BITS
     packed = tf.reduce_sum(bytes_of_bits, -1)
     (behind,) = behind_barrier(packed)

@@ -255,8 +255,8 @@ def _is_observation(numbers: list[float]) -> bool:
     # See `StateLayout._is_observation`.
     uses = _rounded(numbers[0] / UNIT)
     *slots, scale, newest = numbers[1:]
-    seen = math.inf if scale or newest else SLOTS - slots.count(0.0)
-    return uses >= seen and (uses.is_integer() or math.isinf(uses))
+    uses_needed = math.inf if scale or newest else SLOTS - slots.count(0.0)
+    return uses >= uses_needed and (uses.is_integer() or math.isinf(uses))
 
 
 def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:

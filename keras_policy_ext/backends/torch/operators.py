@@ -282,7 +282,7 @@ class _Passes(ReverseMode):
             gradients = raising_if_differentiated(gradients, outputs_grad)
         gradients = iter(gradients)
         inputs_grad, kernel_grad, bias_grad = (
-            next(gradients) if wanted else None for wanted in needed
+            next(gradients) if is_needed else None for is_needed in needed
         )
         return None, inputs_grad, kernel_grad, next(gradients, None), bias_grad
 

@@ -194,20 +194,20 @@ class _Recorder(TorchFunctionMode):
         self, function: Any, operands: list[Any], outputs: Any, chooses: bool
     ) -> None:
         """Pass what is known of the operands on to the outputs of a call."""
-        given = _tensors_in(operands)
+        operand_tensors = _tensors_in(operands)
         results = _tensors_in(keras.tree.flatten(outputs))
         if isinstance(outputs, tuple):
             results = _tensors_in(outputs)
         if function is torch.Tensor.__setitem__:  # It returns None.
-            results = given[:1]
+            results = operand_tensors[:1]
         if not results or self._flow is None:
             return
-        self.keep(*given, *results)
+        self.keep(*operand_tensors, *results)
         kind: Any = "choice" if chooses else "other"
         if function in _KINDS:
             kind = "product"
         pairs = [(id(x), x.dtype) for x in results]
-        self._flow.computed(kind, map(id, given), pairs)
+        self._flow.computed(kind, map(id, operand_tensors), pairs)
 
 
 def _product_call(

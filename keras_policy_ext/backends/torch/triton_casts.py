@@ -45,14 +45,14 @@ def quantize_both_ways(
     integer arithmetic, for Triton's interpreter: its own conversion is wrong.
     """
     m, k = x.shape
-    given = hint.scale is not None
+    has_scale = hint.scale is not None
     grid = grid_of((m, k))
     strides = x.stride(0), x.stride(1)
     # One for each tile, which its program writes, or one that all raise.
     tiles = (number_of_tiles(m, k),)
-    amaxes = _empty(x, tiles, torch.float32) if given else _zero(x)
+    amaxes = _empty(x, tiles, torch.float32) if has_scale else _zero(x)
     unseen = hint.unseen if hint.unseen is not None else amaxes
-    if not given or (hint.unseen is not None and not hint.seen_lately):
+    if not has_scale or (hint.unseen is not None and not hint.seen_lately):
         amax_kernel[grid](
             x,
             unseen,
@@ -60,7 +60,7 @@ def quantize_both_ways(
             m,
             k,
             *strides,
-            ALWAYS=not given,
+            ALWAYS=not has_scale,
             INDEX=0,
             TILE=tile_of((m, k)),
         )
@@ -71,7 +71,7 @@ def quantize_both_ways(
         parts = _empty(x, (grid[0], k), torch.float32)
     cast_kernel[grid](
         x,
-        hint.scale if given else amaxes,
+        hint.scale if has_scale else amaxes,
         unseen,
         scale,
         values,
@@ -86,7 +86,7 @@ def quantize_both_ways(
             hint,
             (m, k),
             by_integers,
-            OBSERVE=wanted.amax and given,
+            OBSERVE=wanted.amax and has_scale,
             SUMS=wanted.column_sums,
         ),
     )
