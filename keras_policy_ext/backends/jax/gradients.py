@@ -27,8 +27,8 @@ from keras_policy_ext.backends.interface import (
     Operation,
 )
 
-State = tuple[Tensor, ...]
-Links = tuple[Tensor, Tensor] | None
+State = tuple[Tensor, ...]  # Of a recipe, or nothing.
+Links = tuple[Tensor, Tensor] | None  # None: no second derivative.
 Shape = tuple[int, ...]
 
 # JAX has no public way to ask what traces (0.10.2). Where this one is gone,
@@ -50,7 +50,7 @@ class _SavedLeaves:
 
     def __init__(self, leaves: Sequence[Tensor], shapes: Any):
         self.leaves = list(leaves)
-        self.shapes = shapes
+        self.shapes = shapes  # Of the inputs and the kernel.
 
     def tree_flatten(self) -> tuple[list[Tensor], Any]:
         return self.leaves, self.shapes
@@ -331,7 +331,7 @@ def _backward_of(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _last(
+def _second_derivatives_once(
     operation: Operation,
     saved: _SavedLeaves,
     outputs_grad: Tensor,
@@ -345,8 +345,10 @@ def _last(
     )
 
 
-def _last_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:
-    return _last(operation, *arguments), None
+def _second_derivatives_forward(
+    operation: Operation, *arguments: Any
+) -> tuple[Any, None]:
+    return _second_derivatives_once(operation, *arguments), None
 
 
 def _refuse_third(operation: Operation, residuals: None, gradients: Any) -> Any:
@@ -354,8 +356,8 @@ def _refuse_third(operation: Operation, residuals: None, gradients: Any) -> Any:
     raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-_last.defvjp(_last_forward, _refuse_third)
-_second_derivatives = jax.jit(_last, static_argnums=0)
+_second_derivatives_once.defvjp(_second_derivatives_forward, _refuse_third)
+_second_derivatives = jax.jit(_second_derivatives_once, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)

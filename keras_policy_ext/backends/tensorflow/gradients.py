@@ -78,7 +78,7 @@ class Backward:
             found = self._linked(outputs_grad, inputs, kernel, *state)
         else:
             passed = self._passed(self._slot, outputs_grad, state)
-            found = [_last(gradient) for gradient in passed]
+            found = list(map(_raising_if_differentiated, passed))
         inputs_grad, *assigned = found
         return [inputs_grad, *_after((kernel, *state), assigned)]
 
@@ -92,7 +92,7 @@ class Backward:
 
             def second(*gradients: Tensor) -> Gradients:
                 derivatives = self._differentiated(outputs_grad, *gradients[:2])
-                of_operands = map(_last, derivatives)
+                of_operands = map(_raising_if_differentiated, derivatives)
                 return [*of_operands, *results[2:]]
 
             return results, second
@@ -151,7 +151,7 @@ def _is_vectorized() -> bool:
     return False
 
 
-def _last(gradient: Tensor) -> Tensor:
+def _raising_if_differentiated(gradient: Tensor) -> Tensor:
     """Return the same gradient; differentiating it again raises."""
     return tf.raw_ops.PreventGradient(
         input=gradient, message=DIFFERENTIATED_AGAIN

@@ -109,7 +109,7 @@ def _conv_backward(
         [operand == 0, operand == 1, False],
     )
     if operand == 1:
-        return gradients[1].permute(*range(2, rank + 2), 1, 0)
+        return gradients[1].permute(*range(2, rank + 2), 1, 0)  # Keras's axes.
     gradient = gradients[0]
     for axis, (before, _) in enumerate(pads):
         gradient = gradient.narrow(axis + 2, before, x.shape[axis + 2])
@@ -240,7 +240,7 @@ def _read_rows(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
     for head, peak, amax, limit in zip(
         heads, largest, amaxes, source.limits_with_margin, strict=True
     ):
-        first, *slots, stored = head
+        first, *slots, stored = head  # Mark, slots, last used scale.
         is_intact = first == VALID_MARK and not any(slots) and peak < math.inf
         if is_intact and amax > 0.0:
             scale = inverted_of_number(amax, limit)

@@ -104,7 +104,7 @@ class ByExample(ReverseMode):
         return outputs, tuple(None if x is None else 0 for x in outputs)
 
 
-Links = tuple[Tensor | None, Tensor | None]
+Links = tuple[Tensor | None, Tensor | None]  # See `links_of`.
 
 
 def links_of(inputs: Tensor, kernel: Tensor) -> Links:
@@ -389,7 +389,7 @@ class Frozen(ReverseMode):
         return None, inputs_grad, *(None for _ in constants)
 
 
-class _Last(ByExample):
+class _Raising(ByExample):
     """An identity whose gradient raises: no third derivatives."""
 
     @staticmethod
@@ -416,7 +416,7 @@ def raising_if_differentiated(
     requires a gradient, as without a link, the result does, so that it raises.
     """
     return [
-        x if x is None else _Last.apply(_requiring_gradient(x), *sources)
+        x if x is None else _Raising.apply(_requiring_gradient(x), *sources)
         for x in gradients
     ]
 

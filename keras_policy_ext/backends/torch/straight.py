@@ -79,8 +79,8 @@ class Cast:
         quantization = straight.quantizations[operand]
         self._dtype = getattr(torch, quantization.format)
         self._shape, self._across = (m, k), (k, m)
-        self._tiles = grid[0] * grid[1]
-        self._sums = (grid[0], k) if sums else None
+        self._tiles = grid[0] * grid[1]  # How many.
+        self._sums = (grid[0], k) if sums else None  # A shape.
         self._sizes = m, k, *matrix.stride()
         self._has_state = straight.source is not None
         index = OPERANDS.index(operand)
@@ -89,7 +89,7 @@ class Cast:
         # state there is an amax for each of them, and one apart for gradients.
         place = 0 if is_last or not index else _WIDTH
         if not self._has_state:
-            index = 0 if is_last else index
+            index = 0 if is_last else index  # Of its amax.
         may_be_unseen = straight.may_be_unseen
         # The constants depend on which of these are None: any tensor will do.
         hint = ScaleHint(
@@ -136,7 +136,7 @@ class Cast:
         device = x.device
         values = _empty(self._shape, dtype=self._dtype, device=device)
         across = _empty(self._across, dtype=self._dtype, device=device)
-        amaxes = sums = used
+        amaxes = sums = used  # Stand-ins, which are not written to.
         if self._has_state:
             amaxes = _empty(self._tiles, dtype=_FLOAT32, device=device)
         if self._sums is not None:
@@ -167,7 +167,7 @@ class CastOfRows:
         is_kernel, is_inputs = operand == "kernel", operand == "inputs"
         self._row_shape = (1, m) if is_kernel else (m, 1)
         self._column_shape = (k, 1) if is_inputs else (1, k)
-        self._sums = (grid[0], k) if sums else None
+        self._sums = (grid[0], k) if sums else None  # A shape.
         self._sizes = m, k, *matrix.stride()
         tile = {"TILE": triton_casts.tile_of((m, k))}
         constants = {
@@ -240,13 +240,13 @@ class Straight:
         # The column of `used` with the scales that gradients read. Without a
         # state these are the marked ones: NaN of an operand that is not finite.
         self.grads_column = 0 if has_state else triton_casts.MARKED_AFTER
-        self.contracted = len(plan.contraction.form.contracted)
+        self.contracted = len(plan.contraction.form.contracted)  # Axes.
         self.outputs_dtype = getattr(torch, plan.inputs_dtype)
         self.kernel_dtype = getattr(torch, plan.kernel_dtype)
         self.grad_dtype = getattr(torch, bound.kernel_grad_dtype)
         # On a CPU, which interprets, the results must not change.
         on_cpu = bound.device.maker == "cpu"
-        self.adds = self.outputs_dtype in HALVES and not on_cpu
+        self.adds = self.outputs_dtype in HALVES and not on_cpu  # A bias.
         # Triton's interpreter does not round to 16 bits as a GPU does.
         self.sums_dtype = _FLOAT32 if interpreted else self.outputs_dtype
         self._passes: dict[Any, Passes | None] = {}
@@ -317,7 +317,7 @@ class Straight:
 
     def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
         """Return shapes and dtypes of what is saved after the codes."""
-        shapes: list[Any] = [((2, _WIDTH), _FLOAT32)]
+        shapes: list[Any] = [((2, _WIDTH), _FLOAT32)]  # `used`
         if self.source is not None:
             tiles = triton_casts.number_of_tiles
             shapes += [((3,), _FLOAT32), ((3,), torch.bool)]
@@ -374,16 +374,16 @@ class Passes:
         self._inputs_shape, self._kernel_shape = inputs, kernel
         self.columns = kernel[straight.contracted :]
         rows = inputs[: len(inputs) - straight.contracted]
-        self._shape = *rows, *self.columns
+        self._shape = *rows, *self.columns  # Of the outputs.
         self._device, self._fast_accum = device, device.type == "cuda"
         self._stream = stream_of(device)
-        self._casts: dict[Any, Any] = {}
+        self._casts: dict[Any, Any] = {}  # By operand, strides and flags.
         # Whether a GPU reports to the host what was never observed.
         self._tells = False
         if self._source is not None:
             self._tells = straight.interpreted or casts.tells_the_host()
             constants = triton_states.state_constants(self._source)
-            self._width = constants["WIDTH"]
+            self._width = constants["WIDTH"]  # Of a row of a state.
             self._read = Launch(triton_states.history_kernel, (3,), constants)
             sizes = {name: constants[name] for name in ("WIDTH", "BLOCK")}
             sizes["PARTS"] = 4096
