@@ -139,6 +139,7 @@ def get(identifier: "str | np.dtype[Any] | type | Format") -> Format:
 
 
 def _name_of(identifier: object) -> str:
+    """Return the name of a dtype, or what was passed in its place."""
     if isinstance(identifier, str):
         return identifier
     try:

@@ -93,6 +93,7 @@ def render(
 
 
 def _parse_rules(text: str, name: str) -> NamedRules:
+    """Return the rules in a full name; raise if they are none."""
     try:
         pairs = json.loads(text)
     except json.JSONDecodeError as error:

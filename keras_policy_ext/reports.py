@@ -385,6 +385,7 @@ def _element(tag: str, column: Column, cell: str, span: int = 1) -> str:
 
 
 def _as_json(value: Any) -> Any:
+    """Return a value with lists in place of tuples."""
     if isinstance(value, dict):
         return {key: _as_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -475,6 +475,7 @@ _WORDS = {
 
 
 def _is_per_axis(value: object) -> bool:
+    """Return True for a tuple of one to three positive sizes."""
     return (
         isinstance(value, tuple)
         and 1 <= len(value) <= 3

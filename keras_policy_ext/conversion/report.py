@@ -212,6 +212,7 @@ class Report(LayersReport):
         return [cells]
 
     def _head(self) -> list[str]:
+        """Return the first lines; of a model without float8, only that."""
         totals = self.totals
         if self.converted and totals.layers and not totals.listed_in_float8:
             layers = counted(len(self.converted), "layer")

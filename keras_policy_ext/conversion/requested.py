@@ -279,6 +279,7 @@ def _answer(
 
 
 def _min_size(given: object) -> int:
+    """Return the fewest entries of a kernel; raise if it is no such number."""
     if given is None:
         return 0
     if isinstance(given, bool) or not isinstance(given, (int, np.integer)):

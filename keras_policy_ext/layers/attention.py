@@ -129,6 +129,7 @@ class _Float8Attention(Float8Mixin):
         return {**texts, ATTENTION: self._float8_attention}
 
     def _resolve_float8_policy(self) -> None:
+        """Decide too whether the products of two activations are in float8."""
         super()._resolve_float8_policy()
         controller = self.float8_controller
         controller.attention = None

@@ -174,8 +174,7 @@ def multiply(
     """Multiply two activations in the call of a layer; note it if recording.
 
     `stock` computes the product as Keras does. The equation is explicit, with
-    one letter per axis. The operands are floating tensors, and none of them is
-    made of a weight alone.
+    one letter per axis. Operands are floating, none made of a weight alone.
     """
     weights = None
     if _follows():

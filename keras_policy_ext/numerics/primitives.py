@@ -151,6 +151,7 @@ else:
 
 
 def _load(backend: str) -> Primitives:
+    """Import and return the kernels of a backend."""
     if backend not in NAMES:
         raise NotImplementedError(
             f"No float8 kernels for the Keras backend {backend!r}. Allowed: "

@@ -161,8 +161,7 @@ def _two_level(
     blocks = finite * ops.divide(encode, divisor)
     highest = formats.get(_E4M3).max
     scale = round_to_format(ops.minimum(blocks, highest), _E4M3)
-    # Of a one that is a constant TensorFlow's graphs make a reciprocal, which
-    # they approximate (TF 2.21).
+    # Of a constant 1 TensorFlow's graphs approximate a reciprocal (TF 2.21).
     one = ops.where(is_usable, 1.0, encode)
     inverse = scale * ops.divide(one, encode)
     factor = ops.minimum(ops.divide(one, inverse), _LARGEST)

@@ -440,6 +440,7 @@ def _read_source(identifier: object) -> _Given:
 
 
 def _plain_source(identifier: object) -> keras.DTypePolicy:
+    """Return a plain policy of its own for a source; raise for others."""
     try:
         policy = get(identifier)
     except ValueError as error:
@@ -491,6 +492,7 @@ def _read_rules(rules: Any) -> Rules:
 
 
 def _read_rule(rule: object) -> tuple[str, keras.DTypePolicy | None]:
+    """Return the pattern and the policy, or None, of a rule."""
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
         raise TypeError(_wrong_rules(rule))
     pattern, identifier = rule

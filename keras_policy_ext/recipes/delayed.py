@@ -105,6 +105,7 @@ class DelayedScaling(Recipe):
 
 
 def _initial_scale(value: object) -> str | float:
+    """Return "current" or 1.0; raise for others."""
     if isinstance(value, str) and value == "current":
         return "current"
     is_number = isinstance(value, (int, float, np.number))

@@ -44,8 +44,7 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 def opened(path: Source) -> Iterator[h5py.File | None]:
     """In the block, the HDF5 weights of a model file or folder are open.
 
-    A `.keras` file may be given as its bytes. It yields None if there is no
-    HDF5 file at this path.
+    `.keras` files may be bytes. It yields None if there is no HDF5 file.
 
     Raises:
         Exception: If the file cannot be read; one of `OF_DAMAGE`.

@@ -305,8 +305,7 @@ def _frozen_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenWeights]:
     """Return what a file has of frozen layers, by `id` of the layer."""
-    # Keras's own loader finds the place of each layer in the file; `_noting`
-    # keeps it from loading weights.
+    # Keras's loader finds each layer's place; `_noting` loads no weights.
     by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:

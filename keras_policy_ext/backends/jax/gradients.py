@@ -345,9 +345,7 @@ def _second_derivatives_once(
     )
 
 
-def _second_derivatives_forward(
-    operation: Operation, *arguments: Any
-) -> tuple[Any, None]:
+def _once_forward(operation: Operation, *arguments: Any) -> tuple[Any, None]:
     return _second_derivatives_once(operation, *arguments), None
 
 
@@ -356,7 +354,7 @@ def _refuse_third(operation: Operation, residuals: None, gradients: Any) -> Any:
     raise NotImplementedError(DIFFERENTIATED_AGAIN)
 
 
-_second_derivatives_once.defvjp(_second_derivatives_forward, _refuse_third)
+_second_derivatives_once.defvjp(_once_forward, _refuse_third)
 _second_derivatives = jax.jit(_second_derivatives_once, static_argnums=0)
 
 

@@ -107,8 +107,7 @@ class PallasRowCasts(RowCasts):
 class CastsOfRows(NamedTuple):
     """The casts of a matrix by rows, as `partitioned.run` takes them.
 
-    `plain` and `across` are those of `RowCasts.cast`. `vmapped` does without
-    Pallas, for `jax.vmap`.
+    `plain` and `across`: see `RowCasts.cast`. `vmapped`: without Pallas.
     """
 
     options: How

@@ -76,8 +76,7 @@ def _follow(program: Any, flow: Flow) -> None:
         if not inner:
             flow.computed(kind, operands, made)
         for each in inner:
-            # A branch has no operand for the condition, a loop has operands
-            # of its condition first.
+            # A branch has no operand of its condition, a loop has them first.
             given_to = operands[len(operands) - len(each.invars) :]
             for old, new in zip(given_to, each.invars, strict=False):
                 flow.same(old, id(new))

@@ -7,10 +7,9 @@ accumulated, its observation is moved to the variable. `.grad` is left with
 zero, or with NaN if an amax was not finite. The NaN tells a loss scaler to skip
 the step.
 
-The observations are entered into the state when the variable is assigned, as
-by Keras's optimizers, or before an optimizer of `torch.optim` updates the
-kernel. That optimizer then finds no gradient for the state and leaves it
-alone, including its weight decay.
+The observations are entered into the state when the variable is assigned, as by
+Keras's optimizers, or before an optimizer of `torch.optim` updates the kernel.
+That optimizer then finds no gradient and leaves the state alone.
 """
 
 from __future__ import annotations

@@ -157,8 +157,7 @@ class ScaledMMOfRows(NativeMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         x, y = _matrices(a, b)
-        # On every device PyTorch's kernel with row scales writes bfloat16, and
-        # takes a second operand of e4m3fn.
+        # With row scales PyTorch writes bfloat16; the second is e4m3fn.
         is_allowed = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
         if is_allowed and torch_devices.scales_rows(x.device):
             scales = _row_scales(a), _row_scales(b)
@@ -308,6 +307,7 @@ def _here() -> str:
 
 
 def _slower_on_a_cpu(request: Request) -> str | None:
+    """Return why a CPU does not take this kernel, or None."""
     on_cpu = torch_devices.here().maker == "cpu"
     if not on_cpu or request.prefer == "native":
         return None
@@ -373,8 +373,7 @@ def _scaled_mm(
         over = a.shape[0] - rows, b.shape[1] - columns
         scale_a = F.pad(scale_a, (0, over[0]), value=1.0).unsqueeze(1)
         scale_b = F.pad(scale_b, (0, over[1]), value=1.0).unsqueeze(0)
-    # Not `F.scaled_mm`: a CPU lacks it in torch 2.11, and its checks in Python
-    # take longer than the call.
+    # `F.scaled_mm`: not on a CPU in torch 2.11; its checks are slow.
     product = torch._scaled_mm(
         _contiguous(a),
         _contiguous(b.t()).t(),
@@ -389,8 +388,7 @@ def _scaled_mm(
 
 def _aligned(scale: Tensor) -> Tensor:
     """Return a scale at an address that 16 divides."""
-    # cuBLASLt refuses others in some sizes: a scale that is a part of a tensor
-    # (torch 2.11 on an H200).
+    # In some sizes cuBLASLt refuses a scale that is part of a tensor (2.11).
     offset = scale.storage_offset() * scale.element_size()
     return scale.clone() if offset % 16 else scale
 

@@ -88,8 +88,7 @@ def trace(
 ) -> TracedProgram:
     """Trace a function with PyTorch; see `Backend.trace`.
 
-    Like Keras, it falls back to ones on the real device if an operation does
-    not support the meta device.
+    Like Keras, it runs on the real device if the meta device fails.
     """
     try:
         return _trace(function, inputs, flow, "meta")
