@@ -99,7 +99,7 @@ def codes_are_those_of_the_reference(run):
         for title, x in (("bfloat16", every), ("float32", odd)):
             x = x.to(device)
             scale = torch.tensor(0.37, device=device)
-            known = ScaleHint(scale, None, ScaleRule(inverted=True))
+            known = ScaleHint(scale, None, ScaleRule(by_multiplier=True))
             asked = Quantization(format=name)
             cast = both.quantize(x, asked, known, Wanted(amax=True))
             expected = casting.quantize(x, scale, name).view(torch.uint8)
@@ -383,7 +383,7 @@ def of_casts(run, size):
     both = backends.engine.both_layouts
     x = torch.randn(size, size, device=device)
     scale = torch.tensor(0.01, device=device)
-    known = ScaleHint(scale, None, ScaleRule(inverted=True))
+    known = ScaleHint(scale, None, ScaleRule(by_multiplier=True))
     for dtype in (torch.bfloat16, torch.float32):
         for name in ("float8_e4m3fn", "float8_e5m2"):
             operand, asked = x.to(dtype), Quantization(format=name)

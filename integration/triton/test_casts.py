@@ -72,7 +72,7 @@ def quantized(x, scale, format_name=FORMATS[0], unseen=None, seen_lately=False):
     """Delayed scaling of a matrix, whose scale may be its own."""
     if unseen is not None:
         unseen = torch.tensor(unseen)
-    rule = ScaleRule(inverted=True)
+    rule = ScaleRule(by_multiplier=True)
     known = ScaleHint(torch.tensor(scale), unseen, rule, seen_lately)
     asked = recipes.Quantization(format=format_name)
     return triton_casts.quantize_both_ways(
@@ -138,7 +138,7 @@ def test_current_scales_are_those_of_the_reference(amax, rounding):
     x = torch.zeros(5, 6)
     x[2, 3] = amax
     asked = recipes.Quantization(format=FORMATS[1], scale_rounding=rounding)
-    known = ScaleHint(None, None, ScaleRule(inverted=False))
+    known = ScaleHint(None, None, ScaleRule(by_multiplier=False))
     found = triton_casts.quantize_both_ways(
         x, asked, known, Wanted(amax=True), by_integers=True
     )

@@ -32,7 +32,7 @@ from keras_policy_ext.numerics.scale_sources import source_of
 
 capability, name, format_name = int(sys.argv[1]), *sys.argv[2:]
 asked = recipes.Quantization(format=format_name)
-known = ScaleHint("a scale", "a flag", ScaleRule(inverted=True))
+known = ScaleHint("a scale", "a flag", ScaleRule(by_multiplier=True))
 shape = 4096, 4096
 tile = {"TILE": triton_casts.tile_of(shape)}
 cast = triton_casts.cast_constants(asked, known, shape, False, OBSERVE=True)
