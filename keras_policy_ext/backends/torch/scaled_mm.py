@@ -157,7 +157,7 @@ class ScaledMMOfRows(NativeMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         x, y = _matrices(a, b)
-        # With row scales PyTorch writes bfloat16; the second is e4m3fn.
+        # With row scales: bfloat16 outputs, and e4m3fn as second operand.
         is_allowed = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
         if is_allowed and torch_devices.scales_rows(x.device):
             scales = _row_scales(a), _row_scales(b)

@@ -482,7 +482,7 @@ class Passes:
         used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
         seen_lately, reading = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
         if state is None:
-            # Casts find an amax each in `scales`, and read no `unseen`.
+            # Casts write an amax each into `scales`, and read no `unseen`.
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
             # Of each operand, from the state: its scale, and whether it was
