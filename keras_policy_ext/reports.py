@@ -70,8 +70,7 @@ class Table:
     def text(self, width: int, most: int | None = None) -> list[str]:
         """Return the table as lines of text; wrapped cells have `most` lines.
 
-        No word is ever cut: a table whose words do not fit is wider. An
-        ellipsis marks what is left out.
+        No word is cut: a table may be wider. An ellipsis marks what is left.
         """
         # `heads`: how many of the rows are headings.
         columns, rows, heads = list(self.columns), list(self.rows), 0

@@ -199,8 +199,7 @@ def times_scales(
     if backends.current.have_normal_product(first, second):
         return multiply(product, first * second)
     power = _power_for(first, second)
-    # `abs` changes nothing. Without it TensorFlow's graphs multiply several
-    # factors in any order.
+    # Without this `abs` TensorFlow's graphs multiply factors in any order.
     factor = ops.abs(first * power) * second
     return multiply(product, factor) / power
 

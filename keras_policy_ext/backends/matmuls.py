@@ -39,8 +39,7 @@ class Choice(NamedTuple):
 
     Attributes:
         kind: `"native"` (the matmul reads float8 operands) or `"emulated"`
-            (the same values, multiplied in float32 or, if that is as exact, in
-            bfloat16).
+            (the same values, multiplied in float32, or in bfloat16 if exact).
         reason: One sentence for the user.
     """
 

@@ -63,7 +63,7 @@ from keras_policy_ext.layers.attention_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.drop_in import original_of
-from keras_policy_ext.layers.transaction import undone
+from keras_policy_ext.layers.transaction import unchanged_on_error, undone
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
@@ -259,10 +259,14 @@ def convert(
         training.check_optimizers(model)
     change = training.change_of(model, to_float8=True, optimizer=optimizer)
     notes_of_followers = training.before(change)
-    nothing_folded = smooth_swiglu is not None and not _extensions.get(
-        "conversion.smooth_swiglu"
-    )(model, smooth_swiglu)
-    with training.changing(model) as retraced_functions:
+    folded = [] if smooth_swiglu is None else model.weights
+    with (
+        unchanged_on_error((), folded),
+        training.changing(model) as retraced_functions,
+    ):
+        nothing_folded = smooth_swiglu is not None and not _extensions.get(
+            "conversion.smooth_swiglu"
+        )(model, smooth_swiglu)
         report = _convert(model, decided, attention, retraced_functions)
         # In here, so that an error made of a warning undoes all.
         warn_of_little(report, model)

@@ -138,9 +138,8 @@ def grid_constants(dtype: str) -> tuple[int, int]:
     """Return two integers with which `round_to_format` finds the spacing.
 
     Returns:
-        The bits of the exponent of the smallest normal number, and the number
-        to add to the bits of 2^e to get those of 1.5 * 2^(e + 23 - mantissa
-        bits).
+        The exponent bits of the smallest normal number, and the number to add
+        to the bits of 2^e to get those of 1.5 * 2^(e + 23 - mantissa bits).
     """
     fmt = format_of(dtype)
     lowest = int(np.float32(fmt.smallest_normal).view(np.int32))

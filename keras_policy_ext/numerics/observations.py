@@ -150,11 +150,10 @@ class StateLayout:
         it. That matters, since every layer has a state.
 
         Returns:
-            (rows, width), settled. An amax that is not finite is not entered.
-            A settled row that is assigned is sealed, unless it was changed or
-            in part unobserved. If an observation was scaled, its row counts as
-            never observed: a history without new entries would clip a growing
-            tensor.
+            (rows, width), settled. An amax that is not finite is not entered. A
+            settled row that is assigned is sealed, unless it was changed or in
+            part unobserved. If an observation was scaled, its row counts as
+            never observed: an old history would clip a growing tensor.
         """
         first, entries = value[:, :1], self._entries(value)
         uses, columns = first / UNIT, self._columns()

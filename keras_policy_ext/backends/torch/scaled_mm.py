@@ -278,8 +278,7 @@ def swizzled(scales: Tensor) -> Tensor:
     The scales, uint8 (rows, blocks), are padded with zeros and become a vector:
     tiles of 128 rows by 4 blocks, one row of tiles after another. A tile starts
     with the 4 scales of row 0, then of rows 32, 64 and 96, then of row 1, and
-    so on. Source: docs.nvidia.com/cuda/cublas, "1D block scaling factors
-    layout".
+    so on. Source: cuBLAS, "1D block scaling factors layout".
     """
     rows, blocks = scales.shape
     scales = F.pad(scales, (0, -blocks % 4, 0, -rows % 128))

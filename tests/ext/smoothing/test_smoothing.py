@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from keras_policy_ext.conversion import training
 from steps import numpy
 
 smooth = kpe.conversion.smooth_swiglu
@@ -102,6 +103,19 @@ def test_convert_smooths_before_it_converts():
     report = kpe.convert(model, "current", smooth_swiglu=x)
     assert len(smooth(twin, x)) == 2
     assert report == kpe.convert(twin, "current")
+    for one, other in zip(model.weights, twin.weights, strict=True):
+        np.testing.assert_array_equal(numpy(one), numpy(other))
+
+
+def test_a_change_that_fails_folds_nothing(monkeypatch):
+    def fail(*args):
+        raise MemoryError("for the test")
+
+    model, twin = gated(), gated()
+    monkeypatch.setattr(training, "after", fail)
+    with pytest.raises(MemoryError, match="for the test"):
+        kpe.convert(model, "current", smooth_swiglu=batch(3, 5, 8))
+    assert [x.name for x in model.weights] == [x.name for x in twin.weights]
     for one, other in zip(model.weights, twin.weights, strict=True):
         np.testing.assert_array_equal(numpy(one), numpy(other))
 
