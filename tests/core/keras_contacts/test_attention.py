@@ -42,15 +42,26 @@ def test_keras_offers_no_attention_to_override(cls):
 
 
 def einsums_of(monkeypatch):
-    """The equations that `ops.einsum` gets from now on."""
-    equations, stock = [], keras.ops.einsum
+    """The equations that `einsum` gets from layers of Keras from now on."""
+    equations = []
 
-    def einsum(equation, *operands, **kwargs):
-        equations.append(equation)
-        return stock(equation, *operands, **kwargs)
+    def noted(stock):
+        def einsum(equation, *operands, **kwargs):
+            equations.append(equation)
+            return stock(equation, *operands, **kwargs)
 
-    monkeypatch.setattr("keras.src.ops.einsum", einsum)
+        return einsum
+
+    for home in (keras.src.ops, numpy_of_layers()):
+        if home is not None:
+            monkeypatch.setattr(home, "einsum", noted(home.einsum))
     return equations
+
+
+def numpy_of_layers():
+    """What layers of keras 3.16 call in place of `ops`; None before."""
+    ops = getattr(keras.src.backend, "ops", None)
+    return None if ops is None else ops.numpy
 
 
 def by_scores(layer):
