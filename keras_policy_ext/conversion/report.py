@@ -67,6 +67,9 @@ _CONVOLUTIONS = (
 class Converted(Work):
     """A layer whose policy was changed, with parameters and multiplications.
 
+    Of one sample, `multiplications` are those with its kernels (None if they
+    are not counted), and `plain_multiplications` those of them in floats.
+
     Attributes:
         path: The layer's path, e.g. `"model/block/dense"`.
         class_name: The name of its class.
@@ -82,8 +85,6 @@ class Converted(Work):
         shares_scales: Whether it multiplies activations that have one scale
             for all positions and examples.
         looks_up: Whether its call looks up rows of its kernel.
-        parameters, multiplications, plain_multiplications, sizes_known,
-            plain_parameters: As for `work.Work`.
     """
 
     path: str
@@ -116,6 +117,7 @@ class Skipped(Work):
     """A layer with weights that was not changed, with its multiplications.
 
     It is a single kernel where `freeze` has stored another one of the layer.
+    The other fields are the counts of its kernels, as for `Converted`.
 
     Attributes:
         path: The path of the layer, or of the kernel.
@@ -125,8 +127,6 @@ class Skipped(Work):
             None if it is not in float8.
         per_tensor: As for `Converted`.
         is_kernel: Whether it is a kernel of a layer with others in float8.
-        parameters, multiplications, plain_multiplications, sizes_known,
-            plain_parameters: As for `work.Work`.
     """
 
     path: str
