@@ -71,10 +71,9 @@ SOURCES = {
 
 
 def is_keras_room(name):
-    """Whether a file is for contacts with Keras: `_keras/`, or of `ext`."""
+    """Whether a file is in a `_keras/`, of the core or of an extension."""
     path = pathlib.PurePosixPath(name)
-    of_extension = path.parts[0] == "ext" and path.name.startswith("_keras")
-    return path.parts[0] == "_keras" or of_extension
+    return "_keras" in path.parts
 
 
 def imported_names(tree):

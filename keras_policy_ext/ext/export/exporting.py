@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.ext.export import _keras_hub as hub
+from keras_policy_ext.ext.export import _keras as hub
 from keras_policy_ext.ext.export import (
     exported_kernels,
     hugging_face,

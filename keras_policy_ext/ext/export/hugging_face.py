@@ -12,9 +12,9 @@ import keras
 import numpy as np
 
 from keras_policy_ext._version import __version__
-from keras_policy_ext.ext.export import _keras_hub as hub
+from keras_policy_ext.ext.export import _keras as hub
 from keras_policy_ext.ext.export import exported_kernels, safetensors_files
-from keras_policy_ext.ext.export._keras_symbolic import Symbols
+from keras_policy_ext.ext.export._keras.symbolic import Symbols
 from keras_policy_ext.ext.export.exported_kernels import ExportedKernel
 from keras_policy_ext.ext.export.readers import Reader
 from keras_policy_ext.ext.export.report import Written

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.ext.export import _keras_hub as hub
+from keras_policy_ext.ext.export import _keras as hub
 
 PathLike = str | os.PathLike[str]
 

@@ -13,8 +13,9 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import calls
-from keras_policy_ext.ext.export import _keras_hub, safetensors_files
-from keras_policy_ext.ext.export._keras_symbolic import Symbols
+from keras_policy_ext.ext.export import _keras as hub
+from keras_policy_ext.ext.export import safetensors_files
+from keras_policy_ext.ext.export._keras.symbolic import Symbols
 from keras_policy_ext.ext.export.safetensors_files import OF_DAMAGE, Slot
 from keras_policy_ext.extending import files
 from keras_policy_ext.extending.changes import (
@@ -188,7 +189,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     place = pathlib.Path(path)
     folder = QuantizedFolder.read(place)
     slots = safetensors_files.read_folder(place)
-    converter = _keras_hub.Converter(place, folder.config)
+    converter = hub.Converter(place, folder.config)
 
     def freeze(layer: keras.Layer) -> None:
         form = _form(layer)
@@ -210,7 +211,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     thawed = _thawed(backbone, asked)
     for port in asked.ports:
         _fill(thawed.get(id(port.variable), port.variable), port, slots)
-    return _keras_hub.language_model_of(backbone)
+    return hub.language_model_of(backbone)
 
 
 def _form(layer: keras.Layer) -> Any:

@@ -1,4 +1,4 @@
-"""Why `ext/export/_keras_symbolic.py` and `_keras_hub.py` are needed."""
+"""Why `ext/export/_keras/` is needed."""
 
 import importlib
 
@@ -9,8 +9,8 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from hidden_names import hidden
-from keras_policy_ext.ext.export import _keras_hub
-from keras_policy_ext.ext.export._keras_symbolic import Symbols, sources
+from keras_policy_ext.ext.export import _keras as hub
+from keras_policy_ext.ext.export._keras.symbolic import Symbols, sources
 
 
 class Attention(keras.layers.Layer):
@@ -135,8 +135,8 @@ def test_what_keras_hub_lacks_is_named_as_what_to_install(
 
     monkeypatch.setattr(importlib, "import_module", fails)
     for use in (
-        lambda: _keras_hub.Converter("folder", {}),
-        lambda: _keras_hub.write_tokenizer(None, "folder"),
+        lambda: hub.Converter("folder", {}),
+        lambda: hub.write_tokenizer(None, "folder"),
     ):
         with pytest.raises(ImportError) as raised:
             use()

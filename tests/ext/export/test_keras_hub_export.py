@@ -1,4 +1,4 @@
-"""Why `ext/export/_keras_hub.py` is needed."""
+"""Why `ext/export/_keras/` is needed."""
 
 import inspect
 
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.ext.export import _keras_hub as keras_hub
+from keras_policy_ext.ext.export import _keras as keras_hub
 from keras_policy_ext.ext.export import safetensors_files
-from keras_policy_ext.ext.export._keras_symbolic import Symbols
+from keras_policy_ext.ext.export._keras.symbolic import Symbols
 
 hub = pytest.importorskip(
     "keras_hub", reason="KerasHub is installed by `tox run -e export-torch`"

@@ -1,4 +1,4 @@
-"""Why `ext/memory/_keras.py` is needed."""
+"""Why `ext/memory/_keras/` is needed."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Why `ext/migration/_keras.py` is needed."""
+"""Why `ext/migration/_keras/` is needed."""
 
 import keras
 import pytest

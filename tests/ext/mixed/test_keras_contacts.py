@@ -1,4 +1,4 @@
-"""Why `ext/mixed/_keras.py` is needed."""
+"""Why `ext/mixed/_keras/` is needed."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Why `ext/moments/_keras.py` is needed."""
+"""Why `ext/moments/_keras/` is needed."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Why `ext/recurrent/_keras.py` is needed."""
+"""Why `ext/recurrent/_keras/` is needed."""
 
 import inspect
 

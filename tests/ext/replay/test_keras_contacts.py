@@ -1,4 +1,4 @@
-"""Why `ext/replay/_keras.py` is needed."""
+"""Why `ext/replay/_keras/` is needed."""
 
 import keras
 import pytest

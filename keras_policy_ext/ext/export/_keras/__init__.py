@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext._keras import versions
-from keras_policy_ext.ext.export._keras_symbolic import Symbols
+from keras_policy_ext.ext.export._keras.symbolic import Symbols
 
 _EXPORTER = "keras_hub.src.utils.transformers.export.hf_exporter"
 

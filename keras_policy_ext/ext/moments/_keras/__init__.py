@@ -1,4 +1,4 @@
-"""Contacts of this extension with Keras internals; see `_keras`."""
+"""Contacts of `moments` with Keras: the variables and steps of optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contacts of this extension with Keras internals; see `_keras`."""
+"""Contacts of `mixed` with Keras: scopes of autocasting, optimizers, masks."""
 
 from __future__ import annotations
 
