@@ -6,7 +6,11 @@ from keras_policy_ext.contractions.equations import (
 )
 from keras_policy_ext.contractions.equations import split as terms_of
 from keras_policy_ext.contractions.frozen import FrozenPlan, frozen_plan
-from keras_policy_ext.contractions.kinds import EinsumOfBank, with_bank
+from keras_policy_ext.contractions.kinds import (
+    EinsumOfBank,
+    in_one_scale,
+    with_bank,
+)
 from keras_policy_ext.contractions.plan import Plan, make_plan, unrounded
 from keras_policy_ext.contractions.weighted_sum import fold
 from keras_policy_ext.layers.controller import recipes_of_activations
@@ -25,6 +29,7 @@ __all__ = [
     "fold",
     "frozen_plan",
     "hadamard",
+    "in_one_scale",
     "make_plan",
     "padded",
     "quantize_matrix",

@@ -79,7 +79,7 @@ KINDS = {"first": Kind(3, True), "second": Kind(4, False)}
 _SCALE_FORMAT = "float8_e8m0fnu"
 _LANES = 16
 _MAGNITUDE = 0x7FFFFFFF
-_GOLDEN_INT32 = GOLDEN - (1 << 32)
+_GOLDEN_INT32 = int(np.uint32(GOLDEN).view(np.int32))
 
 
 def blocks_of(shape: Any, form: str) -> int:
@@ -117,7 +117,8 @@ def quantize_moments(
             # The place of a number counts in the whole moment.
             place = first + before
             if isinstance(place, int):
-                turn = _as_int32(place * GOLDEN & 0xFFFFFFFF)
+                bits = np.uint32(place * GOLDEN & 0xFFFFFFFF)
+                turn = int(bits.view(np.int32))
                 here = here + turn if turn else here
             else:
                 here = here + ops.cast(place, "int32") * _GOLDEN_INT32
@@ -188,11 +189,6 @@ def _scales(largest: Tensor, kind: str, form: str) -> Tensor:
     if form == "mx":
         scale = round_up_to_power_of_two(scale)
     return ops.where(known, ops.maximum(scale, SMALLEST), 1.0)
-
-
-def _as_int32(bits: int) -> int:
-    """Return the int32 that has these 32 bits."""
-    return bits - (1 << 32) if bits >> 31 else bits
 
 
 def _bits_of(number: float) -> int:

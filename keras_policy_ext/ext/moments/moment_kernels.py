@@ -117,7 +117,7 @@ class MomentKernels:
     def quantize_blocks(
         self, rows: Tensor, kind: str, form: str, key: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what `numerics.moments` computes of blocks, or None.
+        """Return what `ext.moments.codes` computes of blocks, or None.
 
         Args:
             rows: Float32 (blocks, numbers).

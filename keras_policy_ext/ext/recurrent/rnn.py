@@ -15,6 +15,7 @@ from keras_policy_ext.ext.recurrent._keras import (
     PARTS_OF_LSTM_STEPS,
     run_recurrent_loop,
 )
+from keras_policy_ext.extending.contractions import in_one_scale
 from keras_policy_ext.extending.layers import (
     BuiltUnderSavedPath,
     Float8Controller,
@@ -23,7 +24,6 @@ from keras_policy_ext.extending.layers import (
     drop_in,
 )
 from keras_policy_ext.kernels import Einsum
-from keras_policy_ext.recipes import Quantization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Gates(Einsum):
         """
         # Of a kernel (inputs, gates * units).
         if name == "kernel":
-            x = x if _in_one_scale(asked) else self._cut(x)
+            x = x if in_one_scale(asked) else self._cut(x)
         return super().operand(name, x, asked)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes."""
         # Where it is cut, of its rows.
-        if _in_one_scale(asked):
+        if in_one_scale(asked):
             return tuple(axes)
         rows, columns = axes
         gates, features, units = super().kernel_axes((rows, (), ()), asked)
@@ -72,7 +72,7 @@ class Gates(Einsum):
         Of a kernel, it is the gates from `first` to before `last`.
         """
         # The gates that are multiplied.
-        if name == "kernel" and _in_one_scale(quantized.quantization):
+        if name == "kernel" and in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))
         return super().read(name, quantized)
 
@@ -118,11 +118,6 @@ def gates_of(
     inputs = "gi" if per_gate else "i"
     rows = "abcdef"[: rank - len(inputs)]
     return Gates(f"{rows}{inputs},igu->{rows}gu", count, first, last)
-
-
-def _in_one_scale(asked: Quantization | None) -> bool:
-    """Return True for a quantization that needs no matrix, and for None."""
-    return asked is None or asked.keeps_axes
 
 
 class Float8Cell(Float8Mixin):

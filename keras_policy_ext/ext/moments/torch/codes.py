@@ -1,6 +1,6 @@
 """Quantize moments with PyTorch: on a CPU in place in a few tensors.
 
-On CUDA Triton does it. The bits are those of `numerics.moments`. On a CPU each
+On CUDA Triton does it. The bits are those of `ext.moments.codes`. On a CPU each
 operation is a pass over a part that is in the cache. Comparisons, `where` and
 look-ups take ten times as long as integer arithmetic (torch 2.13).
 """
@@ -19,6 +19,8 @@ import torch
 
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.torch.backend import is_real
+from keras_policy_ext.backends.torch.gradients import are_transforms_active
 from keras_policy_ext.ext.moments.codes import (
     GOLDEN,
     KINDS,
@@ -42,7 +44,7 @@ _NORMAL = _bits(SMALLEST_NORMAL)
 def quantized(
     rows: Tensor, kind: str, form: str, key: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of blocks, as `numerics.moments` does."""
+    """Return codes and scales of blocks, as `ext.moments.codes` does."""
     code = KINDS[kind]
     x = rows.abs()
     scale = _scales(x.view(torch.int32).amax(1), kind, form)
@@ -75,7 +77,7 @@ def quantized(
 
 
 def numbers(codes: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
-    """Return the numbers of blocks, as `numerics.moments` does."""
+    """Return the numbers of blocks, as `ext.moments.codes` does."""
     code = KINDS[kind]
     if form == "mx":
         scale = scale.to(torch.int32).bitwise_left_shift_(23)
@@ -127,7 +129,7 @@ class TorchMoments(MomentKernels):
         written: Sequence[Tensor],
     ) -> Sequence[Tensor] | None:
         count, size = read.numel(), backends.current.numbers_of_a_part
-        if not all(_is_in_memory(x) for x in written) or not _has_data(read):
+        if not all(_is_in_memory(x) for x in written) or not is_real(read):
             return None
         # A sparse gradient, or one that is broadcast, has no such parts.
         if read.layout != torch.strided or read.shape != written[0].shape:
@@ -184,17 +186,10 @@ def _is_in_memory(x: Tensor) -> bool:
 
 
 def _is_eager(x: Tensor) -> bool:
-    # `torch.autograd.Function` looks for transforms of `torch.func` like this.
-    # There is no public one. Without it they would run in place (torch 2.13).
-    transforms = torch._C._are_functorch_transforms_active()
-    if torch.compiler.is_compiling() or transforms:
+    # In a transform of `torch.func` it would run in place.
+    if torch.compiler.is_compiling() or are_transforms_active():
         return False
-    return _has_data(x) and x.is_contiguous()
-
-
-def _has_data(x: Tensor) -> bool:
-    """Return True if a tensor is no placeholder, which has another type."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter)
+    return is_real(x) and x.is_contiguous()
 
 
 def _triton_kernels(x: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """Quantize moments on CUDA with PyTorch, each in one pass by Triton.
 
-The bits are those of `numerics.moments`, which takes some sixty kernels.
+The bits are those of `ext.moments.codes`, which takes some sixty kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NORMAL_BITS = tl.constexpr(_bits(SMALLEST_NORMAL))
 def quantized(
     rows: Tensor, kind: str, form: str, key: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of blocks, as `numerics.moments` does.
+    """Return codes and scales of blocks, as `ext.moments.codes` does.
 
     Args:
         rows: Float32 (blocks, numbers of a block), contiguous.
@@ -75,7 +75,7 @@ def quantized(
 
 
 def numbers(codes: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
-    """Return the numbers of blocks, as `numerics.moments` does.
+    """Return the numbers of blocks, as `ext.moments.codes` does.
 
     Args:
         codes: Uint8 (blocks, numbers of a block), contiguous.
