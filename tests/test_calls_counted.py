@@ -20,7 +20,7 @@ print(json.dumps(calls_counted.all_counts()))
 FILES, LINES = 313, 61_150
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 153, 36_400
+CORE_FILES, CORE_LINES = 153, 36_420
 """Of what is neither an extension nor the judge."""
 
 SHARE_OF_ANY = 0.11

@@ -219,6 +219,11 @@ class Report(LayersReport):
             return [f"{layers} back in plain policies; none is in float8"]
         return super()._head()
 
+    @property
+    def unbuilt(self) -> list[Skipped]:
+        """The layers that have no weights yet, since they were never called."""
+        return [each for each in self.skipped if each.reason == NOT_BUILT]
+
     def _notes(self, full: bool) -> list[str]:
         notes = [*super()._notes(full), *self.without_effect]
         notes += saved_input_bytes.note(self.converted)
@@ -270,10 +275,9 @@ class Report(LayersReport):
                 f"such as {first!r}. Another layer reads the kernel, or "
                 "nothing calls the layer."
             )
-        unbuilt = [e for e in self.skipped if e.reason == NOT_BUILT]
-        if unbuilt:
-            first = unbuilt[0].path
-            layers = counted(len(unbuilt), "layer")
+        if self.unbuilt:
+            first = self.unbuilt[0].path
+            layers = counted(len(self.unbuilt), "layer")
             notes.append(
                 f"Not counted: {layers} without weights yet, such as "
                 f"{first!r}. Call such layers on data, and convert again."
@@ -476,20 +480,23 @@ def _converted(layer: keras.Layer, counted: Work) -> Converted:
 
 def warn_of_little(report: Report, model: keras.Layer) -> None:
     """Warn if under a tenth of a model's multiplications are in float8."""
-    totals = report.totals
+    totals, measure = report.totals, "multiplications"
     part, whole = totals.multiplications_in_float8, totals.multiplications
     part += totals.multiplications_of_stored
-    is_enough = part >= LITTLE * whole
     if not totals.is_counted:
-        whole, is_enough = totals.layers, totals.in_float8 > 0
-    if whole and is_enough:
+        measure = "entries of kernels"
+        entries: list[Any] = [*report.converted, *report.skipped]
+        kernels = [e for e in entries if e.multiplications != 0]
+        whole = sum(e.parameters for e in kernels)
+        part = sum(e.parameters for e in kernels if e.in_float8)
+    if whole and part >= LITTLE * whole:
         return
     if whole:
         share = f"Only {percent(part, whole)}" if part else "None"
         notes = "".join(f" {note}" for note in totals.notes())
         message = (
-            f"{share} of the multiplications of {model.name!r} are in float8 "
-            "after `convert`. "
+            f"{share} of the {measure} of {model.name!r} are in float8 after "
+            "`convert`. "
             f"{_reasons(report)}{notes} To have more in float8, "
             "change `include`, `exclude`, `filter`, `min_size` or the rules of "
             "the policy where one of these is the reason. Where it is the "
@@ -497,6 +504,13 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
             "yours from Float8Mixin; if neither is possible, there is little "
             "to gain, and `kpe.revert` takes the rest out. `print(report)` "
             "tells more."
+        )
+    elif report.unbuilt:
+        layers = counted(len(report.unbuilt), "layer")
+        message = (
+            f"`convert` has changed nothing: {model.name!r} has {layers} "
+            f"without weights yet, such as {report.unbuilt[0].path!r}. Call "
+            "the model on data, and convert again."
         )
     else:
         message = (

@@ -290,3 +290,24 @@ def test_entries_say_all_that_as_dict_says():
     assert entry == dataclasses.asdict(report.converted[0])
     assert entry["path"] == "conv"
     assert (entry["parameters"], entry["multiplications"]) == (96, 576)
+
+
+class NeverCalled(keras.Model):
+    """A model that says that it is built, before its layers have weights."""
+
+    def __init__(self):
+        super().__init__(name="never")
+        self.inner = [keras.layers.Dense(4), keras.layers.Dense(2)]
+        self.built = True
+
+    def call(self, x):
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def test_a_model_that_was_never_called_is_told_to_be_called():
+    with pytest.warns(UserWarning, match="changed nothing") as caught:
+        kpe.convert(NeverCalled())
+    assert "'never' has 2 layers without weights yet" in str(caught[0].message)
+    assert "Call the model on data" in str(caught[0].message)

@@ -1,10 +1,13 @@
 """Reports where nothing counts multiplications, as in the core alone."""
 
+import warnings
+
 import keras
 import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
+from keras_policy_ext import _extensions
 from keras_policy_ext.conversion import work
 
 POLICY = "float8/current_from_float32"
@@ -12,6 +15,7 @@ POLICY = "float8/current_from_float32"
 
 @pytest.fixture(autouse=True)
 def uncounted(monkeypatch):
+    _extensions.import_counters()  # Else the first report would do so.
     monkeypatch.setattr(work, "_counter", work.ModelWork)
 
 
@@ -68,12 +72,18 @@ def test_rows_that_are_left_out_have_no_share():
     assert "multiplications" not in str(report)
 
 
-def test_a_warning_is_given_only_if_no_layer_is_in_float8():
-    kpe.convert(model_of(layers.Dense(16), layers.Dense(4)), POLICY)
+def test_a_warning_is_given_if_little_is_in_float8():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kpe.convert(model_of(layers.Dense(16), layers.Dense(4)), POLICY)
+    model = model_of(layers.Dense(64, name="dense"), layers.Dense(1, name="1"))
+    message = r"Only 5\.9 % of the entries of kernels of .+ are in float8"
+    with pytest.warns(UserWarning, match=message):
+        kpe.convert(model, POLICY, include="1$")
     model = model_of(
         layers.Dense(16, name="dense"), layers.LayerNormalization()
     )
-    with pytest.warns(UserWarning, match="None of the multiplications of") as w:
+    with pytest.warns(UserWarning, match="None of the entries of") as w:
         kpe.convert(model, POLICY, exclude="dense")
     assert (
         "after `convert`. 1 layer of class Dense: `exclude` matches its path"
