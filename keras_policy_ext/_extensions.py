@@ -35,9 +35,9 @@ def add(
 
 def import_counters() -> None:
     """Import the modules that register what counts multiplications, once."""
-    while _counters:
-        importlib.import_module(_counters[-1])
-        _counters.pop()
+    for name in tuple(_counters):  # Another thread may clear them.
+        importlib.import_module(name)
+    _counters.clear()
 
 
 def has(name: str) -> bool:

@@ -31,7 +31,9 @@ for statement in sys.argv[1:]:
         except BaseException as error:
             print(statement, repr(error), flush=True)
         os._exit(0)
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        print(statement, "ended with status", status, flush=True)
 """
 
 
