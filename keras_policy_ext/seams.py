@@ -6,9 +6,9 @@ handler is the result of the contraction or operation. So a handler can watch,
 change the operands, or compute something else. Blocks nest: the innermost
 handler is called first, and `run` calls the others. A block applies to its own
 thread and asyncio task. Without a block a step calls no handler, and reads one
-number. `register_follower` adds an object that is
-called before and after `convert` and `revert`, to change what belongs to the
-model, such as its optimizer.
+number. `register_follower` adds an object that is called before and after
+`convert` and `revert`, to change what belongs to the model, such as its
+optimizer.
 
 The names are stable: `calibrate`, `watch` and `audit` use them.
 """

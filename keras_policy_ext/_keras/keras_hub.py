@@ -1,4 +1,4 @@
-"""What layers and models of KerasHub do not tell."""
+"""Facts about layers and models of KerasHub that have no public name."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Binding(NamedTuple):
 
 
 class PassOptions(NamedTuple):
-    """What a pass asks of the quantization of an operand.
+    """Options of a pass for the quantization of an operand.
 
     Attributes:
         reading: The reading of the state; None for a recipe without state.

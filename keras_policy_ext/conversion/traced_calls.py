@@ -184,7 +184,7 @@ def mark(
 
 @dataclasses.dataclass
 class _Frame:
-    """What was found so far in the layer that is traced, as in `Call`."""
+    """Collects what is found in the layer that is traced; see `Call`."""
 
     layer: keras.Layer
     entered: bool = False  # Whether the call of the layer itself has begun.

@@ -6,7 +6,7 @@ of these modules, by topic:
 - `changes`: convert a model for a while, undo what was done, its optimizers
 - `contractions`: plans of contractions, and operands that are quantized
 - `devices`: what devices can do, and pretending that one is present
-- `files`: read files with care
+- `files`: read files that may be damaged or malicious
 - `filters`: filters of `convert` that know the sizes of all kernels
 - `frozen`: the layers and kernels that are frozen, or could be
 - `layers`: what a float8 form of a layer derives from

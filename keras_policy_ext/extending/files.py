@@ -1,4 +1,4 @@
-"""Read files that others wrote, and write files that are whole."""
+"""Read files that may be damaged or malicious."""
 
 from keras_policy_ext._input_files import (
     check_archive,

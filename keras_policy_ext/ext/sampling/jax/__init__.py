@@ -14,7 +14,7 @@ from keras_policy_ext._types import Tensor
 def marked_gradients(
     run: Callable[..., tuple[Tensor, Any]], step_by_step: bool
 ) -> tuple[Any, list[Tensor | None]]:
-    """See `marked_gradients` of `sampling/captured.py`."""
+    """Run and differentiate `run`; see `captured.marked_gradients`."""
     zeros: list[Tensor] = []
 
     def mark(x: Tensor) -> Tensor:
