@@ -68,36 +68,38 @@ class Table:
     spaced: bool = False  # Whether blank lines separate the rows.
 
     def text(self, width: int, most: int | None = None) -> list[str]:
-        """Return the table as lines of text; wrapped cells have `most` lines.
+        """Return the table as lines; a wrapped cell has at most `most` lines.
 
-        No word is cut: a table may be wider. An ellipsis marks what is left.
+        No word is cut: a table may be wider. An ellipsis marks what is cut off.
         """
-        # `heads`: how many of the rows are headings.
-        columns, rows, heads = list(self.columns), list(self.rows), 0
+        columns, rows, heading_rows = list(self.columns), list(self.rows), 0
         if self.spaced:
             rows = [part for row in rows for part in ("", row)][1:]
         has_headings = any(column.heading for column in columns)
         if has_headings and not all(isinstance(row, str) for row in rows):
-            rows, heads = [[c.heading for c in columns], *rows], 1
+            rows, heading_rows = [[c.heading for c in columns], *rows], 1
         gaps = len(columns) - 1
-        least = sum(_least(columns, rows, COMFORTABLE))
-        # A cell that is split off stands above or below its row: also headings.
+        least = sum(_least_widths(columns, rows, COMFORTABLE))
+        # Put the first cell of each row, also of the headings, above its row.
         if columns[0].apart and least + 2 * gaps > width:
             columns[0] = Column("")
-            rows = _in_two(rows, lambda row: (row[0], ["", *row[1:]]))
-            heads *= 2
-        if columns[-1].wraps and sum(_least(columns, rows)) + gaps > width:
+            rows = _split_rows(rows, lambda row: (row[0], ["", *row[1:]]))
+            heading_rows *= 2
+        least = sum(_least_widths(columns, rows))
+        # Put the last cell of each row below its row.
+        if columns[-1].wraps and least + gaps > width:
             del columns[-1]
-            rows = _in_two(rows, lambda row: (row[:-1], "    " + row[-1]))
-            heads += bool(heads)
+            rows = _split_rows(rows, lambda row: (row[:-1], "    " + row[-1]))
+            heading_rows += bool(heading_rows)
         gaps = len(columns) - 1
-        gap = 2 if sum(_least(columns, rows)) + 2 * gaps <= width else 1
+        gap = 2 if sum(_least_widths(columns, rows)) + 2 * gaps <= width else 1
         widths = _widths(columns, rows, width - gap * gaps)
         lines = wrap(self.title, width)
+        heads, others = rows[:heading_rows], rows[heading_rows:]
         if heads:
-            lines += _lines(columns, rows[:heads], widths, gap, width)
+            lines += _lines(columns, heads, widths, gap, width)
             lines.append("─" * (sum(widths) + gap * gaps))
-        return lines + _lines(columns, rows[heads:], widths, gap, width, most)
+        return lines + _lines(columns, others, widths, gap, width, most)
 
     def html(self) -> str:
         """Return the whole table as the HTML element `<table>`."""
@@ -111,6 +113,7 @@ class Table:
         )
 
     def _html(self, tag: str, row: Cells | str) -> str:
+        """Return a row of cells `td` or `th`; a text spans all columns."""
         if isinstance(row, str):
             cell = _element(tag, Column(""), row, len(self.columns))
             return f"<tr>{cell}</tr>"
@@ -151,10 +154,11 @@ class BaseReport:
         Returns:
             Lines; wider than the terminal only if a single word is.
         """
-        if full:
-            return "\n".join(_text(self._parts(True, self._count())))
         count = self._count()
+        if full:
+            return "\n".join(_text(self._parts(True, count)))
         every = every or self._every
+        # Shorten the cells first, to ever fewer lines, and then leave out rows.
         for most in (None, 5, 4, 3, 2):
             lines = _text(_with(self._parts(False, count), every), most)
             if len(lines) <= LINES or not count:
@@ -162,7 +166,7 @@ class BaseReport:
         while len(lines) > LINES and count > 1:
             # At `most=2` lines a cell, a row has three lines at most.
             count = max(1, count - max(1, (len(lines) - LINES) // 3))
-            lines = _text(_with(self._parts(False, count), every), 2)
+            lines = _text(_with(self._parts(False, count), every), most=2)
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -275,7 +279,8 @@ def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
     lines: list[str] = []
     for part in parts:
         if isinstance(part, Table):
-            lines += [*([""] if lines and lines[-1] else [])]
+            if lines and lines[-1]:
+                lines.append("")
             lines += [*part.text(width, most), ""]
         else:
             lines += wrap(part, width, wrapper=_Sentences)
@@ -289,36 +294,39 @@ def _with(parts: Iterable[str | Table], every: str) -> list[str | Table]:
     return [*listed, every] if is_more else listed
 
 
-def _in_two(
+def _split_rows(
     rows: Iterable[Cells | str],
     split: Callable[[Cells], tuple[Cells | str, Cells | str]],
 ) -> list[Cells | str]:
-    """Split each row of cells into two rows, by `split`."""
-    return [
-        part
-        for row in rows
-        for part in ([row] if isinstance(row, str) else split(row))
-        if row == part or not isinstance(part, str) or part.strip()  # No blank.
-    ]
+    """Split each row of cells in two; leave out a part of blank text."""
+    parts: list[Cells | str] = []
+    for row in rows:
+        if isinstance(row, str):
+            parts.append(row)
+        else:
+            two = split(row)
+            parts += [x for x in two if not isinstance(x, str) or x.strip()]
+    return parts
 
 
-def _least(
+def _least_widths(
     columns: Sequence[Column], rows: Iterable[Cells | str], narrow: int = NARROW
 ) -> list[int]:
     """Return the minimum width of each column, from its cells."""
     cells = [row for row in rows if not isinstance(row, str)]
     return [
-        max((_narrowest(column, row[n], narrow) for row in cells), default=0)
+        max((_least_width(column, row[n], narrow) for row in cells), default=0)
         for n, column in enumerate(columns)
     ]
 
 
-def _narrowest(column: Column, cell: str, narrow: int) -> int:
+def _least_width(column: Column, cell: str, narrow: int) -> int:
     """Return the minimum width of a cell; a cell that wraps can be narrow."""
     length = rich.cells.cell_len(printable(cell))
     if not column.wraps:
         return length
-    words = [rich.cells.cell_len(word) for word in wrap(cell, 1)]
+    # At least its longest word, and `narrow` if it has several words.
+    words = [rich.cells.cell_len(word) for word in wrap(cell, width=1)]
     return max([min(length, narrow) if " " in cell else 0, *words])
 
 
@@ -326,8 +334,9 @@ def _widths(
     columns: Sequence[Column], rows: Sequence[Cells | str], width: int
 ) -> list[int]:
     """Return the column widths; the widest are narrowed until all fit."""
-    least = _least(columns, rows)
-    widths = _least([Column("")] * len(columns), rows)
+    least = _least_widths(columns, rows)
+    # Columns that do not wrap are as wide as their longest cell.
+    widths = _least_widths([Column("")] * len(columns), rows)
     while sum(widths) > width:
         can_shrink = [n for n, size in enumerate(widths) if size > least[n]]
         if not can_shrink:
@@ -377,6 +386,7 @@ def _lines(
 
 
 def _element(tag: str, column: Column, cell: str, span: int = 1) -> str:
+    """Return a table cell, `td` or `th`, across `span` columns."""
     side = "right" if column.right else "left"
     style = f'style="text-align: {side}; vertical-align: top"'
     across = f' colspan="{span}"' if span > 1 else ""

@@ -92,15 +92,15 @@ COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 def settling(recipe: Recipe, matrices: int = 1) -> Callable[[Any, Any], Any]:
     """Return the function that turns a value assigned to a state into a state.
 
-    It is `StateSource.settle`, by a kernel where there is one; the value may be
-    wider than the state. The same object for equal arguments: a recipe, and the
-    number of the kernel's matrices with a history each.
+    It is `StateSource.settle`, by a kernel of the framework where there is one.
+    Equal arguments give the same object. `matrices` is the number of matrices
+    of the layer's kernel that have a history each.
     """
     source: Any = state_source_of(recipe, matrices)
 
     def settle(value: Tensor, previous: Tensor) -> Any:
         states = backends.engine.state_kernels_for(source, previous)
-        # An observation of several replicas is wider.
+        # An observation of several replicas is wider than the state.
         if states is None or value.shape != previous.shape:
             return source.settle(value, previous)
         return states.settle(source, value, previous)
@@ -115,7 +115,7 @@ def catching_up(
     """Return a function that raises a state's scale to fit a larger kernel.
 
     It takes the amax of the kernel and its state: see `StateSource.caught_up`.
-    The same object for equal arguments.
+    Equal arguments give the same object.
     """
     source = state_source_of(recipe, matrices)
     return lambda amax, state: source.caught_up(amax, state, beyond)

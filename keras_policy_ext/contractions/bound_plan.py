@@ -22,7 +22,7 @@ from keras_policy_ext.contractions.operands import (
     Selections,
     bind_operand,
 )
-from keras_policy_ext.contractions.second_derivatives import gradients
+from keras_policy_ext.contractions.second_derivatives import second_gradients
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.observations import Slot, of_kernel_alone
 from keras_policy_ext.numerics.quantized import Quantized
@@ -39,6 +39,7 @@ class BoundMatmul:
         self._matmul, self._kernel = matmul, kernel
         self._contraction = plan.contraction
         self.dtype = _dtype_of(plan, matmul, kernel)
+        # The use of each operand in this matmul.
         self._a, self._b = (
             each.first if matmul == each.first.matmul else each.second
             for each in operands
@@ -98,7 +99,7 @@ def bind_matmul(
     adds = is_einsum and hasattr(kernel, "with_bias") and matmul == "forward"
     kind = MatmulWithBias if adds else BoundMatmul
     dtypes = plan.inputs_dtype, plan.kernel_dtype
-    # This gradient is wanted in float32, though the layer is in bfloat16.
+    # A variant may write the float32 gradient of a layer in bfloat16 at once.
     if matmul == "kernel_grad" and dtypes == ("bfloat16", "float32"):
         kernel = getattr(kernel, "of_gradient", kernel)
     return kind(plan, matmul, kernel, [operands[x] for x in MATMULS[matmul]])
@@ -209,6 +210,7 @@ class BoundPlan(BoundOperation):
         """True if it multiplies the operands as plain matrices."""
         contraction, gathering = self.plan.contraction, self.plan.gathering
         is_einsum = type(contraction) is Einsum
+        # If `is_quantized`, the kernel arrives gathered.
         is_whole = gathering is None or gathering.is_quantized
         return is_einsum and is_whole and contraction.form.is_plain
 
@@ -223,6 +225,7 @@ class BoundPlan(BoundOperation):
         once: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
+        # `once`: no backward pass follows. `slot`: which use of the kernel.
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
         reading = simplified(history, state)
@@ -243,14 +246,15 @@ class BoundPlan(BoundOperation):
         quantizations = self.plan.operands.saved
         x = quantized.of_leaves(tensors, quantizations["inputs"])
         w = quantized.of_leaves(tensors, quantizations["kernel"])
-        reading, after_reading = self._source.reading_of(list(tensors))
-        amaxes = (after_reading[0], after_reading[1]) if after_reading else None
+        reading, rest = self._source.reading_of(list(tensors))
+        amaxes = (rest[0], rest[1]) if rest else None
         return Residuals(x, w, reading, amaxes, shapes, self.engine)
 
     @override
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
+        # `residuals` were saved without the amaxes.
         if not self._observes_amaxes or residuals.reading is None:
             return residuals
         kernel_amax = self.kernel.amax(kernel)
@@ -276,9 +280,10 @@ class BoundPlan(BoundOperation):
         options = PassOptions(reading, observe, sums=sums, slot=slot)
         g = self.outputs_grad.quantize(outputs_grad, options)
         inputs_grad = kernel_grad = bias_grad = None
-        if needed[0]:
+        inputs_needed, kernel_needed = needed
+        if inputs_needed:
             inputs_grad = self._inputs_grad(g.first, residuals.kernel, shapes)
-        if needed[1]:
+        if kernel_needed:
             kernel_grad = self._kernel_grad(residuals.inputs, g.second, shapes)
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
@@ -289,9 +294,9 @@ class BoundPlan(BoundOperation):
             state_grad = (observation,)
         if bias_shape is not None:
             bias_grad = g.column_sums
-            if bias_grad is None:
-                rows = len(outputs_grad.shape) - len(bias_shape)
-                bias_grad = ops.sum(outputs_grad, tuple(range(rows)))
+            if bias_grad is None:  # The cast could not sum this tensor.
+                axes_of_rows = len(outputs_grad.shape) - len(bias_shape)
+                bias_grad = ops.sum(outputs_grad, tuple(range(axes_of_rows)))
             bias_grad = ops.cast(bias_grad, self.plan.inputs_dtype)
             bias_grad = ops.reshape(bias_grad, bias_shape)
         return inputs_grad, kernel_grad, state_grad, bias_grad
@@ -299,6 +304,7 @@ class BoundPlan(BoundOperation):
     @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
         contraction = self.plan.contraction
+        # The sum of each column of the outputs gradient is that of the bias.
         if not self.outputs_grad.sums_columns_of(inputs):
             return False
         shapes = shape_of(inputs), shape_of(kernel)
@@ -313,13 +319,14 @@ class BoundPlan(BoundOperation):
     ) -> tuple[Tensor, ...]:
         if not self._observes_amaxes:
             return state
+        # A bank has an amax for each of its matrices.
         is_bank = self.plan.histories > 1
         amax = (self.kernel.amax if is_bank else scaling.amax)(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 
     @override
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
-        return gradients(self, *arguments)
+        return second_gradients(self, *arguments)
 
     def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
         """Read scales or the step count from a state; None without state."""
@@ -340,13 +347,14 @@ class BoundPlan(BoundOperation):
         slot: Slot,
     ) -> Tensor:
         """Return the "gradient" of the state: an observation, or zeros."""
-        amaxes = residuals.amaxes
         if self._observes_amaxes:
-            if amaxes is None:  # They were not asked for.
+            if residuals.amaxes is None:  # They were not asked for.
                 return ops.zeros_like(state)
+            inputs_amax, kernel_amax = residuals.amaxes
             if self._is_inference:
-                return self._outgrown(amaxes[1], residuals.reading, state, slot)
-            numbers = [*amaxes, outputs_grad_amax]
+                history = residuals.reading
+                return self._outgrown(kernel_amax, history, state, slot)
+            numbers = [inputs_amax, kernel_amax, outputs_grad_amax]
         elif self._is_inference:
             # A state that counts steps counts those of training.
             return ops.zeros_like(state)
@@ -358,7 +366,7 @@ class BoundPlan(BoundOperation):
     def _observation(
         self, numbers: list[Tensor], state: Tensor, slot: Slot
     ) -> Tensor:
-        """Return one number per row as the gradient of the state."""
+        """Return numbers, one for each row, as the gradient of the state."""
         states = self.engine.state_kernels_for(self._source, state)
         if states is not None:
             return states.observation(self._source, numbers, slot)
@@ -379,6 +387,7 @@ class BoundPlan(BoundOperation):
         outgrown = self._source.outgrown(amax, reading)
         if self._framework.known_any(outgrown) is False:
             return ops.zeros_like(state)
+        # Of the amaxes only that of the kernel stays.
         amaxes = [amax] * len(OPERANDS)
         observation = self._observation(amaxes, state, slot)
         return of_kernel_alone(observation, outgrown)

@@ -60,24 +60,21 @@ def explicit(equation: str, first_rank: int, second_rank: int) -> str:
     equation is malformed or the ranks do not fit.
     """
     terms = split(equation)
-    free = [c for c in string.ascii_letters if c not in equation]
-    wide = 0
-    for term, rank in zip(terms, (first_rank, second_rank), strict=False):
-        missing = rank - len(term.replace("...", ""))
-        if missing < 0 or (missing > 0 and "..." not in term):
+    unused = [c for c in string.ascii_letters if c not in equation]
+    counts: list[int] = []  # How many letters `...` stands for, by operand.
+    for term, rank in zip(terms[:2], (first_rank, second_rank), strict=True):
+        counts.append(rank - len(term.replace("...", "")))
+        if counts[-1] < 0 or (counts[-1] > 0 and "..." not in term):
             raise ValueError(
                 f"An operand does not fit the einsum equation {equation!r}. "
                 f"Received: rank {rank} for {term!r}. Allowed: rank "
                 f"{len(term.replace('...', ''))}, or more with '...'."
             )
-        wide = max(wide, missing)
     # The axes of `...` align at the last: lower ranks lack the first letters.
-    letters = "".join(free[:wide])
+    letters = "".join(unused[: max(counts)])
     first, second = (
-        term.replace("...", letters[wide - rank + len(term) - 3 :])
-        if "..." in term
-        else term
-        for term, rank in zip(terms, (first_rank, second_rank), strict=False)
+        term.replace("...", letters[len(letters) - count :])
+        for term, count in zip(terms[:2], counts, strict=True)
     )
     return f"{first},{second}->{terms.out.replace('...', letters)}"
 
@@ -248,7 +245,10 @@ def axes_alone(form: EinsumForm, operand: str) -> tuple[int, ...]:
 def _home_axes(
     form: EinsumForm, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Return how to permute an operand (None: not) and to flatten it."""
+    """Return how to permute a `summed` operand (None: not) and to flatten it.
+
+    The second result has the axes before permuting of each matrix axis.
+    """
     term, *groups = form._home(operand)
     groups = [form.batch, *groups]
     order = "".join(groups)

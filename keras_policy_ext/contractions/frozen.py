@@ -81,17 +81,15 @@ class FrozenPlan:
     def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
         """Compute the outputs from inputs and a stored kernel.
 
-        The constants are the codes or values of the kernel, its scales, and the
-        scale of the inputs if it is static.
+        The constants are the codes of the kernel, or its dequantized values,
+        its scales, and the scale of the inputs if it is static.
         """
         codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
         if self._quantization("inputs") is None:
             x, dtype = inputs, self.dtype
         elif (
-            self._has_matrix
-            and self._selection[1].native
-            and not _is_wide(codes)
+            self._has_matrix and self._selection[1].native and _are_codes(codes)
         ):
             return self._native(inputs, codes, scale, static_scale, shapes)
         else:
@@ -100,11 +98,11 @@ class FrozenPlan:
             equation = self.contraction.equation
             return self._einsum(equation, ops.cast(x, dtype), codes, scale)
         kernel = self._dequantized(codes, scale, dtype)
-        reads = (
+        operands = (
             self._read("inputs", x, dtype),
             self._read("kernel", kernel, dtype),
         )
-        return self._product("forward", *reads, shapes)
+        return self._product("forward", *operands, shapes)
 
     def inputs_grad(
         self, outputs_grad: Tensor, constants: Constants, shape: Shape
@@ -118,12 +116,12 @@ class FrozenPlan:
         if equation is not None:
             return self._einsum(equation, outputs_grad, codes, scale)
         kernel = self._dequantized(codes, scale, self.dtype)
-        read = self._read("kernel", kernel, self.dtype)
-        reads = (
-            self._read("outputs_grad", outputs_grad, self.dtype),
-            self.contraction.transposed(read),
-        )
-        return self._product("inputs_grad", *reads, (shape, shape_of(codes)))
+        gradient = self._read("outputs_grad", outputs_grad, self.dtype)
+        # `_read` returns the matrix for the outputs.
+        kernel = self._read("kernel", kernel, self.dtype)
+        operands = gradient, self.contraction.transposed(kernel)
+        shapes = shape, shape_of(codes)
+        return self._product("inputs_grad", *operands, shapes)
 
     @property
     def _is_einsum(self) -> bool:
@@ -141,6 +139,7 @@ class FrozenPlan:
         if not self._is_einsum:
             return None
         first, second, out = equations.split(self.contraction.equation)
+        # An einsum cannot broadcast along an axis that the inputs alone have.
         alone = set(first) - set(second + out)
         return None if alone else f"{out},{second}->{first}"
 
@@ -158,13 +157,12 @@ class FrozenPlan:
         free = [c for c in second if c in out and c not in first]
         if self.recipe.per == "block" or not free:
             return product(codes, scale)
-        # Cut along the largest; what torch.compile follows has no `key=`.
-        places = [second.index(letter) for letter in free]
-        sizes = [codes.shape[place] for place in places]
-        place = places[sizes.index(max(sizes))]
-        return backends.current.in_parts(
-            product, codes, scale, place, out.index(second[place])
-        )
+        # Cut along the largest axis; torch.compile follows no `max(…, key=)`.
+        axes = [second.index(letter) for letter in free]
+        sizes = [codes.shape[axis] for axis in axes]
+        axis = axes[sizes.index(max(sizes))]
+        out_axis = out.index(second[axis])
+        return backends.current.in_parts(product, codes, scale, axis, out_axis)
 
     def _quantization(self, operand: str) -> Quantization | None:
         quantization = self.recipe.quantization(operand, "forward")
@@ -175,7 +173,8 @@ class FrozenPlan:
         """The matmul kernel for quantized operands, and its `Choice`."""
         a: Any = self.recipe.quantization("inputs", "forward")
         b: Any = self.recipe.quantization("kernel", "forward")
-        request = Request("forward", a, b, False, self.prefer, self.for_xla)
+        batched = False
+        request = Request("forward", a, b, batched, self.prefer, self.for_xla)
         return backends.engine.select(request)
 
     @functools.cached_property
@@ -195,7 +194,7 @@ class FrozenPlan:
     def _product(
         self, matmul: str, a: Quantized, b: Quantized, shapes: Shapes
     ) -> Tensor:
-        """Return a product of two operands in high precision."""
+        """Return a product of two operands that are not quantized."""
         kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
         return self.contraction.product(
             matmul, kernel, a, b, shapes, self.dtype
@@ -214,8 +213,8 @@ class FrozenPlan:
     def _rounded(self, inputs: Tensor, static_scale: list[Tensor]) -> Tensor:
         """Return the inputs, rounded to float8 values times their scale."""
         scale = static_scale[0] if static_scale else self._scale(inputs)
-        engine = backends.engine
-        numbers = engine.cast(inputs, scale, _INPUTS, False)  # divided by it
+        engine, is_factor = backends.engine, False
+        numbers = engine.cast(inputs, scale, _INPUTS, is_factor)
         numbers = engine.widen(numbers, "float32")
         return ops.multiply(numbers, scale)
 
@@ -246,12 +245,13 @@ class FrozenPlan:
             static_scale[0] if static_scale else None,
             engine.narrow_cast,
         )
-        x = contraction.read(
-            "inputs", x if amax is None else x.with_nan_scales(amax)
-        )
+        if amax is not None:  # Infinite inputs give NaN, as by `_scale`.
+            x = x.with_nan_scales(amax)
+        x = contraction.read("inputs", x)
         kernel = self._stored(codes, scale)
+        matmul_kernel, _ = self._selection
         return contraction.product(
-            "forward", self._selection[0], x, kernel, shapes, self.dtype
+            "forward", matmul_kernel, x, kernel, shapes, self.dtype
         )
 
     def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
@@ -274,7 +274,7 @@ def dequantized(
 
     Codes are uint8; or float32 values that this function returned.
     """
-    if _is_wide(codes):
+    if not _are_codes(codes):
         return ops.cast(codes, dtype)
     numbers = backends.current.numbers(codes, recipe.weights)
     if recipe.per == "block":
@@ -290,12 +290,15 @@ def multiplies_codes(recipe: FrozenKernels) -> bool:
     )
     if a is None or b is None:
         return False
-    request = Request("forward", a, b, False, preferred(), False)
-    return backends.engine.select(request)[1].native
+    batched = for_xla = False
+    request = Request("forward", a, b, batched, preferred(), for_xla)
+    _, choice = backends.engine.select(request)
+    return choice.native
 
 
-def _is_wide(codes: Tensor) -> bool:
-    return keras.backend.standardize_dtype(codes.dtype) != "uint8"
+def _are_codes(codes: Tensor) -> bool:
+    """Return False for the values of a kernel that was dequantized before."""
+    return keras.backend.standardize_dtype(codes.dtype) == "uint8"
 
 
 def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -306,8 +309,8 @@ def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     scale = scale[:rows, :columns]
     order = axes.free + axes.summed
     scale = ops.reshape(scale, [shape[axis] for axis in order])
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return ops.transpose(scale, back)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return ops.transpose(scale, inverse)
 
 
 _plan_of = functools.lru_cache(maxsize=4096)(FrozenPlan)
@@ -319,7 +322,8 @@ def frozen_plan(
     """Return a frozen contraction's plan for the current settings."""
     framework = backends.current
     if framework.is_compiling():  # `prefer` is read when the plan runs.
-        return FrozenPlan(contraction, recipe, axes, dtype, None, False)
+        prefer, for_xla = None, False
+        return FrozenPlan(contraction, recipe, axes, dtype, prefer, for_xla)
     return _plan_of(
         contraction,
         recipe,

@@ -189,7 +189,7 @@ class Einsum:
         """Return a quantized operand as the matrix of its first matmul."""
         quantization = quantized.quantization
         if quantization is not None and not quantization.keeps_axes:
-            return quantized
+            return quantized  # It was made a matrix before.
         return quantized.with_values(self.form.matrix(name, quantized.values))
 
     def transposed(self, read: Quantized) -> Quantized:
@@ -202,8 +202,8 @@ class Einsum:
         None if the bias varies between rows, or if columns share a value.
         """
         form, sizes = self.form, self.form.sizes(*shapes)
-        columns = [sizes[c] for c in form.columns]
-        if list(bias.shape) != columns or not form.out.endswith(form.columns):
+        shape = [sizes[c] for c in form.columns]
+        if list(bias.shape) != shape or not form.out.endswith(form.columns):
             return None
         return primitives.current.reshape(bias, (-1,))
 
@@ -217,6 +217,7 @@ class Einsum:
         dtype: str,
     ) -> Tensor:
         """Run a matmul; return the outputs, or the gradient of an operand."""
+        # Only the outputs may be summed in fewer bits than float32.
         matrix = kernel.multiply(a, b, dtype, fast=matmul == "forward")
         return self.form.result(matmul, matrix, self.form.sizes(*shapes))
 
@@ -399,12 +400,13 @@ class Conv:
     ) -> Tensor:
         """Run a convolution; return the outputs, or an operand's gradient."""
         first, second = map(emulated.unscaled, (a, b))
+        inputs_shape, kernel_shape = shapes
         if matmul == "forward":
             result = kernel.outputs(self, first, second)
         elif matmul == "inputs_grad":
-            result = kernel.inputs_grad(self, first, second, shapes[0])
+            result = kernel.inputs_grad(self, first, second, inputs_shape)
         else:
-            result = kernel.kernel_grad(self, first, second, shapes[1])
+            result = kernel.kernel_grad(self, first, second, kernel_shape)
         return emulated.scaled(result, a, b, dtype)
 
 
@@ -441,22 +443,25 @@ class ConvTranspose(Conv):
             kernel_size: Per spatial axis.
         """
         paddings = self.output_padding or (None,) * len(self.strides)
-        steps = zip(
+        axes = zip(
             kernel_size, self.strides, self.dilation_rate, paddings, strict=True
         )
-        return [self._around_axis(*each) for each in steps]
+        return [self._around_axis(*of_axis) for of_axis in axes]
 
     def _around_axis(
         self, kernel: int, stride: int, dilation: int, more: int | None
     ) -> tuple[int, int]:
         """Return what `around` has for an axis; `more` is output padding."""
-        if transposed_windows.are_own():
+        if transposed_windows.are_own():  # Keras before 3.15, on PyTorch.
             return transposed_windows.around_axis(
                 kernel, stride, dilation, self.padding, more
             )
         reach = (kernel - 1) * dilation
         if self.padding == "valid":
             return 0, max(stride - reach - 1, 0) if more is None else more
+        # Keras's outputs have the size `inputs * stride`, with output padding
+        # `(inputs - 1) * stride + odd + more`. JAX pads the inputs by `zeros`
+        # for it. By `reach` on both sides the outputs would be unpadded.
         odd = (reach + 1) % 2
         zeros = reach + (stride - 1 if more is None else odd - 1 + more)
         before = min((zeros + 1) // 2, reach)
@@ -464,7 +469,7 @@ class ConvTranspose(Conv):
 
 
 def in_one_scale(quantization: Quantization | None) -> bool:
-    """Return True for a quantization that needs no matrix, and for None."""
+    """Return True if one scale, or none, lets an operand keep its axes."""
     return quantization is None or quantization.keeps_axes
 
 

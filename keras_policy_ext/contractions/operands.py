@@ -71,17 +71,18 @@ class Operands:
         """
         shared = {}
         for operand in OPERANDS:
-            quantization = self.quantizations[operand, matmuls_of(operand)[0]]
+            first_matmul, _ = matmuls_of(operand)
+            quantization = self.quantizations[operand, first_matmul]
             can = (
                 quantization is not None
                 and quantization.keeps_axes
                 and quantization.constant_scale is None
                 and quantization.scale_format == "float32"
                 and quantization.scale_rounding != "floor"
+                and self.shares_quantization[operand]
+                and self.contraction.reads_one_matrix
             )
-            can = can and self.shares_quantization[operand]
-            is_read = self.contraction.reads_one_matrix
-            shared[operand] = quantization if can and is_read else None
+            shared[operand] = quantization if can else None
         return shared
 
     @functools.cached_property
@@ -101,7 +102,9 @@ class Operands:
 
     def reads_transpose(self, operand: str, matmul: str) -> bool:
         """Return True if a matmul reads the quantized operand transposed."""
-        is_second = matmul != matmuls_of(operand)[0]
+        _, second_matmul = matmuls_of(operand)
+        # The second matmul reads the transpose, unless that was quantized.
+        is_second = matmul == second_matmul
         return is_second != self.stored_transposed[operand, matmul]
 
     def quantized_as(self, operand: str, matmul: str) -> Quantization | None:
@@ -122,10 +125,14 @@ class Operands:
 
     @functools.cached_property
     def saved(self) -> dict[str, Quantization | None]:
-        """By operand, the quantization in which the operand is saved."""
+        """By operand, the quantization in which the operand is saved.
+
+        It is that of the second matmul, which computes a gradient.
+        """
         return {
-            operand: self.quantized_as(operand, matmuls_of(operand)[1])
+            operand: self.quantized_as(operand, second_matmul)
             for operand in ("inputs", "kernel")
+            for _, second_matmul in [matmuls_of(operand)]
         }
 
 
@@ -135,9 +142,9 @@ operands_of = functools.lru_cache(maxsize=1024)(Operands)
 
 def amax_of(operand: str) -> Any:
     """Return the function that computes the amax of this operand."""
-    # For an outputs gradient it reduces columns first, like a bias's gradient.
-    by_columns = operand == "outputs_grad"
-    return scaling.amax_by_columns if by_columns else scaling.amax
+    if operand == "outputs_grad":  # By columns first, like a bias's gradient.
+        return scaling.amax_by_columns
+    return scaling.amax
 
 
 def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
@@ -153,20 +160,20 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
     """
     framework = backends.current
 
-    def along(x: Tensor) -> Tensor:
+    def along_axes(x: Tensor) -> Tensor:
         sizes = zip(x.shape, axes, strict=True)
         # Devices share a scale of size 1 along an axis.
-        cut = [() if size == 1 else names for size, names in sizes]
-        return framework.gathered(x, gathering, cut)
+        cut_by = [() if size == 1 else names for size, names in sizes]
+        return framework.gathered(x, gathering, cut_by)
 
     quantization: Any = reads[0].quantization
     dtype = framework.kept_dtype(reads[0].values, quantization.format)
     narrow = [each.encoded(dtype) for each in reads]
-    values = along(narrow[0].values)
+    values = along_axes(narrow[0].values)
     if quantization.tile.is_whole:
         return tuple(each.with_values(values) for each in narrow)
     return tuple(
-        dataclasses.replace(each, values=values, scale=along(each.scale))
+        dataclasses.replace(each, values=values, scale=along_axes(each.scale))
         for each in narrow
     )
 
@@ -232,12 +239,13 @@ class OperandUse:
             self._gathered_axes = operands.kernel_axes(
                 plan.gathering.axes, matmul
             )
-        self.is_stochastic = self._folds_scales = self._is_cast_alone = False
+        self.is_stochastic = self._folds_scales = self._only_casts = False
         if self.quantization is not None:
             self.is_stochastic = self.quantization.rounding == "stochastic"
+            # Scales that vary along the sum cannot multiply the output.
             self._folds_scales = not self.quantization.scale_leaves_sum
             # If the scale is known, `quantized.quantize` would only cast.
-            self._is_cast_alone = (
+            self._only_casts = (
                 self.quantization.keeps_axes
                 and self.quantization.constant_scale is None
                 and self._gathering is None
@@ -269,9 +277,9 @@ class OperandUse:
         scale = self.source.scale(
             self.operand, self.quantization, amax, reading
         )
-        if scale is not None and self._is_cast_alone:
-            # False: it divides by the scale.
-            values = cast(home, scale, self._as_stored.format, False)
+        if scale is not None and self._only_casts:
+            is_factor = False  # The cast divides by the scale.
+            values = cast(home, scale, self._as_stored.format, is_factor)
             scales = scale[None, None, None]
             operand = Quantized(values, scales, self._as_stored)
             return operand, operand
@@ -319,7 +327,7 @@ class UseOfBothLayouts(OperandUse):
     """The use in one matmul of an operand that is stored in both layouts."""
 
     is_in_both_layouts: Callable[[Tensor], bool]
-    """That of the `OperandInBothLayouts`, asked for each tensor."""
+    """The method of the `OperandInBothLayouts`, which decides by the sizes."""
 
     def read(self, operand: Quantized) -> Quantized:
         """Return the operand's matrix, in the layout that this matmul reads."""
@@ -354,7 +362,7 @@ class BoundOperand:
         if self.is_shared:
             # What is quantized for the first matmul is read by the second too.
             self.first.is_stored_in_float8 |= self.second.native
-        # Takes the operand and its quantization.
+        # Takes a tensor and its quantization; see `Contraction.operand`.
         self._home = functools.partial(plan.contraction.operand, operand)
         self._in_forward = self.first.matmul == "forward"
         self._framework = backends.current
@@ -369,15 +377,12 @@ class BoundOperand:
         self._is_stochastic = (
             self.first.is_stochastic or self.second.is_stochastic
         )
+        self._cast = engine.cast_in_training if plan.training else engine.cast
         if self.first.native or self.second.native:
             self._cast = engine.narrow_cast
-        else:
-            self._cast = (
-                engine.cast_in_training if plan.training else engine.cast
-            )
 
     def sums_columns_of(self, like: Tensor) -> bool:
-        """Return True if `quantize` can sum columns on the device of `like`."""
+        """Return True if `quantize` can sum the columns of such a tensor."""
         return False
 
     def amax(self, x: Tensor) -> Tensor:
@@ -392,6 +397,7 @@ class BoundOperand:
         # On a GPU the amax of a kernel is a pass that nothing else needs.
         if self.operand == "kernel":
             in_branch = not self._framework.on_cpu(x)
+        # A random key depends on the amax.
         needs_amax = options.observe or self._is_stochastic
         amax = Amax(home, needs_amax, self._amax_of, in_branch)
         saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
@@ -426,7 +432,6 @@ class OperandInBothLayouts(BoundOperand):
         self._is_transposed_in_memory = (
             plan.contraction.is_transposed_in_memory(operand)
         )
-        # Whether the cast ran depends on the sizes of each tensor.
         for use in (self.first, self.second):
             use.is_in_both_layouts = self.is_in_both_layouts
 
@@ -450,7 +455,8 @@ class OperandInBothLayouts(BoundOperand):
         if not self.is_in_both_layouts(x):
             return super().quantize(x, options)
         home = self._home(x, self.first.quantization)
-        home = Quantized(home, None, self._quantization)  # no scale yet
+        # Not quantized yet, so it has no scale.
+        home = Quantized(home, None, self._quantization)
         matrix = self.first.contraction.read(self.operand, home).values
         wanted = Wanted(
             amax=options.observe,
@@ -477,6 +483,7 @@ class OperandOfRows(BoundOperand):
         self._row_casts: Any = binding.engine.row_casts
         self._uses = self.first, self.second
         self._quantizations = tuple(use.quantization for use in self._uses)
+        # One of the two may be None, of a matmul in high precision.
         self._by_rows = [q for q in self._quantizations if q is not None]
         self._is_transposed_in_memory = (
             binding.plan.contraction.is_transposed_in_memory(operand)
@@ -484,6 +491,7 @@ class OperandOfRows(BoundOperand):
 
     def sums_columns_of(self, like: Tensor) -> bool:
         """Return True if the cast can sum the columns of the matrix."""
+        # It reads what is in memory, and so would sum the rows of a transpose.
         return not self._is_transposed_in_memory and self._can_cast(like)
 
     def _can_cast(self, x: Tensor) -> bool:
@@ -493,6 +501,7 @@ class OperandOfRows(BoundOperand):
     def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Quantize an operand by one cast for both matmuls, if it can."""
         home = self._home(x, self._by_rows[0])
+        # It casts one matrix, not a batch.
         if home.shape[0] != 1 or not self._can_cast(home):
             return super().quantize(x, options)
         first, second = self._quantizations
@@ -506,22 +515,19 @@ class OperandOfRows(BoundOperand):
         else:
             result = self._row_casts.cast(home[0], first, second, options.sums)
             casts = result.plain, result.across
-        (saturated, marked), (_, other) = (
+        (saturated, marked), (_, second_marked) = (
             self._for_use(use, cast, x)
             for use, cast in zip(self._uses, casts, strict=True)
         )
-        return QuantizedForBoth(
-            saturated if self._in_forward else marked,
-            other,
-            None,
-            result.column_sums,
-        )
+        first = saturated if self._in_forward else marked
+        # Without a state no amax is wanted.
+        return QuantizedForBoth(first, second_marked, None, result.column_sums)
 
     def _for_use(
         self, use: OperandUse, cast: RowCast | None, x: Tensor
     ) -> tuple[Quantized, Quantized]:
         """Return what `OperandUse.quantize` returns, from a cast."""
-        if cast is None:
+        if cast is None:  # The matmul is in high precision, or not run.
             plain = ops.cast(self._home(x, None), use.inputs_dtype)
             return (quantized.passthrough(plain),) * 2
         scale, amax = cast.scale[None, :, None], cast.amax[None, :, None]
@@ -535,15 +541,16 @@ class OperandOfRows(BoundOperand):
 class OperandOfCodes(BoundOperand):
     """A kernel that arrives as codes, which are gathered before the layer.
 
-    `x` is a tensor of `kpe.loops.gather_float8`. Its `read` returns the codes
-    for outputs, those for gradients and the amax: in float8 if narrow.
+    `x` is a tensor of `kpe.loops.gather_float8`. Its `read` takes whether a
+    float8 matmul reads it. It returns the quantized kernel for the outputs,
+    that for the gradients, and the amax.
     """
 
     def __init__(self, binding: Binding, operand: str):
         super().__init__(binding, operand)
         plan, quantization = binding.plan, self.first.quantization
-        can = quantization is not None and quantization.keeps_axes
-        if not (self.is_shared and can):
+        has_one_scale = quantization is not None and quantization.keeps_axes
+        if not (self.is_shared and has_one_scale):
             raise NotImplementedError(
                 "A kernel that is gathered as float8 has one scale. Received: "
                 f"{plan.contraction!r} under {plan.recipe!r}, which needs "
@@ -551,16 +558,16 @@ class OperandOfCodes(BoundOperand):
                 "Leave out kpe.loops.gather_float8 for this layer."
             )
         self._quantization = quantization
-        self._narrow = self.first.native or self.second.native
+        self._in_float8 = self.first.native or self.second.native
 
     def amax(self, x: Tensor) -> Tensor:
         """Return the amax of the shard of this process, a scalar."""
-        amax: Tensor = x.read(self._quantization, self._narrow)[2]
+        _, _, amax = x.read(self._quantization, self._in_float8)
         return amax
 
     def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
         """Return the kernel as it is, for the two matmuls that read it."""
-        saturated, marked, amax = x.read(self._quantization, self._narrow)
+        saturated, marked, amax = x.read(self._quantization, self._in_float8)
         observed = amax if options.observe else None
         return QuantizedForBoth(saturated, marked, observed)
 
@@ -606,7 +613,7 @@ def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
         and bool(quantizations)
         and all(each == _by_rows(each) for each in quantizations)
         and rule is not None
-        and not rule.by_multiplier
+        and not rule.by_multiplier  # The cast divides by the limit.
         and plan.source.state_shape is None
         and not _is_gathered(plan, operand)
         and plan.contraction.reads_one_matrix

@@ -109,9 +109,10 @@ class Plan:
         """
         if self.slot == 0:
             return self
-        until_slot = self.inputs_dtype, self.kernel_dtype, self.training
+        # All fields in order, with 0 in place of the slot.
+        before_slot = self.inputs_dtype, self.kernel_dtype, self.training
         others = self.prefer, self.for_xla, self.gathering
-        return plan_of(self.contraction, self.recipe, *until_slot, 0, *others)
+        return plan_of(self.contraction, self.recipe, *before_slot, 0, *others)
 
     def another_slot(self, slot: Slot) -> Slot:
         """Return the slot farthest from a slot.
@@ -120,9 +121,9 @@ class Plan:
         may be much larger or smaller than gradients of the loss. Up to 4 uses
         of a layer in a step have other slots than theirs.
         """
-        # A count of steps has no slots.
-        far = SLOTS // 2 if self.source.observes_amaxes else 0
-        return (slot + far) % SLOTS
+        # A state that counts steps has no slots.
+        distance = SLOTS // 2 if self.source.observes_amaxes else 0
+        return (slot + distance) % SLOTS
 
     @functools.cached_property
     def source(self) -> Any:
@@ -157,7 +158,8 @@ class Plan:
         engine = backends.engine
         device = engine.device()
         plan = self.first_use
-        # One attribute holds all: threads may pretend different devices.
+        # Device and engine are of `bound` itself, since another thread, which
+        # may pretend another device, may replace it at any time.
         bound: BoundPlan | None = vars(plan).get("_bound")
         if (
             bound is None
@@ -215,9 +217,11 @@ def make_plan(
     if framework.is_compiling():
         # All fields: torch 2.11 would look up defaults in each call. `prefer`,
         # a context variable, is read when the plan runs: see `resolved`.
-        return Plan(*fields, None, False, None)
-    here = _preferred.get(), framework.traces_for_xla()
-    return plan_of(*fields, *here, gathering)
+        kind, for_xla, gathering = None, False, None
+        return Plan(*fields, kind, for_xla, gathering)
+    return plan_of(
+        *fields, _preferred.get(), framework.traces_for_xla(), gathering
+    )
 
 
 def run(
@@ -232,7 +236,7 @@ def run(
     The operands have the dtypes of the plan, the bias that of the outputs. The
     state is one matrix, if the recipe has one.
     """
-    if calls.are_shapes_alone_wanted():
+    if calls.are_shapes_alone_wanted():  # Then nothing is quantized.
         plan, state = unrounded(plan), ()
     return backends.current.run(plan, bias, inputs, kernel, *state)
 

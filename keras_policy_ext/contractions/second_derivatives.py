@@ -30,7 +30,7 @@ from keras_policy_ext.recipes import MATMULS, matmuls_of
 Needed = tuple[bool, bool, bool]
 
 
-def gradients(
+def second_gradients(
     bound: Any,
     residuals: Any,
     outputs_grad: Tensor,
@@ -40,29 +40,31 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Differentiate both gradients by outputs gradient, inputs and kernel.
 
-    `v` has the shape and dtype of the inputs, `u` those of the kernel; None
-    stands for zeros. `needed` says which of the three gradients to compute;
-    None is returned for one that is not needed, or zero.
+    For `v` and `u` see this module. `v` has the shape and dtype of the inputs,
+    `u` those of the kernel; None stands for zeros. `needed` says which of the
+    three to compute; None is returned for one that is not needed, or zero.
     """
     read = _Operands(bound, residuals, outputs_grad)
     g = x = w = None
-    if needed[0] and v is not None:
+    g_needed, x_needed, w_needed = needed
+    if g_needed and v is not None:
         g = read.product("forward", read.plain("inputs", v), read.kernel)
-    if needed[0] and u is not None:
+    if g_needed and u is not None:
         more = read.product("forward", read.inputs, read.plain("kernel", u))
         g = more if g is None else ops.add(g, more)
-    if needed[1] and u is not None:
+    if x_needed and u is not None:
         x = read.product("inputs_grad", read.gradient, read.plain("kernel", u))
-    if needed[2] and v is not None:
+    if w_needed and v is not None:
         w = read.product("kernel_grad", read.plain("inputs", v), read.gradient)
         w = ops.cast(w, bound.plan.kernel_dtype)
     return g, x, w
 
 
 class _Operands:
-    """The operands of a contraction, as matrices of floats with a scale of 1.
+    """The operands of a contraction, as matrices of its compute dtype.
 
-    They are those of the backward pass: dequantized, or the gradient itself.
+    They are those of the backward pass: dequantized, or the gradient itself. A
+    `Quantized` of them has no quantization, and a scale of 1.
     """
 
     def __init__(self, bound: Any, residuals: Any, outputs_grad: Tensor):
@@ -105,12 +107,13 @@ class _Operands:
         return plan.contraction.read(operand, plain)
 
     def _decoded(self, operand: str, saved: Quantized) -> Quantized:
-        """Dequantize a saved operand, and return it as a matrix of floats."""
-        bound = getattr(self._bound, operand)
-        across = bound.second.reads_transpose
+        """Dequantize a saved operand; return the matrix of its first matmul."""
+        bound_operand = getattr(self._bound, operand)
+        # It was saved for its second matmul, as that reads it or transposed.
+        across = bound_operand.second.reads_transpose
         quantization = saved.quantization
         wide = saved.decoded(decode=self._bound.engine.decode)
-        matrix = bound.matrix(wide)
+        matrix = bound_operand.matrix(wide)
         values = matrix.values if quantization is None else matrix.dequantize()
         if wide.tensor_scale is not None:
             values = ops.multiply(values, wide.tensor_scale)

@@ -38,6 +38,7 @@ class WeightedSum(Recipe):
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         asked = self.activations.quantization(operand, matmul)
+        # The kernel is the values, which `fold` brings into range.
         if asked is None or (operand, matmul) != ("kernel", "forward"):
             return asked
         return dataclasses.replace(asked, constant_scale=1.0)
@@ -113,12 +114,12 @@ def _scale_of_keys(
 
 
 def _for_weights(first: str, second: str, scale: Tensor) -> Tensor:
-    """Transpose the scales of keys, so that they broadcast to weights."""
+    """Give the scales of keys the axes of weights, to which they broadcast."""
     keys = [letter for letter in first if letter in second]
     columns = [letter for letter in second if letter not in keys]
     order = [second.index(letter) for letter in keys + columns]
     scale = ops.transpose(scale, order)
-    # By axes and not by sizes, of which a graph may not know some.
+    # A reshape would need sizes, of which a graph may not know some.
     for _ in columns:
         scale = ops.squeeze(scale, -1)
     for axis, letter in enumerate(first):

@@ -93,7 +93,7 @@ def quantize(
         >>> keras.ops.convert_to_numpy(again).tolist()
         [0.1015625, 1024.0]
     """
-    _limit(dtype)
+    _limit(dtype)  # Raises for other dtypes.
     return _cast(scaled(x, scale, dtype, is_factor), dtype)
 
 
@@ -143,7 +143,8 @@ def grid_constants(dtype: str) -> tuple[int, int]:
     """
     fmt = format_of(dtype)
     lowest = int(np.float32(fmt.smallest_normal).view(np.int32))
-    return lowest, ((23 - fmt.mantissa_bits) << 23) + (1 << 22)
+    one_half = 1 << 22  # As a mantissa.
+    return lowest, ((23 - fmt.mantissa_bits) << 23) + one_half
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
@@ -162,7 +163,7 @@ def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
 
 
 def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
-    """Convert float8 values to float32; `compute_dtype` is ignored."""
+    """Convert float8 values to float32. As a `Codec` it ignores the dtype."""
     return as_dtype(q, "float32")
 
 
@@ -253,9 +254,9 @@ NAN = 0x7FC00000
 SUBNORMAL_SCALE = 1 << 22
 """The bits of 2^-127, the value of byte 0 in E8M0."""
 
-_BITS = 8
+_BYTE = 8
 _MAX_E4M3FN, _NAN_E4M3FN = 0x7E, 0x7F
-_INF_OF_HALF = 0x7C00
+_INF_FLOAT16 = 0x7C00
 
 
 def shifted_right(x: Tensor, count: int) -> Tensor:
@@ -293,10 +294,11 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     nan_code = largest if fmt.nan_code is None else fmt.nan_code
     code = ops.minimum(code, largest + fmt.has_inf)
     sign = ops.left_shift(shifted_right(raw, 31), fmt.bits - 1)
-    if not fmt.has_negative_zero:
+    is_nan = magnitude > EXPONENT_BITS
+    if not fmt.has_negative_zero:  # The code of -0 is that of NaN.
         sign = ops.where(ops.equal(code, 0), 0, sign)
-        sign = ops.where(magnitude > EXPONENT_BITS, 0, sign)
-    code = ops.where(magnitude > EXPONENT_BITS, nan_code, code)
+        sign = ops.where(is_nan, 0, sign)
+    code = ops.where(is_nan, nan_code, code)
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
 
 
@@ -318,7 +320,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
     bits = ops.where(beyond > 0, NAN, bits)
     if fmt.has_inf:
         bits = ops.where(ops.equal(beyond, 1), EXPONENT_BITS, bits)
-    if not fmt.has_negative_zero:
+    if not fmt.has_negative_zero:  # The code of -0 is that of NaN.
         bits = ops.where(ops.equal(codes, fmt.nan_code), NAN, bits)
     sign = ops.left_shift(shifted_right(codes, fmt.bits - 1), 31)
     return view(ops.bitwise_or(bits, sign), "float32")
@@ -338,19 +340,19 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
     shift, factor = HALVES[format_name]
     halves = ops.cast(values * (1.0 / factor), "float16")
     bits = ops.cast(view(halves, "uint16"), "int32")
-    if shift == _BITS:
+    if shift == _BYTE:  # e5m2 is the upper byte, with infinity and NaN.
         return ops.cast(ops.right_shift(bits, shift), "uint8")
     magnitude = ops.right_shift(ops.bitwise_and(bits, 0x7FFF), shift)
     code = ops.minimum(magnitude, _MAX_E4M3FN)
-    code = ops.where(magnitude > _INF_OF_HALF >> shift, _NAN_E4M3FN, code)
-    sign = ops.bitwise_and(ops.right_shift(bits, _BITS), 0x80)
+    code = ops.where(magnitude > _INF_FLOAT16 >> shift, _NAN_E4M3FN, code)
+    sign = ops.bitwise_and(ops.right_shift(bits, _BYTE), 0x80)
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
 
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
     """Convert codes to values by the framework's cast; see `decode`."""
     values = primitives.current.numbers(codes, format_name)
-    if HALVES[format_name][0] == _BITS:
+    if format_name == "float8_e5m2":  # It has the NaN of float16.
         return values
     magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)
     return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, values)
@@ -378,11 +380,12 @@ def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
 
 
 def _bits(number: float) -> int:
+    """Return the bits of a number in float32."""
     return int(np.float32(number).view(np.int32))
 
 
 def _offset(fmt: formats.Format) -> int:
-    """Return what to add to a code so that float32's exponent bias results."""
+    """Return what to add to a code so that its exponent has float32's bias."""
     exponent = _bits(fmt.smallest_normal) >> MANTISSA
     return (exponent - 1) << fmt.mantissa_bits
 

@@ -36,20 +36,19 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
             f"{tuple(approximation.shape)}. Allowed: equal shapes. Broadcast "
             "first, if that is what you mean."
         )
-    noise = reference - approximation
-    lost = _log_norm(noise)
-    level = (20.0 / math.log(10.0)) * (_log_norm(reference) - lost)
+    noise = _log_norm(reference - approximation)
+    level = (20.0 / math.log(10.0)) * (_log_norm(reference) - noise)
     # Of zeros that stay zeros the difference would be NaN.
-    return ops.where(ops.equal(lost, -math.inf), math.inf, level)
+    return ops.where(ops.equal(noise, -math.inf), math.inf, level)
 
 
 def _log_norm(x: Tensor) -> Tensor:
-    """Return the logarithm of a tensor's Frobenius norm."""
+    """Return the natural logarithm of a tensor's Frobenius norm."""
     largest = amax(x)
     # The squares of unscaled values might overflow.
     unit = ops.where(ops.greater(largest, 0.0), largest, 1.0)
-    power = ops.sum(ops.square(ops.divide(x, unit)))
-    return ops.log(unit) + 0.5 * ops.log(power)
+    sum_of_squares = ops.sum(ops.square(ops.divide(x, unit)))
+    return ops.log(unit) + 0.5 * ops.log(sum_of_squares)
 
 
 def underflow_fraction(x: Tensor, scale: Tensor, dtype: str) -> Tensor:

@@ -19,9 +19,6 @@ for all its steps, which holds their sum, an upper bound. A kernel is the same
 in all uses, and its amax is their mean. A row of zeros (JAX's gradient of an
 unused variable) means "not observed".
 
-An observation is stored among gradients, which training loops measure and
-clip. `UNIT` is so small that an observation changes no norm and is not clipped.
-
 The -1 is also a seal, and so are the zeros in the slots. An optimizer that
 treats the state as a weight changes both, the slots by as little as an amax in
 `UNIT`. A row with other values there is discarded, as if never observed.
@@ -104,11 +101,11 @@ class StateLayout:
         return state
 
     def history(self, state: Tensor) -> Tensor:
-        """Return the state's amax histories, (rows, length), newest first."""
+        """Return the amax histories, rings with the newest at index 0."""
         return state[:, _FIRST:]
 
     def scale(self, state: Tensor) -> Tensor:
-        """Return each row's last used scale, (rows,); 0 if there is none."""
+        """Return the scale that each row used last, (rows,); 0 for none."""
         return state[:, _FIRST - 1]
 
     def observation(self, amaxes: Tensor, slot: Slot) -> Tensor:
@@ -117,6 +114,7 @@ class StateLayout:
         The amaxes are float32 (rows,), the result (rows, width). A slot is
         taken modulo 8; as a tensor it is an int32 scalar below 8.
         """
+        # Without the column `uses`, so that a slot is its own index.
         columns = np.arange(_FIRST, dtype="int32")
         if isinstance(slot, int):
             here: Any = columns == slot % SLOTS
@@ -124,10 +122,10 @@ class StateLayout:
             here = ops.equal(columns, slot)
         units = ops.expand_dims(amaxes * UNIT, 1)
         entries = ops.where(here, units, 0.0)
-        rows, after = entries.shape[0], self.width - 1 - _FIRST
-        use = ops.ones((rows, 1), "float32") * UNIT
-        zeros = ops.zeros((rows, after), "float32")
-        return ops.concatenate([use, entries, zeros], axis=1)
+        rows, columns_left = entries.shape[0], self.width - 1 - _FIRST
+        uses = ops.ones((rows, 1), "float32") * UNIT
+        zeros = ops.zeros((rows, columns_left), "float32")
+        return ops.concatenate([uses, entries, zeros], axis=1)
 
     def largest(self, state: Tensor) -> Tensor:
         """Return each row's largest amax; infinity for one not `is_intact`."""
@@ -143,31 +141,32 @@ class StateLayout:
         """Return True for each observed row that no other code changed."""
         return ops.less(self.largest(state), np.inf)
 
-    def settle(self, value: Tensor, previous: Tensor, used: Tensor) -> Tensor:
+    def settle(
+        self, value: Tensor, previous: Tensor, used_scales: Tensor
+    ) -> Tensor:
         """Return the new state after `value` is assigned to it.
 
         It is computed column by column, so that a compiler makes one kernel of
-        it. That matters, since every layer has a state.
-
-        Returns:
-            (rows, width), settled. An amax that is not finite is not entered. A
-            settled row that is assigned is sealed, unless it was changed or in
-            part unobserved. If an observation was scaled, its row counts as
-            never observed: an old history would clip a growing tensor.
+        it. `used_scales`, (rows,), are those of the step that ends. An amax
+        that is not finite is not entered.
         """
-        first, entries = value[:, :1], self._entries(value)
-        uses, columns = first / UNIT, self._columns()
-        is_rounded = ops.less_equal(ops.abs(first - VALID_MARK), ROUNDING)
-        seal = ops.where(is_rounded, VALID_MARK, first)
+        mark, entries = value[:, :1], self._entries(value)
+        uses, columns = mark / UNIT, self._columns()
+        # A settled row is assigned, and sealed again if only rounding moved it.
+        is_rounded = ops.less_equal(ops.abs(mark - VALID_MARK), ROUNDING)
+        seal = ops.where(is_rounded, VALID_MARK, mark)
         given = ops.where(columns == 0, seal, value[:, : self.width])
+        # Zeros, which JAX gives an unused variable, change nothing.
         unobserved = ops.where(ops.less(uses, 0.0), given, previous)
-
+        # A scaled observation makes its row one that was never observed: an
+        # old history would clip a growing tensor.
         unseen = ops.where(columns == 0, self.unseen, 0.0)
         unobserved = ops.where(ops.greater(uses, 0.0), unseen, unobserved)
+        # Any other observation is entered.
         sealed = ops.where(columns == 0, VALID_MARK, 0.0)
-        scale = ops.expand_dims(used, 1)
+        scale = ops.expand_dims(used_scales, 1)
         sealed = ops.where(columns == _FIRST - 1, scale, sealed)
-        history = self._entered(uses, entries, previous)
+        history = self._with_newest(uses, entries, previous)
         observed = ops.where(columns < _FIRST, sealed, history)
         return ops.where(
             self._is_observation(uses, entries), observed, unobserved
@@ -178,28 +177,31 @@ class StateLayout:
         return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
 
     def _entries(self, value: Tensor) -> Tensor:
-        """Return an observation's slots, scale and amax, without `uses`."""
-        # An observation has zeros in the last two columns, a state in use has
-        # not: so the sum of both is no observation. The others are left out,
-        # since reducing them takes XLA four steps on a CPU, four times a layer.
+        """Return slots, scale and newest amax of replicas, (rows, n, 10).
+
+        An observation has zeros for the last two, and a state in use has not:
+        so `_is_observation` is False for the sum of both.
+        """
+        # XLA on a CPU reduces more columns in four steps, four times a layer.
         if value.shape[1] == self.width:
             return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)
+        # `uses`, then the other columns of each replica.
         shape = (len(self.constant), -1, self.width - 1)
         return ops.reshape(value[:, 1:], shape)[:, :, :_FIRST]
 
-    def _entered(
+    def _with_newest(
         self, uses: Tensor, entries: Tensor, previous: Tensor
     ) -> Tensor:
-        """Return each row's history with the newest amax added."""
+        """Return each row with the newest amax added to its history."""
         intact = ops.expand_dims(self.is_intact(previous), 1)
         before = ops.where(intact, previous, 0.0)
-        first = before[:, _FIRST : _FIRST + 1]
+        newest_before = before[:, _FIRST : _FIRST + 1]
         columns, last_column = self._columns(), self.width - 1
         # As in Keras and Flax, the ring turns left and index 0 is overwritten.
         # So index 1 is the oldest, and the last index the second newest.
         turned = ops.pad(before[:, 1:], ((0, 0), (0, 1)))
-        turned = ops.where(columns == last_column, first, turned)
-        newest = self._newest(uses, entries, first)
+        turned = ops.where(columns == last_column, newest_before, turned)
+        newest = self._newest(uses, entries, newest_before)
         rolled = ops.where(columns == _FIRST, newest, turned)
         # One axis at a time: PyTorch raises an error for two (keras 3.12).
         finite = ops.all(ops.all(ops.isfinite(entries), axis=2), axis=1)
@@ -209,17 +211,19 @@ class StateLayout:
         """Return True for each row that is an unscaled sum of observations."""
         # A sum that was scaled, as by clipping a norm or averaging batches, has
         # a fractional number of uses, or more amaxes than uses.
-        slots = np.arange(_FIRST) < SLOTS
-        weights = np.where(slots, 1.0, np.inf).astype("float32")
-        uses_needed = ops.where(ops.not_equal(entries, 0.0), weights, 0.0)
+        is_slot = np.arange(_FIRST) < SLOTS
+        # Besides the slots an observation has zeros.
+        needed = np.where(is_slot, 1.0, np.inf).astype("float32")
+        uses_needed = ops.where(ops.not_equal(entries, 0.0), needed, 0.0)
         uses_needed = ops.expand_dims(ops.sum(uses_needed, axis=(1, 2)), 1)
         whole = ops.equal(uses, ops.floor(uses))
         counted = ops.logical_and(whole, ops.greater_equal(uses, uses_needed))
         return ops.logical_and(ops.greater(uses, 0.0), counted)
 
-    def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
+    def _newest(self, uses: Tensor, entries: Tensor, before: Tensor) -> Tensor:
         """Return each row's newly observed amax, (rows, 1)."""
-        # A kernel has one amax in all uses, the mean. `Counting` needs `first`.
+        # A kernel has one amax in all uses, the mean. `Counting` alone needs
+        # `before`, the newest number in the history so far.
         total = ops.expand_dims(ops.sum(entries, axis=(1, 2)), 1)
         mean = total / ops.maximum(uses, 1.0)
         largest = ops.expand_dims(ops.max(entries, axis=(1, 2)), 1)
@@ -256,12 +260,12 @@ class Counting(StateLayout):
     def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
         return ops.greater(uses, 0.0)
 
-    def _newest(self, uses: Tensor, entries: Tensor, first: Tensor) -> Tensor:
-        return following(first)
+    def _newest(self, uses: Tensor, entries: Tensor, before: Tensor) -> Tensor:
+        return following(before)
 
 
 def numbered_row(width: int, kernel: int) -> list[int]:
-    """Return the row that adds a kernel's number to a `Counting` state."""
+    """Return the row that, added to a `Counting` state, numbers its kernel."""
     return [kernel if i == _FIRST - 1 else 0 for i in range(width)]
 
 

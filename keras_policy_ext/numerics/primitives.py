@@ -114,8 +114,8 @@ class Primitives:
     def before_widening(self, x: Tensor) -> Tensor:
         """Return float8 values in a form that a compiler casts to float32.
 
-        Some compilers drop that cast and the one to float8. Where casts to
-        float8 are not rounded by `before_cast`, the values are stored.
+        Some compilers drop that cast together with the one to float8. They
+        cannot if it is behind a barrier, or if `before_cast` has rounded.
         """
         return x
 
@@ -126,9 +126,9 @@ class Primitives:
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return `scale`, float32, in a form by which XLA divides correctly.
 
-        The result is NaN where `x` is. XLA for a CPU turns a division by a
-        broadcast scalar into a multiplication by its reciprocal, which differs
-        by one ulp in a quarter of cases (JAX 0.10). So XLA must not see one.
+        The result has the shape of `x`, and is NaN where `x` is. XLA for a CPU
+        multiplies by the reciprocal of a divisor that it knows for a broadcast
+        scalar. That differs by one ulp in a quarter of cases (JAX 0.10).
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
 

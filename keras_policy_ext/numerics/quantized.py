@@ -35,19 +35,18 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     backend, unlike a matmul. The matrix is float32 (b, m, k); the axis is 1 or
     2, its size a multiple of 16.
     """
-    axes = primitives.current
-    shape = ops.shape(matrix)
-    after = 1 if axis == 2 else shape[2]
-    signs = np.array(SIGNS, "float32")[:, np.newaxis]
-    x = ops.reshape(matrix, (-1, SIZE, after)) * ops.convert_to_tensor(signs)
+    framework, shape = primitives.current, ops.shape(matrix)
+    size_after = 1 if axis == 2 else shape[2]
+    signs = ops.convert_to_tensor(np.array(SIGNS, "float32")[:, np.newaxis])
+    x = ops.reshape(matrix, (-1, SIZE, size_after)) * signs
+    # Each pass over memory does two stages: of `distance` and its double.
     for distance in (1, 4):
-        # Two stages at once: a pass over memory less, each.
-        quarters = (-1, 4 // distance, 4, distance, after)
-        fours = axes.reshape(x, quarters)
+        quarters = (-1, 4 // distance, 4, distance, size_after)
+        fours = framework.reshape(x, quarters)
         a, b, c, d = (fours[:, :, i] for i in range(4))
         a, b, c, d = a + b, a - b, c + d, c - d
-        x = axes.stack([a + c, b + d, a - c, b - d], axis=2)
-    return axes.reshape(x, shape) * 0.25
+        x = framework.stack([a + c, b + d, a - c, b - d], axis=2)
+    return framework.reshape(x, shape) * 0.25
 
 
 def inverse(matrix: Tensor, size: Size, axis: int = 2) -> Tensor:
@@ -55,6 +54,7 @@ def inverse(matrix: Tensor, size: Size, axis: int = 2) -> Tensor:
     sixteens = ops.shape(matrix)[axis] // SIZE
     signs = ops.tile(np.array(SIGNS, "float32"), sixteens)
     signs = ops.reshape(signs, (1, -1, 1) if axis == 1 else (1, 1, -1))
+    # `H / 4` is its own inverse; the inner signs undo those of `hadamard`.
     x = hadamard(matrix * signs, axis) * signs
     return x[:, :size] if axis == 1 else x[:, :, :size]
 
@@ -129,15 +129,15 @@ class Quantized:
         quantization, values, scale = self.quantization, self.values, self.scale
         if quantization is None or dtype == "float32":
             return self
-        narrow_scales = quantization.scale_format != "float32"
+        has_narrow_scales = quantization.scale_format != "float32"
         if is_wide(values):
             if dtype == "uint8":
                 values = encode(values, quantization.format)
             else:
                 values = casting.as_dtype(values, dtype)
-        elif not narrow_scales:
+        elif not has_narrow_scales:
             return self
-        if narrow_scales and is_wide(scale):
+        if has_narrow_scales and is_wide(scale):
             scale = casting.encode_scales(scale, quantization.scale_format)
         return self._with(values, scale, quantization)
 
@@ -155,15 +155,14 @@ class Quantized:
         quantization, values = self.quantization, self.values
         if quantization is None:
             return self
-        # By the name of the dtype: of some, Keras knows none.
-        dtype = str(values.dtype)
+        dtype = str(values.dtype)  # Keras does not know all of them.
         if "uint8" in dtype:
             values = decode(values, quantization.format)
         elif "float32" not in dtype:
             values = widen(values, compute_dtype)
         wide = self if values is self.values else self.with_values(values)
-        has_codes = quantization.scale_format != "float32"
-        return wide.with_float32_scales if has_codes else wide
+        has_narrow_scales = quantization.scale_format != "float32"
+        return wide.with_float32_scales if has_narrow_scales else wide
 
     @property
     def with_float32_scales(self) -> Quantized:
@@ -262,6 +261,7 @@ def quantize(
     tile, amax = quantization.tile, None
     has_one_scale = quantization.has_one_scale
     scales = Scales(scale)
+    # With a constant scale the amaxes tell only what is not finite.
     if scale is None or quantization.constant_scale is not None:
         amax = whole_amax(x) if has_one_scale else tiles.tile_amax(x, tile)
         if quantization.four_over_six:
@@ -278,9 +278,7 @@ def quantize(
         values = _at_random(wide, quantization.format, key, across)
     else:
         values = cast(x, applied, quantization.format, is_factor)
-    scale = scales.scale
-    if has_one_scale:
-        scale = scale[None, None, None]
+    scale = scales.scale[None, None, None] if has_one_scale else scales.scale
     return Quantized(values, scale, quantization, scales.tensor_scale), amax
 
 
@@ -304,8 +302,8 @@ def swapped(matrix: Tensor) -> Tensor:
         # A tenth of the time that the operation takes in an eager call.
         return matrix.mT
     if matrix.shape[0] == 1:
-        # With the first axis between them XLA does not take a transpose into
-        # a matmul: four copies in a step of an MLP (JAX 0.10, CPU).
+        # XLA fuses no transpose of three axes into a matmul: four copies in a
+        # step of an MLP (JAX 0.10, CPU).
         single = ops.transpose(ops.squeeze(matrix, 0))
         return ops.expand_dims(single, 0)
     return ops.swapaxes(matrix, 1, 2)

@@ -71,7 +71,7 @@ class StepCount:
     number: Tensor
     kernel: Tensor
 
-    unseen: ClassVar[None] = None
+    unseen: ClassVar[None] = None  # See `HistoryScales`.
 
     def leaves(self) -> list[Tensor]:
         """Return the fields that are tensors, in a fixed order."""
@@ -261,11 +261,6 @@ class DelayedSource:
         self, operand: str, quantization: Quantization, amax: Amax, reading: Any
     ) -> Tensor | None:
         """Return an operand's scale from its history or, at first, its amax."""
-        # The amax counts only for what was never observed. Without a branch
-        # XLA waits for it in every step, which for a kernel is a pass over it
-        # that nothing else needs. With a branch XLA has to store the operand
-        # (JAX 0.10), which most others pay more for. So `Amax.in_branch` says
-        # who gets a branch. From CUDA 12.3 XLA records it in a CUDA graph.
         if reading is None:
             return None
         index = OPERANDS.index(operand)
@@ -274,8 +269,14 @@ class DelayedSource:
             return scale
         unseen = reading.unseen[index]
         limit = self.limits[index]
-        waits = not amax.in_branch or keras.backend.backend() != "jax"
-        if amax.value is not None and waits:
+        # The amax counts only for what was never observed. Without a branch
+        # XLA waits for it in every step, which for a kernel is a pass over it
+        # that nothing else needs. With a branch XLA has to store the operand
+        # (JAX 0.10), which most others pay more for. So `Amax.in_branch` says
+        # who gets a branch. From CUDA 12.3 XLA records it in a CUDA graph.
+        may_wait = not amax.in_branch or keras.backend.backend() != "jax"
+        if amax.value is not None and may_wait:
+            # An amax of 0 stands for none: the result is the known scale.
             amax_of_now = ops.where(unseen, amax.value, 0.0)
             known_scale = ops.where(unseen, 1.0, scale)
             return self._scale(amax_of_now, limit, known_scale)
@@ -285,11 +286,10 @@ class DelayedSource:
 
     def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Take `HistoryScales` from saved tensors; return the rest too."""
-        # The amaxes that follow are two or none: of an even number of tensors
-        # one says what was never observed.
-        count = 1 + (len(leaves) % 2 == 0)
-        unseen = leaves[1] if count == 2 else None
-        return HistoryScales(leaves[0], unseen), leaves[count:]
+        # They are the scales, perhaps `unseen`, and then two amaxes or none.
+        if len(leaves) % 2:
+            return HistoryScales(leaves[0], unseen=None), leaves[1:]
+        return HistoryScales(leaves[0], leaves[1]), leaves[2:]
 
     def observed(self, reading: Any, amaxes: list[Tensor]) -> list[Tensor]:
         """Return the amaxes: a delayed-scaling state records them."""
@@ -319,8 +319,9 @@ class DelayedSource:
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """Return the new state after `value` is assigned to it."""
-        used = self.history_scales(previous).scales
-        return self.layout.settle(value, previous, used)
+        # The scales that the step has used.
+        scales = self.history_scales(previous).scales
+        return self.layout.settle(value, previous, scales)
 
     def history_scales(self, state: Tensor) -> HistoryScales:
         """Compute the operands' scales from a state's amax histories."""
@@ -333,7 +334,7 @@ class DelayedSource:
         reduced = ops.where(intact, reduced, 0.0)
         limits = ops.convert_to_tensor(self.limits, "float32")
         scales = self._scale(reduced, limits, previous)
-        # Not from the state, which a compiler would read again for each use.
+        # Not found in the state, which a compiler would read for each use.
         unseen = scales == 0.0 if self.starts_from_current else None
         return HistoryScales(scales, unseen)
 
@@ -433,7 +434,8 @@ class CountingSource(CurrentSource):
 
     def settle(self, value: Tensor, previous: Tensor) -> Tensor:
         """Return the new state after `value` is assigned to it."""
-        return self.layout.settle(value, previous, ops.zeros((1,), "float32"))
+        no_scale = ops.zeros((1,), "float32")
+        return self.layout.settle(value, previous, no_scale)
 
 
 _SOURCES: dict[type[Recipe], Callable[[Recipe], Any]] = {

@@ -40,11 +40,11 @@ def amax(
         Float32 tensor, scalar for `axis=None`. Not finite if a value is not.
     """
     if 0 in tuple(x.shape):
-        # Not `max`, which on PyTorch forgets the axes (keras 3.15).
+        # Keras's `max` of it forgets the axes on PyTorch (keras 3.15).
         return ops.sum(ops.cast(x, "float32"), axis=axis, keepdims=keepdims)
     if keras.backend.backend() == "torch":
-        # Without memory for the magnitudes it takes a quarter of the time,
-        # and half of that where both are found at once (torch 2.13, CPU).
+        # Extremes need no memory for magnitudes: a quarter of the time, and
+        # half of that where both are found at once (torch 2.13, CPU).
         if axis is None and not keepdims and x.dtype.is_floating_point:
             smallest, largest = x.aminmax()
             return largest.abs().maximum(smallest.abs()).float()
@@ -137,7 +137,7 @@ def scale_for_limit(
 def _scale_of_number(
     amax: float, divisor: float, power_of_two: bool
 ) -> float | None:
-    """Return `scale_for_limit` of a float; None if it is 0 or not finite."""
+    """Return `scale_for_limit` of a float; None for 0, infinity and NaN."""
     if not 0.0 < amax < math.inf:
         return None
     # In float64: a quotient of float32 values rounds to the same float32.
@@ -145,7 +145,7 @@ def _scale_of_number(
     scale = float(np.float32(min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)))
     if not power_of_two:
         return scale
-    mantissa, exponent = math.frexp(scale)
+    mantissa, exponent = math.frexp(scale)  # A power of two has 0.5.
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 

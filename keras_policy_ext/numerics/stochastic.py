@@ -38,13 +38,15 @@ def random_bits(
     scalars, give equal bits.
     """
     _, m, k = shape
-    steps = (m * k, 1, m) if across else (m * k, k, 1)
+    strides = (m * k, 1, m) if across else (m * k, k, 1)
     index: Tensor | int = 0
-    for axis, (size, step) in enumerate(zip(shape, steps, strict=True)):
-        places = ops.arange(size, dtype="int32") * step
+    for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        offsets = ops.arange(size, dtype="int32") * stride
         index = index + ops.reshape(
-            places, [-1 if i == axis else 1 for i in range(3)]
+            offsets, [-1 if i == axis else 1 for i in range(3)]
         )
+    # The key enters twice, since other keys with other indices have equal sums.
+    # The factor is 2^32 divided by the golden ratio.
     second = key * _wrapped(0x9E3779B9)
     return shifted_right(mix(ops.bitwise_xor(mix(index + key), second)), 16)
 
@@ -57,10 +59,9 @@ def key_of_use(
     Two kernels with the same outputs gradient get different bits, by their
     numbers. All arguments are ints or int32 scalars; the seed is below 2^31.
     """
-    first = mix(step + ops.convert_to_tensor(seed, "int32"))
+    of_step = mix(step + ops.convert_to_tensor(seed, "int32"))
     of_kernel = mix(ops.convert_to_tensor(kernel, "int32"))
-    first = ops.bitwise_xor(first, of_kernel)
-    return mix(first + slot)
+    return mix(ops.bitwise_xor(of_step, of_kernel) + slot)
 
 
 def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
@@ -88,7 +89,7 @@ RANDOM_BITS = 16
 _SIGN = 0x8000
 
 _FLOAT16_NORMAL = 0x38800000
-"""The bits of 2^-14, the smallest normal float16."""
+"""The float32 bits of 2^-14, the smallest normal float16."""
 
 # Codes without sign: largest finite number, infinity, a quiet NaN.
 _SPECIAL = {
@@ -159,6 +160,7 @@ def round_with_bits(x: Tensor, bits: Tensor, dtype: str) -> Tensor:
     code = ops.where(
         ops.less(magnitude, EXPONENT_BITS), ops.minimum(code, largest), special
     )
+    # The code of a negative value, as an int16, is less by the sign bit.
     signed = ops.where(ops.less(raw, 0), code - _SIGN, code)
     return view(ops.cast(signed, "int16"), dtype)
 
@@ -175,7 +177,8 @@ def round_to_neighbour(x: Tensor, bits: Tensor, format_name: str) -> Tensor:
     raw = view(x, "int32")
     magnitude = view(ops.bitwise_and(raw, MAGNITUDE_BITS), "float32")
     exponent = ops.maximum(ops.bitwise_and(raw, EXPONENT_BITS), lowest)
-    # Both are powers of two, so that nothing is rounded here.
+    # The bits of the distance of the neighbours, a power of two. So is the
+    # inverse, whose exponent is 254 less this one: nothing is rounded here.
     spacing = exponent - (fmt.mantissa_bits << 23)
     steps = magnitude * view((254 << 23) - spacing, "float32")
     steps = ops.floor(steps + ops.cast(bits, "float32") * 2.0**-RANDOM_BITS)
@@ -198,7 +201,8 @@ def check_roundable(dtype: str) -> None:
 
 
 def _float16_code(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Round magnitudes, bits of float32, by 16 bits; return float16 codes."""
+    """Round magnitudes, float32 bits, by 16 random bits to float16 codes."""
+    # A float32 has 13 bits more: 13 of the random bits are added below.
     normal = ops.right_shift(magnitude + ops.right_shift(bits, 3), 13)
     small = view(ops.minimum(magnitude, _FLOAT16_NORMAL), "float32")
     # In units of 2^-40, sixteen bits below the spacing of the subnormals. A

@@ -53,6 +53,7 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
     limit = formats.get(quantization.format).max
     rounding = quantization.scale_rounding
     if rounding == "floor":
+        # At least 1, so that the scale is a normal number.
         exponent = ops.maximum(_floored_exponent(amax, limit), 1)
         scale = view(ops.left_shift(exponent, casting.MANTISSA), "float32")
         return Scales(ops.where(scaling.is_positive_finite(amax), scale, 1.0))
@@ -74,11 +75,11 @@ def four_over_six(
     tile = quantization.tile
     six = _two_level(amax, quantization, SIX)
     four = _two_level(amax, quantization, FOUR)
-    less = _squared_errors(x, four, tile) < _squared_errors(x, six, tile)
-    less = ops.logical_and(less, scaling.is_positive_finite(amax))
+    is_four = _squared_errors(x, four, tile) < _squared_errors(x, six, tile)
+    is_four = ops.logical_and(is_four, scaling.is_positive_finite(amax))
     return Scales(
-        ops.where(less, four.scale, six.scale),
-        ops.where(less, four.factor, six.factor),
+        ops.where(is_four, four.scale, six.scale),
+        ops.where(is_four, four.factor, six.factor),
         six.tensor_scale,
     )
 
@@ -89,14 +90,14 @@ def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
     scaled = ops.minimum(product, 8.0)  # So the sums below fit an int32.
     values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
     # Compilers contract and reorder sums of floats, so the errors are integers,
-    # parts of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
-    parts = _parts(scaled) - _parts(values)
-    sums = ops.sum(_blocks(parts * parts, tile), axis=(2, 4))
+    # in units of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
+    errors = _in_units(scaled) - _in_units(values)
+    sums = ops.sum(_blocks(errors * errors, tile), axis=(2, 4))
     return ops.cast(sums, "float32") * (scales.scale * scales.scale)
 
 
-def _parts(values: Tensor) -> Tensor:
-    """Return values in parts of 1 / 1024, cut to integers."""
+def _in_units(values: Tensor) -> Tensor:
+    """Return values in units of 1 / 1024, cut to integers."""
     return ops.cast(values * 1024.0, "int32")
 
 
@@ -108,6 +109,7 @@ def _powers(amax: Tensor, quantization: Quantization) -> Scales:
     else:
         up = scaling.scale_for_limit(amax, limit, power_of_two=True)
         byte = ops.right_shift(view(up, "int32"), casting.MANTISSA)
+        # `up` is at least 2^-126, byte 1.
         byte = ops.where(amax <= _largest_of_byte_0(limit), 0, byte)
     byte = ops.where(scaling.is_positive_finite(amax), byte, 0)
     bits = ops.left_shift(byte, casting.MANTISSA)
@@ -119,14 +121,16 @@ def _powers(amax: Tensor, quantization: Quantization) -> Scales:
 
 
 def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
-    """Return the biased float32 exponent of `amax / limit`, rounded down."""
+    """Return the biased exponent of a float32 amax less `limit`'s exponent."""
     # Source: OCP Microscaling formats 1.0, section 6.3.
     exponent = ops.right_shift(view(amax, "int32"), casting.MANTISSA)
-    return ops.maximum(exponent - int(np.frexp(limit)[1] - 1), 0)
+    of_limit = int(np.frexp(limit)[1]) - 1
+    return ops.maximum(exponent - of_limit, 0)
 
 
 def _largest_of_byte_0(limit: float) -> float:
     """Return the largest amax whose scale rounds up to 2^-127, byte 0."""
+    # By float32 arithmetic, as in `reference.scales.e8m0_up`.
     amax, inverse = np.float32(limit * 2.0**-127), np.float32(1 / limit)
     while True:
         larger = np.nextafter(amax, np.float32(1))
@@ -142,9 +146,12 @@ def _two_level(
 ) -> Scales:
     """Compute e4m3fn scales of tiles, and a float32 scale of the tensor."""
     limit = formats.get(quantization.format).max
-    largest = formats.get(_E4M3).max if reach is None else LARGEST_OF_SIX
-    tensor = scaling.amax(amax)
-    is_usable = scaling.is_positive_finite(tensor)
+    highest = formats.get(_E4M3).max
+    # The scale of the tile that has the amax of the tensor.
+    largest = highest if reach is None else LARGEST_OF_SIX
+    tensor_amax = scaling.amax(amax)
+    is_usable = scaling.is_positive_finite(tensor_amax)
+    tensor_amax = ops.where(is_usable, tensor_amax, 1.0)
 
     # The order of operations is Transformer Engine's. XLA would turn a division
     # by a constant into a multiplication, which differs in the last bit (JAX
@@ -152,22 +159,19 @@ def _two_level(
     def number(value: float) -> Tensor:
         return ops.cast(ops.where(is_usable, value, 1.0), "float32")
 
-    wanted = ops.divide(
-        number(largest * limit), ops.where(is_usable, tensor, 1.0)
-    )
-    encode = ops.where(is_usable, ops.minimum(wanted, _LARGEST), 1.0)
-    divisor = ops.cast(ops.where(encode > 0.0, reach or limit, 1.0), "float32")
+    # The inverse of the scale of the tensor.
+    multiplier = ops.divide(number(largest * limit), tensor_amax)
+    multiplier = ops.where(is_usable, ops.minimum(multiplier, _LARGEST), 1.0)
+    is_positive = multiplier > 0.0
+    divisor = ops.cast(ops.where(is_positive, reach or limit, 1.0), "float32")
     finite = ops.where(scaling.is_positive_finite(amax), amax, 0.0)
-    blocks = finite * ops.divide(encode, divisor)
-    highest = formats.get(_E4M3).max
-    scale = round_to_format(ops.minimum(blocks, highest), _E4M3)
+    unrounded = finite * ops.divide(multiplier, divisor)
+    scale = round_to_format(ops.minimum(unrounded, highest), _E4M3)
     # Of a constant 1 TensorFlow's graphs approximate a reciprocal (TF 2.21).
-    one = ops.where(is_usable, 1.0, encode)
-    inverse = scale * ops.divide(one, encode)
-    factor = ops.minimum(ops.divide(one, inverse), _LARGEST)
-    tensor_scale = ops.divide(
-        ops.where(is_usable, tensor, 1.0), number(largest * limit)
-    )
+    one = ops.where(is_usable, 1.0, multiplier)
+    whole_scale = scale * ops.divide(one, multiplier)
+    factor = ops.minimum(ops.divide(one, whole_scale), _LARGEST)
+    tensor_scale = ops.divide(tensor_amax, number(largest * limit))
     return Scales(scale, factor, tensor_scale)
 
 
@@ -186,8 +190,9 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
-    """Expand scales (b, m', k') of tiles to elements; axes of 1 may stay."""
+    """Expand scales (b, m', k') of tiles, to broadcast to their elements."""
     for axis, size in ((1, tile.free), (2, tile.contracted)):
+        # With None the axis has one scale, with 1 each element has its own.
         if size not in (None, 1):
             scale = primitives.current.repeat(scale, size, axis)
             whole = ops.shape(matrix)[axis]
@@ -198,16 +203,17 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
 def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
     """Pad a matrix; reshape it to (b, m', free, k', contracted)."""
     b, m, k = ops.shape(matrix)
-    rows, free = _counted(m, tile.free)
-    columns, contracted = _counted(k, tile.contracted)
-    over = rows * free - m, columns * contracted - k
-    if not all(isinstance(each, int) and each == 0 for each in over):
-        matrix = ops.pad(matrix, ((0, 0), (0, over[0]), (0, over[1])))
+    rows, free = _tiles_along(m, tile.free)
+    columns, contracted = _tiles_along(k, tile.contracted)
+    below, beside = rows * free - m, columns * contracted - k
+    # A symbolic size may need padding.
+    if not all(isinstance(x, int) and x == 0 for x in (below, beside)):
+        matrix = ops.pad(matrix, ((0, 0), (0, below), (0, beside)))
     blocks = (b, rows, free, columns, contracted)
     return primitives.current.reshape(matrix, blocks)
 
 
-def _counted(size: Size, tile: int | None) -> tuple[Any, Any]:
-    """Return the number of tiles along an axis, and the tile's size."""
+def _tiles_along(size: Size, tile: int | None) -> tuple[Any, Any]:
+    """Return the number of tiles along an axis, and the size of a tile."""
     # In this form JAX sees that a padded symbolic size divides evenly.
     return (1, size) if tile is None else ((size + tile - 1) // tile, tile)

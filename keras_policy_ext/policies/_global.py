@@ -33,10 +33,8 @@ def dtype_policy() -> keras.DTypePolicy:
         ...     kpe.dtype_policy().name
         'mixed_bfloat16'
     """
-    stored = global_policy.stored_global_policy()
-    if _following.floatx is not None and _is_floatx_of(
-        stored, _following.floatx
-    ):
+    stored, floatx = global_policy.stored_global_policy(), _following.floatx
+    if floatx is not None and _is_outdated(stored, floatx):
         restore((None, keras.config.floatx()))
         stored = None
     if stored is None:
@@ -58,9 +56,9 @@ def restore(state: State) -> None:
 SCOPES = _scopes.Scopes("policy_scope", snapshot, restore)
 
 
-def _is_floatx_of(stored: keras.DTypePolicy | None, floatx: str) -> bool:
-    """Return True if a policy is that of a floatx which has changed since."""
-    now = keras.config.floatx()
-    return now != floatx and (
-        stored is None or (_plain.is_plain(stored) and stored.name == floatx)
-    )
+def _is_outdated(stored: keras.DTypePolicy | None, floatx: str) -> bool:
+    """Return True if a policy, or none, follows a floatx that has changed."""
+    if keras.config.floatx() == floatx:
+        return False
+    # Keras has stored the policy of that floatx, or nothing yet.
+    return stored is None or (_plain.is_plain(stored) and stored.name == floatx)

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_policy_ext import _user_code, backends, recipes
 from keras_policy_ext.recipes.fields import is_open, settled
+from keras_policy_ext.recipes.recipe import quantizations_of
 
 RecipeLike = recipes.Recipe | str | Mapping[str, Any] | None
 """An identifier that `recipes.get` takes."""
@@ -39,7 +40,8 @@ def mode_first(
             "rest as keywords, each once."
         )
     if args:
-        mode, source, length = source, args[0], (*args[1:], length)[0]
+        mode, (source, *lengths) = source, args
+        length = lengths[0] if lengths else length
     elif isinstance(source, str) and source == "float8" and mode is None:
         mode, source = source, None
     if mode not in (None, "float8"):
@@ -64,7 +66,7 @@ def merge_recipes(
         if recipe == delayed.name or (recipe is None and named is None):
             recipe = delayed
     if recipe is not None:
-        # An open recipe gets the scales of the named one.
+        # A recipe that leaves `power_of_two` open gets that of the named one.
         power_of_two = getattr(named, "power_of_two", None)
         other = recipes.get(recipe)
         if power_of_two is not None:
@@ -73,11 +75,13 @@ def merge_recipes(
     given = [for_this_device(each) for each in given]
     if not given:
         return recipes.DelayedScaling()
-    if explicit_length and given[-1].history_length != length:
+    # The named recipe, the argument `recipe`, or both.
+    first, last = given[0], given[-1]
+    if explicit_length and last.history_length != length:
         raise ValueError(_conflict(given, length))
-    if given[0] != given[-1]:
+    if first != last:
         raise ValueError(_conflict(given, None))
-    return given[0]
+    return first
 
 
 def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
@@ -88,24 +92,15 @@ def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
     """
     if not is_open(recipe):
         return recipe
-    exact = settled(recipe, power_of_two=False)
-    if _costs_nothing(exact):
-        return exact
+    not_rounded = settled(recipe, power_of_two=False)
+    quantizations = quantizations_of(not_rounded)
+    if all(each is None or each.exact_in_bfloat16 for each in quantizations):
+        return not_rounded
     try:
         device = backends.engine.device()
     except NotImplementedError:  # Another backend, on which nothing runs.
-        return exact
+        return not_rounded
     return settled(recipe, power_of_two=device.asks_for_powers_of_two)
-
-
-def _costs_nothing(recipe: recipes.Recipe) -> bool:
-    """Return True if bfloat16 holds what every matmul multiplies."""
-    quantizations = (
-        recipe.quantization(operand, matmul)
-        for matmul, operands in recipes.MATMULS.items()
-        for operand in operands
-    )
-    return all(each is None or each.exact_in_bfloat16 for each in quantizations)
 
 
 def _conflict(given: list[recipes.Recipe], length: int | None) -> str:

@@ -96,7 +96,7 @@ class Float8DTypePolicy(SourceMap):
     def full_name(self) -> str:
         """A name from which `get` builds an equal policy."""
         return policy_names.render(
-            self._recipe.spec, self._source_name, self._named_rules()
+            self._recipe.spec, self._source_name, _with_names(self._rules)
         )
 
     @property
@@ -168,12 +168,12 @@ class Float8DTypePolicy(SourceMap):
     def __repr__(self) -> str:
         arguments = [repr(self._source_name)]
         length = self._recipe.history_length
-        if self._recipe.spec == str(length):
+        if self._recipe.spec == str(length):  # No other field is changed.
             arguments.append(f"amax_history_length={length}")
         elif self._recipe.spec:
             arguments.append(f"recipe={self._recipe.spec!r}")
         if self._rules:
-            arguments.append(f"rules={self._named_rules()!r}")
+            arguments.append(f"rules={_with_names(self._rules)!r}")
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def get_config(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Float8DTypePolicy(SourceMap):
         return {
             "source_name": self._source_name,
             "recipe": recipes.serialize(self._recipe),
-            "rules": [list(rule) for rule in self._named_rules()],
+            "rules": [list(rule) for rule in _with_names(self._rules)],
         }
 
     @classmethod
@@ -206,11 +206,8 @@ class Float8DTypePolicy(SourceMap):
             fields["rules"] = _rules_of_file(fields["rules"])
         return cls(**fields)
 
-    def _named_rules(self) -> policy_names.NamedRules:
-        return _named(self._rules)
-
     def _key(self) -> tuple[object, ...]:
-        return self._source_name, self._recipe, self._named_rules()
+        return self._source_name, self._recipe, _with_names(self._rules)
 
     def _instead_of_writing(self, key: object) -> str:
         return f"Build a policy with rules=[({key!r}, …)]. "
@@ -280,11 +277,12 @@ def of_file(name: str) -> keras.DTypePolicy:
 
 def _rules_of_file(rules: Any) -> Any:
     """Return rules with names of policies read as those of a file."""
+    # `_read_rules` says what is wrong with rules that are returned unchanged.
     try:
         pairs = dict(rules)
     except (TypeError, ValueError):
-        return rules  # `_read_rules` says what is wrong with them.
-    if len(pairs) < len(rules):
+        return rules
+    if len(pairs) < len(rules):  # Two have one pattern.
         return rules
     return [
         (pattern, of_file(each) if _is_full_name(each) else each)
@@ -427,14 +425,14 @@ def _read_source(identifier: object) -> _Given:
     try:
         policy = get(identifier)
     except ValueError as error:
-        full = ", or a full name such as 'float8_from_<source>'"
-        raise ValueError(_wrong_source(identifier, full)) from error
+        also = ", or a full name such as 'float8_from_<source>'"
+        raise ValueError(_wrong_source(identifier, also)) from error
     # The global policy may be a map of Keras, whose default counts.
     while identifier is None and is_stock_map(policy):
         policy = as_float8(policy.default_policy)
     if not isinstance(policy, Float8DTypePolicy):
         return _Given(_plain_source(policy))
-    if identifier is None:
+    if identifier is None:  # Only the source of a global policy counts.
         return _Given(policy.source_policy)
     return _Given(policy.source_policy, policy.recipe, policy.rules)
 
@@ -464,7 +462,7 @@ def _wrong_source(identifier: object, also: str = "") -> str:
 
 
 def _merge_rules(named: Rules, rules: Rules) -> Rules:
-    if named and rules and _named(named) != _named(rules):
+    if named and rules and _with_names(named) != _with_names(rules):
         raise ValueError(
             "Name and `rules` of a Float8DTypePolicy disagree. Received: "
             f"{named!r} and {rules!r}. Allowed: one of them. Give the rules "
@@ -531,11 +529,12 @@ def _wrong_rules(received: object, cause: str = "") -> str:
     )
 
 
-def _named(rules: Rules) -> policy_names.NamedRules:
-    return tuple((pattern, _name(policy)) for pattern, policy in rules)
+def _with_names(rules: Rules) -> policy_names.NamedRules:
+    """Return rules with the full names of their policies."""
+    return tuple((pattern, _full_name(policy)) for pattern, policy in rules)
 
 
-def _name(policy: keras.DTypePolicy | None) -> str | None:
+def _full_name(policy: keras.DTypePolicy | None) -> str | None:
     if isinstance(policy, Float8DTypePolicy):
         return policy.full_name
     return None if policy is None else policy.name

@@ -18,9 +18,8 @@ BLOCK = 128
 class BlockScaling(Recipe):
     """One scale per 128 elements of a row; per 128x128 elements of a kernel.
 
-    A kernel has one scale per 128×128 elements. Both of its matmuls read it,
-    so it is quantized once. All values are in e4m3fn, and there is no state.
-    The last block of an axis may be smaller; any size is supported.
+    Both matmuls of a kernel read the same blocks, so it is quantized once. All
+    values are in e4m3fn, and there is no state. The last block may be smaller.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), Transformer Engine's
     `Float8BlockScaling`. See `Recipe` for the fields that all recipes have.
@@ -49,7 +48,7 @@ class BlockScaling(Recipe):
 
         A scale per 128x128 elements would cover 128 keys, masked ones too.
         """
-        if self.is_stochastic:
+        if self.is_stochastic:  # A subclass, which needs a state.
             return super().for_activations
         return _BlocksOfRows(**self.get_config())
 
@@ -74,4 +73,5 @@ class _BlocksOfRows(BlockScaling):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        # Each operand as inputs are, with a scale per 1x128.
         return super().quantization("inputs", matmul)

@@ -53,7 +53,7 @@ class CurrentScaling(Recipe):
     @property
     def for_activations(self) -> Recipe:
         """The recipe for a matmul of two activations: one scale per tensor."""
-        quantized = quantizations_of(self)
+        quantized = quantizations_of(self)  # A subclass may have more scales.
         has_one_scale = all(q is None or q.keeps_axes for q in quantized)
         return self if has_one_scale else super().for_activations
 

@@ -114,7 +114,7 @@ class Quantization:
         """Yield the names of attributes that are wrong, and what is allowed."""
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
-                yield name, repr(allowed)[1:-1]
+                yield name, repr(allowed)[1:-1]  # Without the brackets.
         sizes = [n for n in self.tile[:2] if n is not None]
         if any(size < 1 for size in sizes):
             yield "tile", "sizes >= 1, or None"
@@ -146,7 +146,8 @@ class Quantization:
             yield "constant_scale", "None for scales in e4m3"
         if not 2.0**-126 <= scale <= 2.0**127:
             yield "constant_scale", "2**-126 to 2**127, or None"
-        if not self._to_nearest and math.frexp(scale)[0] != 0.5:
+        mantissa, _ = math.frexp(scale)  # 0.5 for a power of two.
+        if not self._to_nearest and mantissa != 0.5:
             yield (
                 "constant_scale",
                 f"a power of two with {self.scale_rounding!r}",
@@ -165,9 +166,9 @@ class Quantization:
         """
         if self.keeps_axes:
             return self
-        narrow = formats.get(self.format).bits < 8
+        has_four_bits = formats.get(self.format).bits < 8
         return Quantization(
-            format=formats.ALIASES["e4m3"] if narrow else self.format,
+            format=formats.ALIASES["e4m3"] if has_four_bits else self.format,
             scale_rounding="nearest" if self._to_nearest else "up",
             constant_scale=self.constant_scale,
         )
@@ -200,18 +201,22 @@ class Quantization:
 
     @functools.cached_property
     def scale_leaves_sum(self) -> bool:
-        """True if scales can multiply the output, not the operand."""
+        """True if no scale varies along the sum: it can multiply the output."""
         return self.tile.contracted is None
 
     @functools.cached_property
     def exact_in_bfloat16(self) -> bool:
-        """True if bfloat16 holds exactly what the matmul multiplies."""
-        narrow = self.scale_format != "float32"
-        return self.scale_leaves_sum or narrow or not self._to_nearest
+        """True if bfloat16 holds exactly what the matmul multiplies.
+
+        That is the values, or the values times scales that vary along the sum.
+        The product is exact with scales in few bits, as powers of two are.
+        """
+        is_narrow = self.scale_format != "float32" or not self._to_nearest
+        return self.scale_leaves_sum or is_narrow
 
     @property
     def _to_nearest(self) -> bool:
-        return self.scale_rounding == "nearest"
+        return self.scale_rounding == "nearest"  # Not to a power of two.
 
 
 _WORDS = {
@@ -228,6 +233,7 @@ def read_transposed(
 
     Otherwise the operand is quantized twice, once for each matmul.
     """
+    # A Hadamard transform is along the axis that one of the matmuls sums.
     if first is None or second is None or first.hadamard is not None:
         return False
     return first.transposed == second

@@ -116,10 +116,10 @@ class Recipe:
     @property
     def scale_options(self) -> dict[str, Any]:
         """The keyword arguments for `scale_from_amax`: margin, power_of_two."""
-        quantizations = (
-            each for each in quantizations_of(self) if each is not None
+        rounded_up = any(
+            each is not None and each.scale_rounding == "up"
+            for each in quantizations_of(self)
         )
-        rounded_up = any(each.scale_rounding == "up" for each in quantizations)
         return {"margin": 0, "power_of_two": rounded_up}
 
     @property
@@ -133,7 +133,8 @@ class Recipe:
         """
         gradient = self.format_of("outputs_grad")
         words = {"float8_e5m2": "hybrid", "float8_e5m2fnuz": "hybrid_fnuz"}
-        fnuz = formats.get(gradient).family == "fnuz"
+        is_fnuz = formats.get(gradient).family == "fnuz"
+        # Both operands of a matmul are quantized, or none: ask the first.
         left_out = {
             matmul: HIGH_PRECISION
             for matmul, (first, _) in MATMULS.items()
@@ -141,7 +142,7 @@ class Recipe:
         }
         current: Any = REGISTRY["current"]
         recipe: Recipe = current(
-            fp8_format=words.get(gradient, "e4m3fnuz" if fnuz else "e4m3"),
+            fp8_format=words.get(gradient, "e4m3fnuz" if is_fnuz else "e4m3"),
             **left_out,
         )
         return recipe
@@ -233,19 +234,24 @@ def check(recipe: Recipe) -> None:
         first, second = (recipe.quantization(o, matmul) for o in operands)
         fault = _fault(first, second) or _unfit(recipe, matmul, first, second)
         if fault:
+            allowed = ", ".join(
+                f"{name} {' or '.join(map(str, values))}"
+                for name, values in _SUPPORTED.items()
+            )
             raise ValueError(
                 f"Recipe {recipe!r} cannot be carried out: {fault}. Received "
                 f"for {matmul}: {first!r} and {second!r}. Allowed: None for "
-                f"both operands, or {_computed_words()}. Change "
+                f"both operands, or {allowed}. Change "
                 "`quantization` of the recipe."
             )
 
 
 def _fault(first: Quantization | None, second: Quantization | None) -> str:
     """Return why two operands cannot be multiplied, or ""."""
+    if first is None and second is None:
+        return ""
     if first is None or second is None:
-        both = first is None and second is None
-        return "" if both else "one operand is in float8 and the other is not"
+        return "one operand is in float8 and the other is not"
     if first.format == second.format and "e5m2" in first.format:
         return "no hardware multiplies e5m2 by e5m2"
     families = {formats.get(each.format).family for each in (first, second)}
@@ -253,8 +259,7 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
         return "no hardware multiplies formats of OCP by those named fnuz"
     if first.hadamard != second.hadamard:
         return "the Hadamard transforms of two operands cancel only in pairs"
-    unknown = (_not_computed(first), _not_computed(second))
-    return next(filter(None, unknown), "")
+    return _unsupported(first) or _unsupported(second)
 
 
 def _unfit(
@@ -275,10 +280,9 @@ def _unfit(
 @functools.lru_cache(maxsize=256)
 def scales_whole_tensors(recipe: Recipe) -> bool:
     """Return True if a recipe that trains has one scale for each tensor."""
-    quantizations = (
-        each for each in quantizations_of(recipe) if each is not None
+    return recipe.trains and all(
+        each is None or each.has_one_scale for each in quantizations_of(recipe)
     )
-    return recipe.trains and all(each.has_one_scale for each in quantizations)
 
 
 def scales_rows_apart(recipe: Recipe) -> bool:
@@ -297,7 +301,7 @@ def scales_rows_apart(recipe: Recipe) -> bool:
     )
 
 
-_COMPUTED: dict[str, tuple[Any, ...]] = {
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "format": (
         *(name for names in formats.FAMILIES.values() for name in names),
         "float4_e2m1fn",
@@ -307,24 +311,17 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 """The supported quantizations, by attribute."""
 
 
-def _not_computed(quantization: Quantization) -> str:
-    """Return what is not implemented in a quantization, or ""."""
-    for name, allowed in _COMPUTED.items():
+def _unsupported(quantization: Quantization) -> str:
+    """Return what is not supported of a quantization, or ""."""
+    for name, allowed in _SUPPORTED.items():
         if getattr(quantization, name) not in allowed:
             words = " or ".join(map(str, allowed))
             return f"{name} can be {words} and nothing else"
     return ""
 
 
-def _computed_words() -> str:
-    return ", ".join(
-        f"{name} {' or '.join(map(str, allowed))}"
-        for name, allowed in _COMPUTED.items()
-    )
-
-
 def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
-    """Return how a recipe quantizes both operands of each matmul."""
+    """Return the quantizations of both operands of each matmul, in order."""
     return [
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()

@@ -40,20 +40,22 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def _near(word: str, names: list[str]) -> str | None:
-    """Return the name that a misspelt word may mean, or None."""
-    plain = {_plain(name): name for name in names}
-    if _plain(word) in plain:
-        return plain[_plain(word)]
-    for meant in _OF_OTHERS.get(_plain(word), ()):
-        if meant.partition("(")[0] in names:
+    """Return the name, perhaps with arguments, that a word may mean."""
+    plain_word, plain = _plain(word), {_plain(name): name for name in names}
+    if plain_word in plain:
+        return plain[plain_word]
+    for meant in _OF_OTHERS.get(plain_word, ()):
+        name, _, _ = meant.partition("(")
+        if name in names:
             return meant
     import difflib  # Only errors need it.
 
-    matches = difflib.get_close_matches(_plain(word), plain, n=1)
+    matches = difflib.get_close_matches(plain_word, plain, n=1)
     return plain[matches[0]] if matches else None
 
 
 def _plain(word: str) -> str:
+    """Return a word in small letters, without blanks and separators."""
     return re.sub(r"[\s_\-./]", "", word.lower())
 
 
@@ -184,6 +186,7 @@ def _literals(arguments: str, spec: str) -> dict[str, Any]:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except SyntaxError as error:
         raise ValueError(_grammar(spec)) from error
+    # Arguments with brackets may make it something else, as `f(1)(2)`.
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError(_grammar(spec))
     names = [keyword.arg for keyword in call.keywords]
@@ -206,6 +209,7 @@ def _grammar(spec: str) -> str:
 
 
 def _class(name: object) -> type[Recipe]:
+    """Return the class of recipes with a name, perhaps one of `_ALIASES`."""
     for candidate in (name, _ALIASES.get(str(name))):
         if isinstance(candidate, str) and candidate in REGISTRY:
             return REGISTRY[candidate]
