@@ -174,10 +174,7 @@ class BaseReport:
         fields: Any = self
         return _as_json(dataclasses.asdict(fields))
 
-    def __str__(self) -> str:
-        return self.table()
-
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # Also what `str` returns.
         return self.table()
 
     def _repr_html_(self) -> str:

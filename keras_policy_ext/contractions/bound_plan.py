@@ -225,7 +225,7 @@ class BoundPlan(BoundOperation):
         once: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
-        # `once`: no backward pass follows. `slot`: which use of the kernel.
+        # `once` says that no backward pass follows.
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
         reading = simplified(history, state)
@@ -242,6 +242,7 @@ class BoundPlan(BoundOperation):
 
     @override
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
+        """Rebuild what `Residuals.leaves` listed."""
         tensors = iter(leaves)
         quantizations = self.plan.operands.saved
         x = quantized.of_leaves(tensors, quantizations["inputs"])
@@ -254,7 +255,7 @@ class BoundPlan(BoundOperation):
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        # `residuals` were saved without the amaxes.
+        """Add the amaxes of the operands to residuals saved without them."""
         if not self._observes_amaxes or residuals.reading is None:
             return residuals
         kernel_amax = self.kernel.amax(kernel)
@@ -303,20 +304,19 @@ class BoundPlan(BoundOperation):
 
     @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
+        """Return True if the cast for `backward` sums the bias's gradient."""
         contraction = self.plan.contraction
-        # The sum of each column of the outputs gradient is that of the bias.
         if not self.outputs_grad.sums_columns_of(inputs):
             return False
+        is_einsum = isinstance(contraction, Einsum)
         shapes = shape_of(inputs), shape_of(kernel)
-        return (
-            isinstance(contraction, Einsum)
-            and contraction.of_columns(bias, shapes) is not None
-        )
+        return is_einsum and contraction.of_columns(bias, shapes) is not None
 
     @override
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
+        """Return a state whose scale is large enough for the kernel."""
         if not self._observes_amaxes:
             return state
         # A bank has an amax for each of its matrices.
@@ -335,8 +335,7 @@ class BoundPlan(BoundOperation):
         states = self.engine.state_kernels_for(self._source, *state)
         if states is not None:
             return states.history_scales(self._source, *state)
-        found: StateReading = self._source.history_scales(*state)
-        return found
+        return self._source.history_scales(*state)
 
     def _state_grad(
         self,
@@ -373,8 +372,7 @@ class BoundPlan(BoundOperation):
         if self.plan.histories == 1:
             # A cast may have found an amax for each part of an operand.
             numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
-        found: Tensor = self._source.observation(numbers, slot)
-        return found
+        return self._source.observation(numbers, slot)
 
     def _outgrown(
         self,

@@ -19,7 +19,7 @@ from keras_policy_ext.contractions.kinds import Contraction, Einsum
 from keras_policy_ext.contractions.plan import preferred
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.recipes import FrozenKernels, Quantization
+from keras_policy_ext.recipes import MATMULS, FrozenKernels, Quantization
 from keras_policy_ext.stored_kernels import BLOCK, Axes
 
 Constants = tuple[Tensor, ...]
@@ -235,16 +235,11 @@ class FrozenPlan:
         shapes: Shapes,
     ) -> Tensor:
         """Quantize the inputs; compute the outputs by a float8 matmul."""
-        engine = backends.engine
-        contraction: Any = self.contraction
+        cast, contraction = backends.engine.narrow_cast, self.contraction
         quantization: Any = self._quantization("inputs")
         home = contraction.operand("inputs", inputs, quantization)
-        x, amax = quantized.quantize(
-            home,
-            quantization,
-            static_scale[0] if static_scale else None,
-            engine.narrow_cast,
-        )
+        known_scale = static_scale[0] if static_scale else None
+        x, amax = quantized.quantize(home, quantization, known_scale, cast)
         if amax is not None:  # Infinite inputs give NaN, as by `_scale`.
             x = x.with_nan_scales(amax)
         x = contraction.read("inputs", x)
@@ -256,14 +251,14 @@ class FrozenPlan:
 
     def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
         """Return the stored kernel as a quantized matrix."""
-        contraction: Any = self.contraction
+        form = self.contraction.form
         narrow = backends.current.as_float8(codes, self.recipe.weights)
-        values = contraction.form.matrix("kernel", narrow)
+        values = form.matrix("kernel", narrow)
         if self.recipe.per == "block":
             # Stored for the matrix, without its axis of batches.
             scale = scale[None]
         else:
-            scale = contraction.form.matrix("kernel", scale)
+            scale = form.matrix("kernel", scale)
         return Quantized(values, scale, self._quantization("kernel"))
 
 
@@ -284,10 +279,7 @@ def dequantized(
 
 def multiplies_codes(recipe: FrozenKernels) -> bool:
     """Return True if float8 matmuls here can read a kernel stored this way."""
-    a, b = (
-        recipe.quantization(operand, "forward")
-        for operand in ("inputs", "kernel")
-    )
+    a, b = (recipe.quantization(x, "forward") for x in MATMULS["forward"])
     if a is None or b is None:
         return False
     batched = for_xla = False

@@ -351,9 +351,8 @@ class Conv:
         for_xla: bool = False,
     ) -> tuple[Convolutions, Choice]:
         """Select how to convolve operands quantized as `a` and `b`."""
-        return engine.convolutions, Choice(
-            "emulated", engine.convolutions.reason
-        )
+        convolutions = engine.convolutions
+        return convolutions, Choice("emulated", convolutions.reason)
 
     def quantization(
         self, requested: Quantization | None

@@ -125,14 +125,10 @@ class Operands:
 
     @functools.cached_property
     def saved(self) -> dict[str, Quantization | None]:
-        """By operand, the quantization in which the operand is saved.
-
-        It is that of the second matmul, which computes a gradient.
-        """
+        """By operand, the quantization in which the operand is saved."""
         return {
-            operand: self.quantized_as(operand, second_matmul)
-            for operand in ("inputs", "kernel")
-            for _, second_matmul in [matmuls_of(operand)]
+            "inputs": self.quantized_as("inputs", "kernel_grad"),
+            "kernel": self.quantized_as("kernel", "inputs_grad"),
         }
 
 
@@ -170,7 +166,7 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
     dtype = framework.kept_dtype(reads[0].values, quantization.format)
     narrow = [each.encoded(dtype) for each in reads]
     values = along_axes(narrow[0].values)
-    if quantization.tile.is_whole:
+    if quantization.tile.is_whole:  # One scale, which all devices have.
         return tuple(each.with_values(values) for each in narrow)
     return tuple(
         dataclasses.replace(each, values=values, scale=along_axes(each.scale))
@@ -235,10 +231,8 @@ class OperandUse:
         self._engine = engine
         self._gathering, self._gathered_axes = None, ()
         if _is_gathered(plan, operand):
-            self._gathering = plan.gathering
-            self._gathered_axes = operands.kernel_axes(
-                plan.gathering.axes, matmul
-            )
+            self._gathering, axes = plan.gathering, plan.gathering.axes
+            self._gathered_axes = operands.kernel_axes(axes, matmul)
         self.is_stochastic = self._folds_scales = self._only_casts = False
         if self.quantization is not None:
             self.is_stochastic = self.quantization.rounding == "stochastic"
@@ -310,10 +304,8 @@ class OperandUse:
             operand = operand.with_float32_scales
             matrix = self.contraction.read(self.operand, operand)
         else:
-            engine = self._engine
-            wide = operand.decoded(
-                engine.widen, engine.decode, self.inputs_dtype
-            )
+            engine, dtype = self._engine, self.inputs_dtype
+            wide = operand.decoded(engine.widen, engine.decode, dtype)
             matrix = self.contraction.read(self.operand, wide)
             if self._folds_scales:
                 matrix = emulated.folded(matrix, self.reads_transpose)
@@ -369,14 +361,12 @@ class BoundOperand:
         self._amax_of = self.first.amax_of
         if plan.histories > 1:
             # One amax for each matrix of a bank.
+            amaxes, as_first = plan.contraction.amaxes, self.first.quantization
             self._amax_of = functools.partial(
-                plan.contraction.amaxes,
-                operand,
-                quantization=self.first.quantization,
+                amaxes, operand, quantization=as_first
             )
-        self._is_stochastic = (
-            self.first.is_stochastic or self.second.is_stochastic
-        )
+        uses = self.first, self.second
+        self._is_stochastic = any(use.is_stochastic for use in uses)
         self._cast = engine.cast_in_training if plan.training else engine.cast
         if self.first.native or self.second.native:
             self._cast = engine.narrow_cast
@@ -504,16 +494,16 @@ class OperandOfRows(BoundOperand):
         # It casts one matrix, not a batch.
         if home.shape[0] != 1 or not self._can_cast(home):
             return super().quantize(x, options)
-        first, second = self._quantizations
+        by_first, by_second = self._quantizations
         if options.once:
-            second = None
+            by_second = None
+        cast, sums = self._row_casts.cast, options.sums
         # The cast reads a matrix as it lies in memory.
         if self._is_transposed_in_memory:
-            matrix = quantized.swapped(home)[0]
-            result = self._row_casts.cast(matrix, second, first)
+            result = cast(quantized.swapped(home)[0], by_second, by_first)
             casts = result.across, result.plain
         else:
-            result = self._row_casts.cast(home[0], first, second, options.sums)
+            result = cast(home[0], by_first, by_second, sums)
             casts = result.plain, result.across
         (saturated, marked), (_, second_marked) = (
             self._for_use(use, cast, x)
@@ -600,28 +590,24 @@ def _is_gathered(plan: Any, operand: str) -> bool:
 
 
 def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
-    """Return True if one cast may quantize an operand by rows for matmuls."""
+    """Return True if one cast may quantize an operand for all its matmuls."""
     plan, engine, selections = binding
-    by_matmul = [
-        plan.operands.quantizations[operand, matmul]
+    quantized_for = {
+        matmul: plan.operands.quantizations[operand, matmul]
         for matmul in matmuls_of(operand)
-    ]
-    quantizations = [each for each in by_matmul if each is not None]
+        if plan.operands.quantizations[operand, matmul] is not None
+    }
     rule = plan.source.rule
     return (
         engine.row_casts is not None
-        and bool(quantizations)
-        and all(each == _by_rows(each) for each in quantizations)
+        and bool(quantized_for)
+        and all(each == _by_rows(each) for each in quantized_for.values())
         and rule is not None
         and not rule.by_multiplier  # The cast divides by the limit.
         and plan.source.state_shape is None
         and not _is_gathered(plan, operand)
         and plan.contraction.reads_one_matrix
-        and all(
-            selections[matmul][1].native
-            for matmul, each in zip(matmuls_of(operand), by_matmul, strict=True)
-            if each is not None
-        )
+        and all(selections[matmul][1].native for matmul in quantized_for)
     )
 
 

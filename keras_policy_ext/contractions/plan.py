@@ -133,12 +133,9 @@ class Plan:
     @functools.cached_property
     def histories(self) -> int:
         """The number of histories of each operand; 1 but for a bank."""
-        contraction = self.contraction
-        return (
-            contraction.histories
-            if isinstance(contraction, EinsumOfBank)
-            else 1
-        )
+        if isinstance(self.contraction, EinsumOfBank):
+            return self.contraction.histories
+        return 1
 
     def resolved(self) -> Plan:
         """Return a copy of this plan with the current value of `prefer`."""

@@ -45,15 +45,11 @@ class WeightedSum(Recipe):
 
 
 def weighted_sum_of(activations: Recipe) -> Recipe:
-    """Return the recipe for weights times values.
+    """Return the recipe for weights times values, a `WeightedSum` if possible.
 
-    Args:
-        activations: The recipe for two activations.
-
-    Returns:
-        `activations` if its forward matmul is not in float8, or if one of its
-        scales covers several rows: a `WeightedSum` would let masked keys in.
-        Otherwise a `WeightedSum`.
+    It is `activations`, the recipe for two activations, if its forward matmul
+    is not in float8, or if one of its scales covers several rows. A
+    `WeightedSum` would then let masked keys in.
     """
     asked: Any = activations.quantization("kernel", "forward")
     if asked is None or not scales_rows_apart(activations):

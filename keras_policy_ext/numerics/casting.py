@@ -202,11 +202,9 @@ def _limit(dtype: object) -> float:
     """Return a format's largest value; raise for what is no float8 dtype."""
     if not isinstance(dtype, str) or dtype not in CASTABLE:
         hint = formats.ALIASES.get(str(dtype))
-        step = (
-            f"Write {hint!r}."
-            if hint
-            else ("For other formats use `keras_policy_ext.reference`.")
-        )
+        step = "For other formats use `keras_policy_ext.reference`."
+        if hint:
+            step = f"Write {hint!r}."
         raise ValueError(
             f"Cannot cast to this dtype. Received: {dtype!r}. Allowed: "
             f"{', '.join(CASTABLE)}. {step}"

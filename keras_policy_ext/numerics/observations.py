@@ -45,9 +45,9 @@ from keras_policy_ext.recipes import OPERANDS
 UNIT = 2.0**-24
 """The value of one use, and of an amax of 1, in the gradient of a state.
 
-Training loops measure and clip all gradients, also this one. It is so small
-that a thousand layers with amaxes of 1000 add 0.003 to the global norm. It is
-a power of two, so that amaxes from 2^-102 on are exact; less may become 0.
+Training loops measure and clip all gradients, also this one: a thousand layers
+with amaxes of 1000 add 0.003 to the global norm. Since it is a power of two,
+amaxes from 2^-102 on are exact. Less may become 0.
 """
 
 SLOTS = 8
@@ -81,6 +81,7 @@ class StateLayout:
     """The columns of a delayed-scaling state, and its arithmetic.
 
     Attributes:
+        length: The number of amaxes in a history.
         constant: For each row, whether all uses of a step observe one value.
         unseen: The first column of a row that was never observed.
     """
@@ -130,7 +131,8 @@ class StateLayout:
     def largest(self, state: Tensor) -> Tensor:
         """Return each row's largest amax; infinity for one not `is_intact`."""
         columns = self._columns()
-        # One reduction finds both, which compilers turn into one kernel.
+        # Mark and slots as a settled row has them. One reduction, of which
+        # compilers make one kernel, finds other ones and the amax.
         seal = ops.where(columns == 0, VALID_MARK, 0.0)
         is_seal = columns < _FIRST - 1
         moved = ops.logical_and(is_seal, ops.not_equal(state, seal))

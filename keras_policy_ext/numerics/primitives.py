@@ -151,12 +151,11 @@ else:
 
 
 def _load(backend: str) -> Primitives:
-    """Import and return the kernels of a backend."""
+    """Import and return the `Primitives` of a backend."""
     if backend not in NAMES:
         raise NotImplementedError(
             f"No float8 kernels for the Keras backend {backend!r}. Allowed: "
             f"{', '.join(NAMES)}. Set KERAS_BACKEND to one of them."
         )
     name = f"keras_policy_ext.backends.{backend}.backend"
-    loaded: Primitives = importlib.import_module(name).BACKEND
-    return loaded
+    return importlib.import_module(name).BACKEND

@@ -240,19 +240,16 @@ class DelayedSource:
     def __init__(self, recipe: Any):
         self.recipe = recipe
         self.layout = StateLayout(recipe.history_length)
-        self.state_shape: tuple[int, int] | None = (
-            len(OPERANDS),
-            self.layout.width,
-        )
+        shape = len(OPERANDS), self.layout.width
+        self.state_shape: tuple[int, int] | None = shape
         self.starts_from_current = recipe.initial_scale == "current"
         # The scale before the first observation; 0.0 for that of the own amax.
         self.initial = 0.0 if self.starts_from_current else recipe.initial_scale
         self.rule: ScaleRule | None = ScaleRule(
             by_multiplier=True, margin=recipe.margin
         )
-        self.limits = [
-            formats.get(recipe.format_of(operand)).max for operand in OPERANDS
-        ]
+        # The largest value of each operand's format.
+        self.limits = [formats.get(recipe.format_of(x)).max for x in OPERANDS]
         self.limits_with_margin = [
             scaling.with_margin(limit, recipe.margin) for limit in self.limits
         ]

@@ -42,9 +42,8 @@ def random_bits(
     index: Tensor | int = 0
     for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         offsets = ops.arange(size, dtype="int32") * stride
-        index = index + ops.reshape(
-            offsets, [-1 if i == axis else 1 for i in range(3)]
-        )
+        along_axis = [-1 if i == axis else 1 for i in range(3)]
+        index = index + ops.reshape(offsets, along_axis)
     # The key enters twice, since other keys with other indices have equal sums.
     # The factor is 2^32 divided by the golden ratio.
     second = key * _wrapped(0x9E3779B9)

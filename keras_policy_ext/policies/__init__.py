@@ -174,8 +174,6 @@ def policy_scope(policy: object) -> Iterator[keras.DTypePolicy]:
 def carry_policy(function: _F) -> _F:
     """Wrap a function so that it runs under the current global policy.
 
-    It does so in any thread.
-
     Keras's global policy belongs to one thread. The wrapped function runs
     under the policy of the thread that called `carry_policy`. The thread that
     runs it gets its own policy back afterwards.

@@ -95,9 +95,8 @@ class Float8DTypePolicy(SourceMap):
     @property
     def full_name(self) -> str:
         """A name from which `get` builds an equal policy."""
-        return policy_names.render(
-            self._recipe.spec, self._source_name, _with_names(self._rules)
-        )
+        rules = _with_names(self._rules)
+        return policy_names.render(self._recipe.spec, self._source_name, rules)
 
     @property
     def amax_history_length(self) -> int | None:
@@ -140,9 +139,8 @@ class Float8DTypePolicy(SourceMap):
         """
         if path is None or not self._rules:
             return self._without_rules
-        for (text, policy), pattern in zip(
-            self._rules, self._patterns, strict=True
-        ):
+        rules = zip(self._rules, self._patterns, strict=True)
+        for (text, policy), pattern in rules:
             if text == path or pattern.fullmatch(path):
                 return self._source_policy if policy is None else policy
         return self._without_rules
@@ -305,9 +303,8 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
         return policy
     config = policy.get_config()
     source = config["source_name"] or _plain.name_of_dtypes(policy)
-    return Float8DTypePolicy(
-        source, amax_history_length=config["amax_history_length"]
-    )
+    length = config["amax_history_length"]
+    return Float8DTypePolicy(source, amax_history_length=length)
 
 
 def _from_name(name: str) -> keras.DTypePolicy:
@@ -327,14 +324,9 @@ def _from_dict(config: Mapping[str, Any]) -> keras.DTypePolicy:
     if config.get("class_name") in ("Policy", "PolicyV1"):
         return _from_legacy(config.get("config"))
     try:
-        policy = keras.dtype_policies.deserialize(
-            dict(config),
-            {
-                cls.__name__: cls
-                for cls in (Float8DTypePolicy, _loss_scale_policy())
-                if cls is not None
-            },
-        )
+        classes = filter(None, (Float8DTypePolicy, _loss_scale_policy()))
+        named = {cls.__name__: cls for cls in classes}
+        policy = keras.dtype_policies.deserialize(dict(config), named)
     except Exception as error:  # Keras raises what the dict makes it raise.
         raise ValueError(_unknown(config, str(error))) from error
     if not isinstance(policy, keras.DTypePolicy):
@@ -419,9 +411,8 @@ def _read_source(identifier: object) -> _Given:
     if _is_full_name(identifier):
         name = policy_names.parse(identifier)
         recipe = None if name.spec is None else recipes.parse(name.spec)
-        return _Given(
-            _plain_source(name.source), recipe, _read_rules(name.rules)
-        )
+        source = _plain_source(name.source)
+        return _Given(source, recipe, _read_rules(name.rules))
     try:
         policy = get(identifier)
     except ValueError as error:

@@ -63,12 +63,11 @@ class FrozenKernels(Recipe):
         if self.activations != "dynamic" or not rounds:
             return super().for_activations
         rowwise: Any = REGISTRY["rowwise"]
-        recipe: Recipe = rowwise(
+        return rowwise(
             power_of_two=False,
             inputs_grad=HIGH_PRECISION,
             kernel_grad=HIGH_PRECISION,
         )
-        return recipe
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:

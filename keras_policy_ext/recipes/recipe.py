@@ -141,11 +141,10 @@ class Recipe:
             if self.quantization(first, matmul) is None
         }
         current: Any = REGISTRY["current"]
-        recipe: Recipe = current(
+        return current(
             fp8_format=words.get(gradient, "e4m3fnuz" if is_fnuz else "e4m3"),
             **left_out,
         )
-        return recipe
 
     def format_of(self, operand: str) -> str:
         """Return the ml_dtypes name of an operand's format.

@@ -34,24 +34,17 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return a hint such as `"Did you mean 'delayed'? "`, or ""."""
     if not isinstance(word, str):
         return ""
-    names = list(known)
-    near = _near(word, names)
-    return f"Did you mean {near!r}? " if near else ""
-
-
-def _near(word: str, names: list[str]) -> str | None:
-    """Return the name, perhaps with arguments, that a word may mean."""
-    plain_word, plain = _plain(word), {_plain(name): name for name in names}
-    if plain_word in plain:
-        return plain[plain_word]
-    for meant in _OF_OTHERS.get(plain_word, ()):
-        name, _, _ = meant.partition("(")
-        if name in names:
-            return meant
     import difflib  # Only errors need it.
 
-    matches = difflib.get_close_matches(plain_word, plain, n=1)
-    return plain[matches[0]] if matches else None
+    listed, plain = list(known), _plain(word)
+    by_plain = {_plain(name): name for name in listed}
+    meant = [by_plain[plain]] if plain in by_plain else []  # The best first.
+    for other in _OF_OTHERS.get(plain, ()):
+        name, _, _ = other.partition("(")
+        meant += [other] if name in listed else []
+    near = difflib.get_close_matches(plain, by_plain, n=1)
+    meant += [by_plain[each] for each in near]
+    return f"Did you mean {meant[0]!r}? " if meant else ""
 
 
 def _plain(word: str) -> str:
