@@ -168,7 +168,7 @@ def _derive(name: str) -> Format:
     # The exponent of 1 is 0, so that its code has the bias and nothing else.
     bias = int(np.flatnonzero(values == 1)[0]) >> mantissa_bits
     nan_codes = tuple(int(code) for code in np.flatnonzero(np.isnan(values)))
-    cast_nan = int(np.array(np.nan, "float32").astype(dtype).view(np.uint8))
+    code_of_nan = int(np.array(np.nan, "float32").astype(dtype).view(np.uint8))
     return Format(
         name=name,
         dtype=dtype,
@@ -183,6 +183,6 @@ def _derive(name: str) -> Format:
         has_sign=has_sign,
         has_negative_zero=bool(np.signbit(values[values == 0]).any()),
         nan_codes=nan_codes,
-        nan_code=cast_nan if nan_codes else None,
+        nan_code=code_of_nan if nan_codes else None,
         finite_count=np.unique(values[np.isfinite(values)]).size,
     )

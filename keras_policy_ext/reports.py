@@ -281,7 +281,7 @@ def _text(parts: Iterable[str | Table], most: int | None = None) -> list[str]:
             lines += [*part.text(width, most), ""]
         else:
             lines += wrap(part, width, wrapper=_Sentences)
-    return lines[:-1] if lines and not lines[-1] else lines
+    return lines[:-1] if lines and not lines[-1] else lines  # No last blank.
 
 
 def _with(parts: Iterable[str | Table], every: str) -> list[str | Table]:

@@ -145,7 +145,7 @@ def select(
         True
     """
     if isinstance(contraction, str):
-        equations.split(contraction)
+        equations.split(contraction)  # Raises if it is no equation.
         contraction = Einsum(contraction)
     if not isinstance(contraction, (Einsum, Conv)):
         raise ValueError(
@@ -153,10 +153,8 @@ def select(
             "Allowed: an explicit einsum equation such as 'ab,bc->ac', "
             "kernels.Einsum, or kernels.Conv. Pass one of them."
         )
-    plan = make_plan(
-        contraction, get_recipe(recipe), compute_dtype(dtype), "float32"
-    )
-    return plan.choice
+    dtypes = compute_dtype(dtype), "float32"
+    return make_plan(contraction, get_recipe(recipe), *dtypes).choice
 
 
 def compute_dtype(dtype: object) -> str:

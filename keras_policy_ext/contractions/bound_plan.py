@@ -112,9 +112,9 @@ def _dtype_of(plan: Any, matmul: str, kernel: Any) -> str:
     # In float16 the gradient of a float32 kernel could overflow. If the matmul
     # kernel writes float32 at no extra cost, a separate pass from 16 bits to
     # float32 would move 6 bytes per element.
-    writes = getattr(kernel, "writes_float32", False)
+    can_write_float32 = getattr(kernel, "writes_float32", False)
     is_half = plan.inputs_dtype == "float16"
-    if is_half or (writes and plan.kernel_dtype == "float32"):
+    if is_half or (can_write_float32 and plan.kernel_dtype == "float32"):
         return str(plan.kernel_dtype)
     return str(plan.inputs_dtype)
 
@@ -164,13 +164,13 @@ def simplified(
     """Return what was read from a state, without flags that are all False.
 
     If the host knows that all operands were observed, the flags of unobserved
-    operands are dropped, or `seen_lately` is set.
+    operands are dropped. If a device reported so lately, `seen_lately` is set.
     """
     if not isinstance(reading, HistoryScales) or reading.unseen is None:
         return reading
     framework = backends.current
-    if framework.known_any(reading.unseen) is False:
-        return HistoryScales(reading.scales, None)
+    if framework.known_any(reading.unseen) is False:  # None: not known.
+        return HistoryScales(reading.scales, unseen=None)
     seen = bool(state) and framework.seen_lately(*state)
     return dataclasses.replace(reading, seen_lately=seen) if seen else reading
 
@@ -289,10 +289,8 @@ class BoundPlan(BoundOperation):
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
         if state:
-            observation = self._state_grad(
-                residuals, reading, g.amax, state[0], slot
-            )
-            state_grad = (observation,)
+            grad = self._state_grad(residuals, reading, g.amax, *state, slot)
+            state_grad = (grad,)
         if bias_shape is not None:
             bias_grad = g.column_sums
             if bias_grad is None:  # The cast could not sum this tensor.
@@ -383,7 +381,7 @@ class BoundPlan(BoundOperation):
     ) -> Tensor:
         """Return an observation of an outgrown kernel's amax, or zeros."""
         outgrown = self._source.outgrown(amax, reading)
-        if self._framework.known_any(outgrown) is False:
+        if self._framework.known_any(outgrown) is False:  # None: not known.
             return ops.zeros_like(state)
         # Of the amaxes only that of the kernel stays.
         amaxes = [amax] * len(OPERANDS)

@@ -155,8 +155,8 @@ class Plan:
         engine = backends.engine
         device = engine.device()
         plan = self.first_use
-        # Device and engine are of `bound` itself, since another thread, which
-        # may pretend another device, may replace it at any time.
+        # One attribute with its device and engine: another thread, which may
+        # pretend another device, can replace it at any time.
         bound: BoundPlan | None = vars(plan).get("_bound")
         if (
             bound is None

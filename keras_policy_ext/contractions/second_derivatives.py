@@ -109,7 +109,7 @@ class _Operands:
     def _decoded(self, operand: str, saved: Quantized) -> Quantized:
         """Dequantize a saved operand; return the matrix of its first matmul."""
         bound_operand = getattr(self._bound, operand)
-        # It was saved for its second matmul, as that reads it or transposed.
+        # The second matmul reads what was saved, or else its transpose.
         across = bound_operand.second.reads_transpose
         quantization = saved.quantization
         wide = saved.decoded(decode=self._bound.engine.decode)

@@ -79,28 +79,25 @@ def fold(
     Raises:
         ValueError: If neither weights nor outputs have an axis of the values.
     """
-    first, second, out = split(equation)
-    if set(second) - set(first + out):
+    of_weights, of_values, out = split(equation)
+    if set(of_values) - set(of_weights + out):
         raise ValueError(
             "An axis of the values is in no other term of the equation, so a "
             "key has no single scale. Received: "
             f"{equation!r}. Allowed: axes that the weights or the outputs "
             "have too. Sum the values over the axis first."
         )
-    scale = ops.stop_gradient(_scale_of_keys(first, second, values, limit))
+    columns = tuple(i for i, c in enumerate(of_values) if c not in of_weights)
+    scale = ops.stop_gradient(_scale_of_keys(values, columns, limit))
     scale = ops.cast(scale, keras.backend.standardize_dtype(values.dtype))
-    return ops.multiply(
-        weights, _for_weights(first, second, scale)
-    ), ops.divide(values, scale)
+    for_weights = _with_axes_of(of_weights, scale, of_values)
+    return ops.multiply(weights, for_weights), ops.divide(values, scale)
 
 
 def _scale_of_keys(
-    first: str, second: str, values: Tensor, limit: float
+    values: Tensor, columns: tuple[int, ...], limit: float
 ) -> Tensor:
-    """Return a float32 power of two per key; columns have size 1."""
-    columns = tuple(
-        axis for axis, letter in enumerate(second) if letter not in first
-    )
+    """Return a float32 power of two per key; the axes `columns` have size 1."""
     if columns:
         amax = scaling.amax(values, axis=columns, keepdims=True)
     else:
@@ -109,16 +106,16 @@ def _scale_of_keys(
     return scale * (amax * 0.0 + 1.0)  # NaN where an amax is not finite.
 
 
-def _for_weights(first: str, second: str, scale: Tensor) -> Tensor:
+def _with_axes_of(of_weights: str, scale: Tensor, of_values: str) -> Tensor:
     """Give the scales of keys the axes of weights, to which they broadcast."""
-    keys = [letter for letter in first if letter in second]
-    columns = [letter for letter in second if letter not in keys]
-    order = [second.index(letter) for letter in keys + columns]
+    keys = [letter for letter in of_weights if letter in of_values]
+    columns = [letter for letter in of_values if letter not in keys]
+    order = [of_values.index(letter) for letter in keys + columns]
     scale = ops.transpose(scale, order)
     # A reshape would need sizes, of which a graph may not know some.
     for _ in columns:
         scale = ops.squeeze(scale, -1)
-    for axis, letter in enumerate(first):
+    for axis, letter in enumerate(of_weights):
         if letter not in keys:
             scale = ops.expand_dims(scale, axis)
     return scale

@@ -334,7 +334,8 @@ def _cuts_float16(format_name: str) -> bool:
 
 
 def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
-    """Convert values to codes by way of float16; see `encode`."""
+    """Convert values to codes, the upper bits of float16; see `encode`."""
+    # Divided by the factor, e4m3fn has the exponent bias of float16.
     shift, factor = HALVES[format_name]
     halves = ops.cast(values * (1.0 / factor), "float16")
     bits = ops.cast(view(halves, "uint16"), "int32")

@@ -131,8 +131,8 @@ class StateLayout:
     def largest(self, state: Tensor) -> Tensor:
         """Return each row's largest amax; infinity for one not `is_intact`."""
         columns = self._columns()
-        # Mark and slots as a settled row has them. One reduction, of which
-        # compilers make one kernel, finds other ones and the amax.
+        # The mark and slots of a settled row. One reduction, of which compilers
+        # make one kernel, finds others and the largest amax.
         seal = ops.where(columns == 0, VALID_MARK, 0.0)
         is_seal = columns < _FIRST - 1
         moved = ops.logical_and(is_seal, ops.not_equal(state, seal))
@@ -194,7 +194,7 @@ class StateLayout:
     def _with_newest(
         self, uses: Tensor, entries: Tensor, previous: Tensor
     ) -> Tensor:
-        """Return each row with the newest amax added to its history."""
+        """Return rows with the newest amax in the history; only that counts."""
         intact = ops.expand_dims(self.is_intact(previous), 1)
         before = ops.where(intact, previous, 0.0)
         newest_before = before[:, _FIRST : _FIRST + 1]

@@ -309,6 +309,7 @@ class DelayedSource:
         self, amax: Tensor, state: Tensor, beyond: float = 1.0
     ) -> Tensor:
         """Return the state, with a larger scale if the kernel needs one."""
+        # The kernel may exceed what its scale allows by the factor `beyond`.
         outgrown = self.outgrown(amax / beyond, self.history_scales(state))
         # Of the amaxes only that of the kernel counts, in any slot.
         observation = self.observation([amax] * len(OPERANDS), slot=0)

@@ -85,7 +85,7 @@ def four_over_six(
 
 
 def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
-    """Return the squared error of each tile, rounded to nearest in e2m1fn."""
+    """Return each tile's squared error of rounding to nearest in e2m1fn."""
     product = ops.abs(x) * spread(scales.factor, tile, x)
     scaled = ops.minimum(product, 8.0)  # So the sums below fit an int32.
     values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
@@ -169,8 +169,8 @@ def _two_level(
     scale = round_to_format(ops.minimum(unrounded, highest), _E4M3)
     # Of a constant 1 TensorFlow's graphs approximate a reciprocal (TF 2.21).
     one = ops.where(is_usable, 1.0, multiplier)
-    whole_scale = scale * ops.divide(one, multiplier)
-    factor = ops.minimum(ops.divide(one, whole_scale), _LARGEST)
+    both_scales = scale * ops.divide(one, multiplier)
+    factor = ops.minimum(ops.divide(one, both_scales), _LARGEST)
     tensor_scale = ops.divide(tensor_amax, number(largest * limit))
     return Scales(scale, factor, tensor_scale)
 

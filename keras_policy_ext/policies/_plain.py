@@ -29,7 +29,8 @@ def mode_first(
 ) -> tuple[object, int]:
     """Return a policy's source and history length, from its arguments.
 
-    The arguments may have either order: Keras's older form has the mode first.
+    Keras's older form has the mode first. Then `source` is the mode, and `args`
+    are the source and perhaps the length.
     """
     explicit_length = not isinstance(length, DefaultLength)
     if len(args) > 2 or (args and mode) or (args[1:] and explicit_length):

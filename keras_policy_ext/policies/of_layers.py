@@ -50,17 +50,17 @@ def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """Return the policy that a layer would follow as a stock layer."""
-    # It is Keras's own float8 policy only if Keras has quantized the layer.
     policy = of_path(layer.dtype_policy, layer.path)
-    is_float8 = as_float8(policy) is not policy
-    if is_float8 and not stock_float8.stock_float8(layer):
+    # A layer follows Keras's own float8 policy only if Keras has quantized it.
+    is_keras_float8 = as_float8(policy) is not policy
+    if is_keras_float8 and not stock_float8.stock_float8(layer):
         return source_policy_of(layer)
     return source_policy_of(layer) if isinstance(policy, SourceMap) else policy
 
 
 def source_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     """Return the layer's policy without float8: the plain source policy."""
-    # It is plain unless Keras has quantized the layer.
+    # If Keras has quantized the layer, its policy is not plain.
     policy = policy_of(layer)
     if isinstance(policy, SourceMap):
         return policy.source_policy

@@ -101,7 +101,7 @@ class Quantization:
     constant_scale: float | None = None
 
     def __post_init__(self) -> None:
-        formats.get(self.format)
+        formats.get(self.format)  # Raises for others.
         for name, allowed in self._wrong_attributes():
             raise ValueError(
                 f"`{name}` of this quantization is not valid. Received: "

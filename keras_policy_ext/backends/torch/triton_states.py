@@ -340,7 +340,7 @@ def _entered(
     uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
     mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
     newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0)) * _UNITS
-    # The ring turns left: see `Layout._entered`.
+    # The ring turns left: see `StateLayout._with_newest`.
     older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
     turned = tl.load(start + older, mask=place > FIRST, other=0.0)
     before = tl.load(start + place, mask=place < WIDTH, other=0.0)
