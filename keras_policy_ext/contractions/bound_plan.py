@@ -356,7 +356,7 @@ class BoundPlan(BoundOperation):
             # A state that counts steps counts those of training.
             return ops.zeros_like(state)
         else:
-            numbers = []
+            numbers = []  # The source finds the count in `reading`.
         numbers = self._source.observed(reading, numbers)
         return self._observation(numbers, state, slot)
 

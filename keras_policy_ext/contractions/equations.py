@@ -247,7 +247,7 @@ def _home_axes(
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
     """Return how to permute a `summed` operand (None: not) and to flatten it.
 
-    The second result has the axes before permuting of each matrix axis.
+    The second result has, for each axis of the matrix, the operand's axes.
     """
     term, *groups = form._home(operand)
     groups = [form.batch, *groups]

@@ -127,8 +127,8 @@ class FrozenPlan:
     def _is_einsum(self) -> bool:
         """True if one `ops.einsum` of the stored kernel gives the outputs."""
         contraction = self.contraction
-        # A permuted kernel would be read with large strides: for one row XLA
-        # takes twice as long (JAX 0.10, CPU).
+        # A kernel that is permuted to a matrix is read with large strides: for
+        # one row XLA takes twice as long (JAX 0.10, CPU).
         return isinstance(contraction, Einsum) and (
             contraction.reads_what_is_quantized
         )
@@ -146,7 +146,7 @@ class FrozenPlan:
     def _einsum(
         self, equation: str, x: Tensor, codes: Tensor, scale: Tensor
     ) -> Tensor:
-        """Compute an einsum of `x` and the dequantized kernel, and cast it."""
+        """Compute an einsum of `x` and the dequantized kernel, or its parts."""
         dtype = keras.backend.standardize_dtype(x.dtype)
 
         def product(codes: Tensor, scale: Tensor) -> Tensor:
@@ -155,6 +155,7 @@ class FrozenPlan:
 
         first, second, out = equations.split(equation)
         free = [c for c in second if c in out and c not in first]
+        # Scales of blocks cannot be cut along an axis of the kernel.
         if self.recipe.per == "block" or not free:
             return product(codes, scale)
         # Cut along the largest axis; torch.compile follows no `max(…, key=)`.

@@ -81,9 +81,9 @@ class Contraction(Hashable, Protocol):
     def kernel_axes(
         self, axes: AxisNames, quantization: Quantization | None
     ) -> tuple[Any, ...]:
-        """Convert an entry per kernel axis to the axes of `operand`.
+        """Convert an entry per kernel axis to one per axis of `operand`.
 
-        An entry may be empty. It is None for an axis without a definite one.
+        It is None for an axis whose shards are not contiguous.
         """
 
     def is_transposed_in_memory(self, name: str) -> bool:

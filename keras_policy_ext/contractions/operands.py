@@ -369,7 +369,7 @@ class BoundOperand:
         self._is_stochastic = any(use.is_stochastic for use in uses)
         self._cast = engine.cast_in_training if plan.training else engine.cast
         if self.first.native or self.second.native:
-            self._cast = engine.narrow_cast
+            self._cast = engine.narrow_cast  # A float8 matmul reads float8.
 
     def sums_columns_of(self, like: Tensor) -> bool:
         """Return True if `quantize` can sum the columns of such a tensor."""

@@ -219,7 +219,7 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
     if dtype != "float8_e5m2" or keras.backend.backend() != "torch":
         return q
     bits = ops.view(q, "uint8")
-    quiet = ops.bitwise_and(bits, np.uint8(0xFE))
+    quiet = ops.bitwise_and(bits, np.uint8(0xFE))  # 0x7e for 0x7f.
     return ops.view(ops.where(ops.isnan(x), quiet, bits), dtype)
 
 

@@ -64,6 +64,7 @@ def merge_recipes(
     if explicit_length:
         delayed = recipes.DelayedScaling(amax_history_length=length)
         length = delayed.amax_history_length
+        # A length alone, or with "delayed", means delayed scaling.
         if recipe == delayed.name or (recipe is None and named is None):
             recipe = delayed
     if recipe is not None:

@@ -331,6 +331,7 @@ def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
 def _register(cls: type[Recipe]) -> None:
     """Enter a recipe class by its name; raise if another has the name."""
     registered = REGISTRY.get(cls.name)
+    # As when a module is reloaded, or the cell of a notebook runs again.
     is_same_class = registered is not None and (
         (registered.__module__, registered.__qualname__)
         == (cls.__module__, cls.__qualname__)
