@@ -289,7 +289,8 @@ class BoundPlan(BoundOperation):
             kernel_grad = ops.cast(kernel_grad, self._kernel_dtype)
         state_grad: tuple[Tensor, ...] = ()
         if state:
-            grad = self._state_grad(residuals, reading, g.amax, *state, slot)
+            (matrix,) = state
+            grad = self._state_grad(residuals, reading, g.amax, matrix, slot)
             state_grad = (grad,)
         if bias_shape is not None:
             bias_grad = g.column_sums
