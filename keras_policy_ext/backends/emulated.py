@@ -190,7 +190,7 @@ def times_scales(
     product: Tensor,
     a: Quantized,
     b: Quantized,
-    multiply: Product = ops.multiply,
+    multiply: Callable[[Tensor, Tensor], Tensor] = ops.multiply,
 ) -> Tensor:
     """Multiply a matmul's float32 result by the scales of both operands.
 
@@ -238,7 +238,7 @@ def _power_for(first: Tensor, second: Tensor) -> Tensor:
     # It is 1 unless the largest product of scales in a row is tiny or infinite.
     has_one_column = 1 in tuple(second.shape)[-1:]
     largest = first * (second if has_one_column else ops.max(second))
-    # Then `first` is below 2^64, as `second` is at least 2^-126.
+    # Below 2^-62, `first` is below 2^64, as `second` is at least 2^-126.
     power = ops.where(largest < 2.0**-62, 2.0**64, ops.ones_like(largest))
     return ops.where(largest > LARGEST, SMALLEST, power)
 

@@ -43,7 +43,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def first_use(self) -> Operation:
-        """The same operation with slot 0; its compiled passes serve all."""
+        """The same operation with slot 0; all slots share compiled passes."""
 
     def another_slot(self, slot: Slot) -> Slot:
         """Return another slot, for gradients that are differentiated again."""
@@ -95,7 +95,7 @@ class BoundOperation(Protocol):
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
     ) -> Residuals:
-        """Return the residuals with both amaxes, if they were saved without."""
+        """Return the residuals with both operands' amaxes, found if lacking."""
 
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]

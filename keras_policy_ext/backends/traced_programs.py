@@ -69,6 +69,7 @@ class _MarkedCall(NamedTuple):
 class Flow:
     """The sources whose values reach a tensor, and those that make a choice.
 
+    A tensor is known by a key, such as its id in a program of the framework.
     Sources are the arguments of a program, the calls that are marked in it,
     and its products. The values of a source reach a tensor if no product or
     marked call is in between. Sources make a choice if a top-k, an argmax or
@@ -113,7 +114,7 @@ class Flow:
         return number
 
     def results_of(self, number: int | None) -> int | None:
-        """Return how many results a marked call has; None for another."""
+        """Return how many results a marked call has; None if it is none."""
         call = None if number is None else self._calls.get(number)
         return None if call is None else call.results
 

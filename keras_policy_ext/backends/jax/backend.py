@@ -187,7 +187,7 @@ class JaxBackend(Backend):
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
         # Compiled once for each shape.
-        return _compiled_settle(settle, value, previous)
+        return _settled(settle, value, previous)
 
     @override
     def transpose(
@@ -352,7 +352,7 @@ BACKEND = JaxBackend()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _compiled_settle(settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
+def _settled(settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
     return settle(value, previous)
 
 
@@ -370,11 +370,11 @@ def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
     return jax.nn.relu(x), lax.optimization_barrier(saved)
 
 
-def _relu_backward(saved: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
-    if saved.dtype == jnp.uint8:
+def _relu_backward(mask: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
+    if mask.dtype == jnp.uint8:  # It is packed into bits.
         count = outputs_grad.shape[-1]
-        saved = jnp.unpackbits(saved, axis=-1, count=count).astype(bool)
-    return (jnp.where(saved, outputs_grad, jnp.zeros_like(outputs_grad)),)
+        mask = jnp.unpackbits(mask, axis=-1, count=count).astype(bool)
+    return (jnp.where(mask, outputs_grad, jnp.zeros_like(outputs_grad)),)
 
 
 _relu.defvjp(_relu_forward, _relu_backward)

@@ -149,7 +149,7 @@ class ShardCast(NamedTuple):
 
     @property
     def results(self) -> tuple[str | None, ...]:
-        """The axes of codes, transpose, scale, amax and sums."""
+        """The axes (rows i, columns j): codes, transpose, scale, amax, sums."""
         amax = "" if self.wanted.amax else None
         return "ij", "ji", "", amax, "j" if self.options.sums else None
 
@@ -171,7 +171,7 @@ class ShardCast(NamedTuple):
         if self.wanted.amax:
             if given_scale is None and shards.cut:
                 # `_scale` found the amax of all shards.
-                amax = _largest(scale.amaxes)
+                amax = _largest_amax(scale.amaxes)
             else:
                 amax = shards.amax(result.amax)
         if sums is not None:
@@ -306,7 +306,7 @@ def cast(options: Cast, x: Tensor, scale: Scale) -> Both:
 
 def _by_xla(options: Cast, x: Tensor, scale: Scale) -> Both:
     """Cast as `_by_pallas` does, by operations of XLA."""
-    amax, limit = _largest(scale.amaxes), formats.get(options.format).max
+    amax, limit = _largest_amax(scale.amaxes), formats.get(options.format).max
     margin = options.rule.margin
     if options.rule.by_multiplier:
         own_scale = scaling.scale_of_multiplier(amax, limit, margin)
@@ -356,7 +356,7 @@ def _by_pallas(options: Cast, x: Tensor, scale: Scale) -> Both:
         codes,
         named["across"] if options.across else codes.T,
         named["scale"][0],
-        _largest(named["amaxes"]),
+        _largest_amax(named["amaxes"]),
         jnp.sum(named["sums"], 0) if options.sums else None,
     )
 
@@ -486,7 +486,7 @@ def magnitude(x: Tensor) -> Tensor:
     return bits & np.int32(casting.MAGNITUDE_BITS)
 
 
-def _largest(bits: Tensor) -> Tensor:
+def _largest_amax(bits: Tensor) -> Tensor:
     return lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
 
 

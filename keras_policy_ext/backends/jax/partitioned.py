@@ -119,7 +119,7 @@ def run(kernel: Kernel, x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
 
     @of_one.def_vmap
     def _(size: int, batched: Sequence[Any], *operands: Any) -> Any:
-        # JAX has no `vmap` of what is partitioned.
+        # JAX has no `vmap` of what is partitioned, so XLA does the work.
         axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         of_xla = functools.partial(kernel.of_xla, WHOLE)
         results = jax.vmap(of_xla, tuple(axes), axis_size=size)(*operands)
@@ -180,7 +180,7 @@ def _shardings(
 def _partition(
     kernel: Kernel, mesh: Mesh, operands: Sequence[Any], results: Any
 ) -> tuple[Any, ...]:
-    """Return the mesh, a kernel for one shard, and how all is sharded."""
+    """Return mesh, kernel for a shard, shardings of results and operands."""
     partition = _Partition(mesh, operands[0])
 
     def on_shard(x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:

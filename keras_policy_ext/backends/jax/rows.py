@@ -122,7 +122,7 @@ class CastsOfRows(NamedTuple):
 
     @property
     def results(self) -> tuple[str | None, ...]:
-        """The axes of codes, scales and amaxes of both casts, and of sums."""
+        """The axes, rows i and columns j: codes, scales, amaxes twice; sums."""
         plain = (None,) * 3 if self.plain is None else ("ij", "i", "i")
         across = (None,) * 3 if self.across is None else ("ji", "j", "j")
         return *plain, *across, "j" if self.options.sums else None

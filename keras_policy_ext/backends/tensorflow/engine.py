@@ -117,7 +117,7 @@ def _compiled(
     options: tuple[Any, ...],
     scales: int = 0,
 ) -> Any:
-    """Compile a function of a vector of this dtype and of scales, by XLA."""
+    """Compile `function(vector of this dtype, *scales, *options)` by XLA."""
     scale = tf.TensorSpec([], tf.float32)
     return tf.function(
         lambda *tensors: function(*tensors, *options),
@@ -240,7 +240,7 @@ def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
     """Multiply as `_fast_product` does, in the highest precision."""
     if xla is None:
         return _fast_product(a, b, written)
-    numbers = xla.DotDimensionNumbers(
+    axes = xla.DotDimensionNumbers(
         lhs_contracting_dimensions=(2,),
         rhs_contracting_dimensions=(2,),
         lhs_batch_dimensions=(0,),
@@ -248,7 +248,7 @@ def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
     )
     highest = xla.PrecisionConfig.HIGHEST
     precision = xla.PrecisionConfig(operand_precision=[highest, highest])
-    return xla.dot_general(a, b, numbers, precision, tf.as_dtype(written))
+    return xla.dot_general(a, b, axes, precision, tf.as_dtype(written))
 
 
 def _by_cublas(
