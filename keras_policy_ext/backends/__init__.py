@@ -32,6 +32,6 @@ else:
         if name not in ("current", "engine"):
             raise AttributeError(f"module {__name__!r} has no {name!r}")
         found = primitives.current
-        home = importlib.import_module(f"{__name__}.{found.name}.engine")
-        globals().update(current=found, engine=home.ENGINE)
+        module = importlib.import_module(f"{__name__}.{found.name}.engine")
+        globals().update(current=found, engine=module.ENGINE)
         return globals()[name]

@@ -109,43 +109,38 @@ class QuantizedForBoth(NamedTuple):
 
 
 def read_both(
-    both: BothLayouts,
+    kernel: BothLayouts,
     matrix: Tensor,
     operand: str,
     quantization: Quantization,
     rule: ScaleRule,
-    history: StateReading | None,
+    reading: StateReading | None,
     wanted: Wanted,
 ) -> QuantizedForBoth:
     """Quantize an operand's home matrix (1, m, k), once for both matmuls.
 
-    `history` is the reading of the state; None for a source without one. A
-    count of steps has no scales: they are computed from amaxes.
+    `reading` is that of the state; None for a source without one. A count of
+    steps has no scales: they are computed from amaxes.
     """
-    scales = history if isinstance(history, HistoryScales) else None
+    history = reading if isinstance(reading, HistoryScales) else None
     hint = ScaleHint(scale=None, unseen=None, rule=rule)
-    if scales is not None:
-        index, unseen = OPERANDS.index(operand), scales.unseen
-        flag = None if unseen is None else unseen[index]
-        seen_lately = scales.seen_lately
-        hint = ScaleHint(scales.scales[index], flag, rule, seen_lately)
-    returns_amax = wanted.amax
-    wanted = wanted._replace(amax=returns_amax or scales is None)
-    both_layouts = both.quantize(matrix[0], quantization, hint, wanted)
-    scale = both_layouts.scale[None, None, None]
-    first = Quantized(both_layouts.values[None], scale, quantization)
-    second = Quantized(both_layouts.across.mT[None], scale, quantization)
-    # Without history only NaN reports an infinity: in what the two gradients
-    # read. The first copy is for the outputs unless it is of a gradient.
-    if scales is None:
-        second = second.with_nan_scales(both_layouts.amax)
-        first = (
-            first
-            if operand != "outputs_grad"
-            else first.with_nan_scales(both_layouts.amax)
-        )
-    amax = both_layouts.amax if returns_amax else None
-    return QuantizedForBoth(first, second, amax, both_layouts.column_sums)
+    if history is not None:
+        row, unseen = OPERANDS.index(operand), history.unseen
+        flag = None if unseen is None else unseen[row]
+        hint = ScaleHint(history.scales[row], flag, rule, history.seen_lately)
+    needed = wanted._replace(amax=wanted.amax or history is None)
+    both = kernel.quantize(matrix[0], quantization, hint, needed)
+    scale = both.scale[None, None, None]
+    first = Quantized(both.values[None], scale, quantization)
+    second = Quantized(both.across.mT[None], scale, quantization)
+    if history is None:
+        # Only NaN in what the two gradients read reports an infinity. The first
+        # matmul computes a gradient if it reads one, otherwise the outputs.
+        second = second.with_nan_scales(both.amax)
+        if operand == "outputs_grad":
+            first = first.with_nan_scales(both.amax)
+    amax = both.amax if wanted.amax else None
+    return QuantizedForBoth(first, second, amax, both.column_sums)
 
 
 class RowCast(NamedTuple):

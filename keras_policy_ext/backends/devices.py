@@ -46,14 +46,14 @@ class Device:
     @property
     def summary(self) -> str:
         """A sentence that says what this device can do in float8."""
-        sums = f"emulated products are of {self.multiplies_in}"
+        emulated = f"emulated products are of {self.multiplies_in}"
         if not self.holds_float8:
-            sums += ", and float8 numbers are kept as bytes"
+            emulated += ", and float8 numbers are kept as bytes"
         if self.float8 is None:
-            return f"{self.lacking()}; {sums}"
+            return f"{self.lacking()}; {emulated}"
         read = " and ".join(FAMILIES[self.float8])
         scales = ", ".join(_SCALES[each] for each in self.scales)
-        return f"multiplies {read}, with scales of {scales}; {sums}"
+        return f"multiplies {read}, with scales of {scales}; {emulated}"
 
     @property
     def asks_for_powers_of_two(self) -> bool:
@@ -82,10 +82,10 @@ class Device:
         if set(formats) <= set(FAMILIES[self.float8]):
             return None
         fnuz = self.float8 == "fnuz"
-        named, native = ("named fnuz", "_fnuz") if fnuz else ("of OCP", "")
+        named, suffix = ("named fnuz", "_fnuz") if fnuz else ("of OCP", "")
         return (
             f"{self.title} multiplies other formats, those {named}: recipe "
-            f"current(fp8_format='hybrid{native}') is native there"
+            f"current(fp8_format='hybrid{suffix}') is native there"
         )
 
 
@@ -109,7 +109,7 @@ _TPU = "Google Cloud TPU documentation, System architecture; libtpu 0.0.52"
 def _nvidia(
     title: str, *scales: str, narrow: str = "bfloat16", one_layout: bool = False
 ) -> Device:
-    """Return an NVIDIA GPU with these float8 scales; emulate in `narrow`."""
+    """Return an NVIDIA GPU; no `scales`: no float8. Emulate in `narrow`."""
     return Device(
         title=title,
         maker="nvidia",
@@ -121,27 +121,22 @@ def _nvidia(
     )
 
 
-def _amd(title: str, float8: str | None) -> Device:
+def _scaling_tensors(
+    maker: str, source: str, title: str, float8: str | None = None
+) -> Device:
+    """Return a device that multiplies float8 with one scale, if at all."""
     return Device(
         title=title,
-        maker="amd",
+        maker=maker,
         float8=float8,
         scales=("tensor",) if float8 else (),
         multiplies_in="bfloat16",
-        source=_ROCM,
+        source=source,
     )
 
 
-def _tpu(title: str, float8: str | None = None) -> Device:
-    return Device(
-        title=title,
-        maker="google",
-        float8=float8,
-        scales=("tensor",) if float8 else (),
-        multiplies_in="bfloat16",
-        source=_TPU,
-    )
-
+_amd = functools.partial(_scaling_tensors, "amd", _ROCM)
+_tpu = functools.partial(_scaling_tensors, "google", _TPU)
 
 KNOWN = {
     "h200": _nvidia(
@@ -159,9 +154,9 @@ KNOWN = {
     "v100": _nvidia("an NVIDIA V100", narrow="float16"),
     "mi350": _amd("an AMD MI350", "ocp"),
     "mi300": _amd("an AMD MI300", "fnuz"),
-    "mi200": _amd("an AMD MI200", None),
+    "mi200": _amd("an AMD MI200"),
     "rdna4": _amd("an AMD RDNA 4", "ocp"),
-    "rdna3": _amd("an AMD RDNA 3", None),
+    "rdna3": _amd("an AMD RDNA 3"),
     "tpu7x": _tpu("a TPU7x", "ocp"),
     "v6e": _tpu("a TPU v6e"),
     "v5e": _tpu("a TPU v5e"),
@@ -277,7 +272,7 @@ pretended = _pretended.get
 def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
     """Return the `Device` of an NVIDIA GPU with this compute capability.
 
-    It is the same object each time: a plan is bound anew to another one.
+    It is cached, since a plan is bound anew for each new object.
 
     Unlisted newer devices are assumed to have what every device has since Ada:
     float8 matmuls with one scale per tensor.
@@ -287,14 +282,14 @@ def of_nvidia(capability: tuple[int, ...], title: str) -> Device:
         found = KNOWN[name]
     elif capability >= (8, 9):
         found = _nvidia(title, "tensor")
-    else:
+    else:  # Unlisted older devices: neither float8 nor 16 bits is relied on.
         found = _nvidia(title, narrow="float32")
     return dataclasses.replace(found, title=title)
 
 
 @functools.cache
 def of_amd(architecture: str, title: str) -> Device:
-    """Return the `Device` of an AMD architecture such as `gfx942:sramecc+`."""
+    """Return the `Device` of an AMD architecture, as `"gfx942:sramecc+"`."""
     return _of(AMD.get(architecture.partition(":")[0]), title)
 
 
@@ -311,6 +306,7 @@ def unknown(title: str) -> Device:
 
 
 def _of(name: str | None, title: str) -> Device:
-    if name is None:  # No device that this package knows.
+    """Return the device of `KNOWN` with this name, under its own title."""
+    if name is None:  # The tables of this module do not list the device.
         return unknown(title)
     return dataclasses.replace(KNOWN[name], title=title)

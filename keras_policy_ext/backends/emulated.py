@@ -26,7 +26,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class KerasConvolutions(Convolutions):
-    """Keras's convolutions; their gradients are computed by transposition."""
+    """Keras's convolutions: they are linear, so gradients are transposes."""
 
     def __init__(self, reason: str):
         self.reason = reason
@@ -61,7 +61,7 @@ class Emulated(MatmulKernel):
     """A kernel that multiplies the values of float8 operands in float32.
 
     Scales that are constant along the contracted axis multiply the output.
-    Other scales multiply the operands first.
+    Other scales multiply the operands first. `fast` changes no emulated sum.
     """
 
     native = False
@@ -86,7 +86,7 @@ class Emulated(MatmulKernel):
 
 
 class Plain(MatmulKernel):
-    """A kernel for unquantized operands; it sums in float32, or in float64."""
+    """A kernel for unquantized operands; sums in float32 or 64, never fast."""
 
     native = False
 
@@ -109,9 +109,9 @@ class Plain(MatmulKernel):
 
 
 def unscaled(operand: Quantized) -> Tensor:
-    """Convert an operand to float32; apply scales that vary along the sum.
+    """Return an operand in float32, times scales that vary along the sum.
 
-    A scale that is constant along it multiplies the output later.
+    Scales that are constant along the sum multiply the output later.
     """
     quantization = operand.quantization
     if quantization is None or quantization.scale_leaves_sum:
@@ -132,12 +132,14 @@ def folded(operand: Quantized, across: bool) -> Quantized:
     as_read = quantization.transposed if across else quantization
     if as_read.scale_leaves_sum:
         return operand
+    # So that `are_powers_of_two` answers for the result as for the operand.
+    kept = quantization.tensorwise if are_powers_of_two(operand) else None
     return Folded(
-        operand.dequantize(),
-        _ones(),
-        quantization.tensorwise if are_powers_of_two(operand) else None,
-        operand.tensor_scale,
-        quantization.exact_in_bfloat16,
+        values=operand.dequantize(),
+        scale=_ones(),
+        quantization=kept,
+        tensor_scale=operand.tensor_scale,
+        exact=quantization.exact_in_bfloat16,
     )
 
 
@@ -163,9 +165,9 @@ class Folded(Quantized):
 
 
 def exact_in(dtype: str, *operands: Quantized) -> bool:
-    """Return True if a 16-bit dtype represents all operands exactly.
+    """Return True if a 16-bit dtype represents exactly what is multiplied.
 
-    Bfloat16 represents all float8 values exactly, also times an 8-bit scale.
+    Both represent all float8 values, bfloat16 also those times an 8-bit scale.
     """
     in_bfloat16 = dtype == "bfloat16"
     for operand in operands:
@@ -175,6 +177,7 @@ def exact_in(dtype: str, *operands: Quantized) -> bool:
         elif quantization is None or dtype == "float32":
             exact = False
         else:
+            # A scale that leaves the sum multiplies no operand.
             exact = quantization.scale_leaves_sum or (
                 in_bfloat16 and quantization.exact_in_bfloat16
             )
@@ -187,7 +190,7 @@ def times_scales(
     product: Tensor,
     a: Quantized,
     b: Quantized,
-    multiply: Product = ops.multiply,
+    multiply: Callable[[Tensor, Tensor], Tensor] = ops.multiply,
 ) -> Tensor:
     """Multiply a matmul's float32 result by the scales of both operands.
 
@@ -208,20 +211,22 @@ def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
     """Return two factors that scale the matmul of two `unscaled` operands."""
     of_a, of_b = a.quantization, b.quantization
     if of_a and of_b and of_a.keeps_axes and of_b.keeps_axes:
-        return a.scale, b.scale
-    rows, columns = _scale_of_product(a), _scale_of_product(b)
+        return a.scale, b.scale  # One number each.
+    of_rows, of_columns = _left_scale(a), _left_scale(b)
     if of_b is not None and not of_b.has_one_scale:
-        columns = ops.swapaxes(columns, 1, 2)
-    if a.tensor_scale is None and b.tensor_scale is None:
-        return rows, columns
-    more = [x.tensor_scale for x in (a, b) if x.tensor_scale is not None]
-    # Two factors only: of three or four scales some are multiplied here.
-    rows = rows * columns
-    return (rows, more[0]) if len(more) == 1 else (rows * more[0], more[1])
+        # The rows of b (b, n, k) are the columns of the output (b, m, n).
+        of_columns = ops.swapaxes(of_columns, 1, 2)
+    of_both = a.tensor_scale, b.tensor_scale
+    of_tensors = [scale for scale in of_both if scale is not None]
+    if not of_tensors:
+        return of_rows, of_columns
+    # Two factors only: all but the last of three or four are multiplied here.
+    first, last = of_rows * of_columns, of_tensors.pop()
+    return (first * of_tensors[0] if of_tensors else first), last
 
 
-def _scale_of_product(operand: Quantized) -> Tensor:
-    """Return the scale with which an operand multiplies the output, or 1."""
+def _left_scale(operand: Quantized) -> Tensor:
+    """Return the scale that `unscaled` left for the output, or 1."""
     quantization = operand.quantization
     if quantization is None or quantization.scale_leaves_sum:
         return operand.spread_scale
@@ -231,9 +236,9 @@ def _scale_of_product(operand: Quantized) -> Tensor:
 def _power_for(first: Tensor, second: Tensor) -> Tensor:
     """Return, per row, a power of two that brings both scales into range."""
     # It is 1 unless the largest product of scales in a row is tiny or infinite.
-    columns = second if 1 in tuple(second.shape)[-1:] else ops.max(second)
-    largest = first * columns
-    # Below 2^-62 the first factor is below 2^64: scales are normal numbers.
+    has_one_column = 1 in tuple(second.shape)[-1:]
+    largest = first * (second if has_one_column else ops.max(second))
+    # Below 2^-62, `first` is below 2^64, as `second` is at least 2^-126.
     power = ops.where(largest < 2.0**-62, 2.0**64, ops.ones_like(largest))
     return ops.where(largest > LARGEST, SMALLEST, power)
 
@@ -245,6 +250,7 @@ def _ones() -> Tensor:
 def are_powers_of_two(*operands: Quantized) -> bool:
     """Return True if all scales of these operands are powers of two."""
     quantizations = [each.quantization for each in operands]
+    # "up" and "floor" round scales to powers of two.
     return all(
         q is not None and q.scale_rounding != "nearest" for q in quantizations
     )
@@ -278,10 +284,10 @@ def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
     if dtype == "float16" or not a.scale.shape == b.scale.shape == (1, 1, 1):
         return False
     if dtype == "float32":
-        return True
+        return True  # A scale in float32 is not rounded.
     (batch, rows, terms), columns = a.values.shape, b.values.shape[1]
     sizes = rows, columns, terms
-    if None in (batch, *sizes) or min(sizes) < UNSPLIT_SIDE:
+    if None in (batch, *sizes) or min(sizes) < UNSPLIT_SIDE:  # None: unknown.
         return False
     return batch * rows * columns >= UNSPLIT
 
@@ -295,5 +301,5 @@ def have_vector(a: Quantized, b: Quantized) -> bool:
 
 
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
-    """Multiply a matmul's result by both scales; cast it to `dtype`."""
+    """Multiply a matmul's float32 result by both scales; cast it to `dtype`."""
     return ops.cast(times_scales(product, a, b), dtype)

@@ -19,6 +19,9 @@ from keras_policy_ext.numerics.primitives import Primitives
 
 Shape = tuple[Any, ...]
 
+Residuals = Any
+"""What a forward pass saves: tensors, listed by `leaves`, and `shapes`."""
+
 
 class Operation(Hashable, Protocol):
     """A function of tensors with a gradient of its own; hashable data.
@@ -32,7 +35,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def training(self) -> bool | None:
-        """True to record amaxes; None: only where a gradient is taken."""
+        """Whether to record amaxes; None: only where a gradient is taken."""
 
     @property
     def slot(self) -> int:
@@ -40,13 +43,13 @@ class Operation(Hashable, Protocol):
 
     @property
     def first_use(self) -> Operation:
-        """The same operation with slot 0, whose passes serve all slots."""
+        """The same operation with slot 0; all slots share compiled passes."""
 
     def another_slot(self, slot: Slot) -> Slot:
-        """Return the slot for the observation of a gradient's gradient."""
+        """Return another slot, for gradients that are differentiated again."""
 
     def resolved(self) -> Operation:
-        """Return a copy whose `prefer` setting is the current one."""
+        """Return a copy with the current setting of `kernels.prefer`."""
 
     @property
     def bound(self) -> BoundOperation:
@@ -71,7 +74,7 @@ class BoundOperation(Protocol):
         bias: Tensor | None = None,
         once: bool = False,
         slot: Slot = 0,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Residuals]:
         """Return the outputs plus the bias, and the saved tensors.
 
         Args:
@@ -86,13 +89,17 @@ class BoundOperation(Protocol):
 
     def residuals(
         self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
-    ) -> Any:
-        """Rebuild the saved tensors from a list in the order of `leaves`."""
+    ) -> Residuals:
+        """Rebuild residuals from their `leaves`; shapes: inputs, kernel."""
 
-    def observed(self, residuals: Any, inputs: Tensor, kernel: Tensor) -> Any:
-        """Add the operands' amaxes to tensors saved without them."""
+    def observed(
+        self, residuals: Residuals, inputs: Tensor, kernel: Tensor
+    ) -> Residuals:
+        """Return the residuals with both operands' amaxes, found if lacking."""
 
-    def caught_up(self, kernel: Tensor, state: tuple[Tensor, ...]) -> Any:
+    def caught_up(
+        self, kernel: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Return a state whose scale is large enough for the current kernel.
 
         For a pass whose observations are discarded.
@@ -100,7 +107,7 @@ class BoundOperation(Protocol):
 
     def backward(
         self,
-        residuals: Any,
+        residuals: Residuals,
         outputs_grad: Tensor,
         state: tuple[Tensor, ...],
         needed: tuple[bool, bool] = (True, True),
@@ -123,11 +130,11 @@ class BoundOperation(Protocol):
         """
 
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
-        """Return True if the cast for `backward` sums a bias's gradient."""
+        """Return True if `backward` can sum a bias's gradient as it casts."""
 
     def second_derivatives(
         self,
-        residuals: Any,
+        residuals: Residuals,
         outputs_grad: Tensor,
         inputs_grad_grad: Tensor | None,
         kernel_grad_grad: Tensor | None,
@@ -146,10 +153,10 @@ class FrozenOperation(Hashable, Protocol):
 
     @property
     def only_widens(self) -> bool:
-        """True if the operation rounds no value, only converts to wider."""
+        """True if it rounds no value, but converts to a wider dtype."""
 
     def resolved(self) -> FrozenOperation:
-        """Return a copy whose `prefer` setting is the current one."""
+        """Return a copy with the current setting of `kernels.prefer`."""
 
     def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
         """Return the outputs for these inputs and constants."""
@@ -157,7 +164,7 @@ class FrozenOperation(Hashable, Protocol):
     def inputs_grad(
         self, outputs_grad: Tensor, constants: tuple[Tensor, ...], shape: Shape
     ) -> Tensor:
-        """Return the gradient of the inputs, from that of the outputs."""
+        """Return the gradient of the inputs, which have this shape."""
 
 
 DIFFERENTIATED_AGAIN = (
@@ -170,13 +177,14 @@ DIFFERENTIATED_AGAIN = (
 )
 
 Settle = Callable[[Tensor, Tensor], Tensor]
+"""Takes an assigned value and the state before; returns the state after."""
 
 
 @functools.cache
 def saved_dtype(format_name: str) -> str:
-    """Return the dtype that stores a format: its own for OCP's, else uint8."""
-    own = formats.get(format_name).family == "ocp"
-    return format_name if own else "uint8"
+    """Return the dtype that saves a format: its own for OCP's, else uint8."""
+    is_of_ocp = formats.get(format_name).family == "ocp"
+    return format_name if is_of_ocp else "uint8"
 
 
 class Arithmetic(Primitives):
@@ -319,8 +327,8 @@ class Replicas:
     def combine_replicas(self, observation: Tensor) -> Tensor:
         """Combine this replica's observation with those of all replicas.
 
-        It is (rows, width), or a settled state. The result is (rows, width or
-        more), for `StateLayout.settle`, and the same on every replica.
+        An observation is (rows, width), or a settled state. The result, the
+        same on every replica, is (rows, width or more): `StateLayout.settle`.
         """
         return observation
 
@@ -352,7 +360,7 @@ class Gradients:
         return True
 
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        """Return the one-byte dtype that saves a format; uint8 means codes."""
+        """Return the dtype that saves values like `x`; uint8 means codes."""
         return saved_dtype(format_name)
 
     def relu(self, x: Tensor) -> Tensor:
@@ -457,7 +465,7 @@ class States(Replicas):
     def assigned(
         self, variable: keras.Variable, value: Tensor
     ) -> Tensor | None:
-        """Return the state after `value` is assigned; None if it is stored."""
+        """Return the state after `value` is assigned; None if stored here."""
         return self.settle(variable.settling, value, variable.value)
 
     def keep_observations(
@@ -480,7 +488,7 @@ class States(Replicas):
         return False
 
     def forget_traces(self, function: Any, owner: Any) -> None:
-        """Discard the traces of a compiled function, perhaps of a method."""
+        """Discard a function's traces; `owner` is the `self` of a method."""
 
     def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
         """Return the observations of micro-batches since the last update.

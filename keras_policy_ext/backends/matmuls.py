@@ -159,23 +159,23 @@ class NativeMatmul(MatmulKernel):
 
 
 class Convolutions(Protocol):
-    """The convolution of float32 tensors, and its two gradients."""
+    """Float32 convolutions of inputs x and a kernel w; g: outputs' gradient."""
 
     reason: str
     """Why there is no float8 convolution."""
 
     def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
-        """Compute the outputs of the convolution of inputs and a kernel."""
+        """Compute the outputs of the convolution."""
 
     def inputs_grad(
         self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
-        """Compute the gradient of a convolution's inputs, of this shape."""
+        """Compute the gradient of the inputs, which have this shape."""
 
     def kernel_grad(
         self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
-        """Compute the gradient of a convolution's kernel, of this shape."""
+        """Compute the gradient of the kernel, which has this shape."""
 
 
 class StateKernels(Protocol):
@@ -267,7 +267,7 @@ class Engine:
         is for such scales and refuses for something else.
         """
         refusals = []
-        for kernel in self.matmuls:
+        for kernel in self.matmuls:  # The last one supports all.
             refusal = kernel.supports(request)
             if refusal is None:
                 break
@@ -275,16 +275,16 @@ class Engine:
         if kernel.native or not refusals:
             kind = "native" if kernel.native else "emulated"
             return kernel, Choice(kind, kernel.reason(request))
-        reasons = [each for each in refusals if each != OTHER_SCALES]
-        kinds = dict.fromkeys(map(_described, request.tiles))
-        if not reasons:
-            scales = " with ".join(kinds)
-            reasons = [f"no float8 matmul of {self.name} has {scales}"]
-        return kernel, Choice("emulated", reasons[0])
+        for refusal in refusals:
+            if refusal != OTHER_SCALES:
+                return kernel, Choice("emulated", refusal)
+        scales = " with ".join(dict.fromkeys(map(_described, request.tiles)))
+        reason = f"no float8 matmul of {self.name} has {scales}"
+        return kernel, Choice("emulated", reason)
 
 
 def _described(tile: Tile) -> str:
-    """Return a tile in words, such as `"scales of rows"`."""
+    """Return the scales of such tiles in words, as `"scales of rows"`."""
     if tile.is_whole:
         return "a scale for a tensor"
     if tile == EACH_MATRIX:

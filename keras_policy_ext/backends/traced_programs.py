@@ -69,6 +69,7 @@ class _MarkedCall(NamedTuple):
 class Flow:
     """The sources whose values reach a tensor, and those that make a choice.
 
+    A tensor is known by a key, such as its id in a program of the framework.
     Sources are the arguments of a program, the calls that are marked in it,
     and its products. The values of a source reach a tensor if no product or
     marked call is in between. Sources make a choice if a top-k, an argmax or
@@ -113,7 +114,7 @@ class Flow:
         return number
 
     def results_of(self, number: int | None) -> int | None:
-        """Return how many results a marked call has; None for another."""
+        """Return how many results a marked call has; None if it is none."""
         call = None if number is None else self._calls.get(number)
         return None if call is None else call.results
 
@@ -133,8 +134,9 @@ class Flow:
         """
         known = [self._of(key) for key in operands]
         self._count_positions_as_used(known)
-        found = self._calls[number].through([each.reached for each in known])
-        for key, reached in zip(results, found, strict=True):
+        through = self._calls[number].through
+        of_results = through([each.reached for each in known])
+        for key, reached in zip(results, of_results, strict=True):
             self._put(key, _Seen(reached))
 
     def computed(
@@ -154,31 +156,31 @@ class Flow:
         reached = NONE.union(*(each.reached for each in known))
         ranked = NONE.union(*(each.ranked for each in known))
         positions = NONE.union(*(each.positions for each in known))
-        names = [(key, str(dtype)) for key, dtype in results]
+        with_dtypes = [(key, str(dtype)) for key, dtype in results]
         # A cast or another shape of positions does not use them.
         keeps_positions = (
             kind == "other"
             and len(known) == 1
-            and not any("float" in dtype for _, dtype in names)
+            and not any("float" in dtype for _, dtype in with_dtypes)
         )
         if not keeps_positions:
             self._count_positions_as_used(known)
-        for key, dtype in names:
-            found = _Seen()
+        for key, dtype in with_dtypes:
+            seen = _Seen()
             if kind == "product":
-                found = _Seen(frozenset([HERE]))
-            elif "float" in dtype:
-                found = _Seen(reached, reached if kind == "choice" else ranked)
-            elif kind == "choice":
-                found = _Seen(positions=reached)
+                seen = _Seen(reached=frozenset([HERE]))
+            elif "float" in dtype:  # Values; of a choice, the chosen entries.
+                seen = _Seen(reached, reached if kind == "choice" else ranked)
+            elif kind == "choice":  # Integers: the places of these entries.
+                seen = _Seen(positions=reached)
             elif keeps_positions:
-                found = _Seen(positions=positions)
-            elif "bool" in dtype:  # A comparison with ranked entries.
-                found = _Seen(positions=ranked)
-            self._put(key, found)
+                seen = _Seen(positions=positions)
+            elif "bool" in dtype:  # A mask, by comparison with chosen entries.
+                seen = _Seen(positions=ranked)
+            self._put(key, seen)
 
     def _of(self, key: Hashable) -> _Seen:
-        return self._seen.get(key, _NOTHING)
+        return self._seen.get(key, _Seen())  # No source, if it is unknown.
 
     def _put(self, key: Hashable, known: _Seen) -> None:
         """Set what is known of a tensor; forget it if that is nothing."""
@@ -192,19 +194,17 @@ class Flow:
         self.chosen.update(x.positions for x in known if x.positions)
 
 
-_NOTHING = _Seen()
-
 # The name scopes of marked calls
 
 _SCOPE = "kpe_layer_"
 
 
 def scope_name(number: int) -> str:
-    """Return the name scope of a layer's operations, for `layer_of`."""
+    """Return a name scope that marks operations, for `layer_of`."""
     return f"{_SCOPE}{number}"
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the innermost layer in a name scope, or None."""
+    """Return the number in the innermost scope of `scope_name`, or None."""
     found = re.findall(rf"{_SCOPE}(\d+)", name)
     return int(found[-1]) if found else None

@@ -23,7 +23,7 @@ from keras_policy_ext.backends.interface import (
 )
 from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
-from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
+from keras_policy_ext.backends.traced_programs import Flow, scope_name
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import HALVES
 
@@ -35,7 +35,7 @@ class Gathering(NamedTuple):
         mesh: The devices.
         axes: For each axis of the kernel, the mesh axes that shard it.
         batch: The mesh axis that shards the batch.
-        is_quantized: False: the matmul quantizes the kernel.
+        is_quantized: Whether it arrives quantized; on JAX a matmul does that.
     """
 
     mesh: Mesh
@@ -45,7 +45,7 @@ class Gathering(NamedTuple):
 
 
 def _sharded(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
-    """Constrain each axis of a tensor to be sharded along given mesh axes."""
+    """Have each axis sharded along these mesh axes; None leaves it to XLA."""
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return lax.with_sharding_constraint(x, sharding)
@@ -57,14 +57,7 @@ class JaxBackend(Backend):
     name = "jax"
     steps_take_values = True
 
-    @override
-    def trace(
-        self,
-        function: Callable[..., Any],
-        inputs: list[Any],
-        flow: Flow | None = None,
-    ) -> TracedProgram:
-        return traced_programs.trace(function, inputs, flow)
+    trace = staticmethod(traced_programs.trace)
 
     @override
     def mark_call(
@@ -74,7 +67,10 @@ class JaxBackend(Backend):
         operands: list[Tensor],
         results: list[Tensor],
     ) -> list[Tensor]:
-        return traced_programs.mark_call(flow, number, operands, results)
+        # `traced_programs` reads the number from the name of the scope.
+        with jax.named_scope(scope_name(number)):
+            _, marked = lax.optimization_barrier((operands, results))
+        return list(marked)
 
     @override
     def device_name(self) -> str:
@@ -88,11 +84,10 @@ class JaxBackend(Backend):
 
     @override
     def is_traced(self, x: Tensor) -> bool:
-        # Where a gradient is taken and nothing is compiled the loss is a
-        # tracer too; an operation on a number is recorded by a compiler only.
-        if not isinstance(x, jax.core.Tracer):
-            return False
-        return isinstance(lax.neg(0.0), jax.core.Tracer)
+        # An eager gradient makes tracers as well. But only while JAX compiles
+        # is an operation on a plain number recorded.
+        is_tracer = isinstance(x, jax.core.Tracer)
+        return is_tracer and isinstance(lax.neg(0.0), jax.core.Tracer)
 
     @override
     def is_compiled(self, function: object) -> bool:
@@ -121,12 +116,16 @@ class JaxBackend(Backend):
         # 0.10). On a GPU the comparison would be a pass over memory.
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.abs(x)
-        return lax.platform_dependent(x, cpu=_finite_or_inf, default=jnp.abs)
+        return lax.platform_dependent(
+            x,
+            cpu=lambda x: jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)),
+            default=jnp.abs,
+        )
 
     @override
     def before_cast(self, x: Tensor, dtype: str) -> Tensor:
         # XLA for a GPU replaces casts from float32 to float8 and back by
-        # nothing (JAX 0.10 to 0.11). One that is compiled alone stays.
+        # nothing (JAX 0.10 to 0.11). An eager cast is compiled alone and stays.
         if not isinstance(x, jax.core.Tracer):
             return x
         return lax.platform_dependent(
@@ -147,9 +146,9 @@ class JaxBackend(Backend):
 
     @override
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
-        # On CUDA the scale is clipped to itself, which XLA does not undo.
-        # A cast that is transposed is then one kernel: of a predicate XLA
-        # would write the transpose (JAX 0.10). On a CPU it takes 1/3 longer.
+        # On CUDA the scale is clipped to itself, which XLA does not undo. So a
+        # cast that is transposed is one kernel: with `isnan` XLA would write
+        # the transposed mask (JAX 0.10). On a CPU clipping takes 1/3 longer.
         return lax.platform_dependent(
             x,
             scale,
@@ -187,7 +186,7 @@ class JaxBackend(Backend):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        # Traced once for each shape.
+        # Compiled once for each shape.
         return _settled(settle, value, previous)
 
     @override
@@ -207,11 +206,11 @@ class JaxBackend(Backend):
 
     @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        # Codes on a CPU, which integers make faster than casts. Of a MLP
-        # 512-2048-512 a step takes 8 to 12 % longer than with float32 for 256
-        # rows, and 2 to 7 % less for 2048 (JAX 0.10, 2 cores).
-        codes = self.on_cpu(x)
-        return "uint8" if codes else super().kept_dtype(x, format_name)
+        # Codes on a CPU, where arithmetic of integers is faster than casts. A
+        # step of an MLP 512-2048-512 takes 8 to 12 % longer than with float32
+        # for 256 rows, and 2 to 7 % less for 2048 (JAX 0.10, 2 cores).
+        saves_codes = self.on_cpu(x)
+        return "uint8" if saves_codes else super().kept_dtype(x, format_name)
 
     @override
     def gathering_of(self, variable: keras.Variable) -> Gathering | None:
@@ -225,13 +224,14 @@ class JaxBackend(Backend):
         sharding = getattr(layout, "backend_layout", layout)
         if not isinstance(sharding, NamedSharding):
             return None
-        cut = [names_of(entry) for entry in sharding.spec]
-        cut += [()] * (len(variable.shape) - len(cut))
+        axes = [names_of(entry) for entry in sharding.spec]
+        # A spec may end before the last axes, which are not sharded.
+        axes += [()] * (len(variable.shape) - len(axes))
         batch = distribution.batch_dim_name
-        is_cut = any(batch in names for names in cut)
-        if not is_cut or sharding.mesh.shape[batch] == 1:
+        is_sharded = any(batch in names for names in axes)
+        if not is_sharded or sharding.mesh.shape[batch] == 1:
             return None
-        return Gathering(sharding.mesh, tuple(cut), batch)
+        return Gathering(sharding.mesh, tuple(axes), batch)
 
     @override
     def gathered(
@@ -240,13 +240,13 @@ class JaxBackend(Backend):
         # The first constraint keeps XLA from gathering the tensors that `x` is
         # computed from. Float8 is gathered as bytes: XLA gathers it as float16
         # if the device has no float8 (JAX 0.10, CPU).
-        whole = [
+        axes_after = [
             names and tuple(n for n in names if n != gathering.batch)
             for names in axes
         ]
         bits = x if x.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
         bits = _sharded(bits, gathering.mesh, list(axes))
-        bits = _sharded(bits, gathering.mesh, whole)
+        bits = _sharded(bits, gathering.mesh, axes_after)
         return lax.bitcast_convert_type(bits, x.dtype)
 
     @override
@@ -258,12 +258,14 @@ class JaxBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
-        # A bias is added inside if the backward pass sums its gradient too.
-        bound, inside = operation.bound, None
-        if bias is not None and bound.takes_bias(bias, inputs, kernel):
-            inside = bias
-        outputs = gradients.run(operation, inputs, kernel, state, inside)
-        return outputs if bias is inside else keras.ops.add(outputs, bias)
+        # The operation adds the bias only if its backward pass can sum the
+        # gradient of the bias as well.
+        bias_inside = None
+        if bias is not None:
+            can_sum = operation.bound.takes_bias(bias, inputs, kernel)
+            bias_inside = bias if can_sum else None
+        outputs = gradients.run(operation, inputs, kernel, state, bias_inside)
+        return outputs if bias is bias_inside else keras.ops.add(outputs, bias)
 
     @override
     def run_frozen(
@@ -275,6 +277,7 @@ class JaxBackend(Backend):
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         # By way of float16, which has every number of both formats: half the
         # time of a table where it is not hidden by a matmul (JAX 0.10, CPU).
+        # The seven bits of a magnitude move by `shift`, the sign by 8.
         shift, factor = HALVES[format_name]
         wide = codes.astype(jnp.uint16)
         bits = ((wide & 0x7F) << shift) | ((wide & 0x80) << 8)
@@ -289,12 +292,11 @@ class JaxBackend(Backend):
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        # On a CPU only a GELU in 16 bits is computed again.
-        # 12 blocks with GELU take 110 MiB in place of 206 there, in no more
-        # time. The others, and a GELU in float32, XLA for a CPU fuses
-        # otherwise if recomputed: last bits of weights change (JAX 0.10).
+        # On a CPU only a GELU in 16 bits: 12 blocks take 110 MiB in place of
+        # 206, in no more time. Other functions, and a GELU in float32, XLA for
+        # a CPU fuses otherwise if recomputed: last bits change (JAX 0.10).
         if not isinstance(x, jax.core.Tracer):
-            return activation(x)  # no gradient is taken: nothing is kept
+            return activation(x)  # No gradient is taken: nothing is saved.
         is_gelu = activation is keras.activations.gelu
         if self.on_cpu(x) and not (is_gelu and x.dtype.itemsize == 2):
             return activation(x)
@@ -309,9 +311,9 @@ class JaxBackend(Backend):
         axis: int,
         out_axis: int,
     ) -> Tensor:
-        # Three kernels of 2048 by 2048 and a row take a tenth of the time, and
-        # 8 MB in place of 50 (JAX 0.10, 2 cores): XLA widens all kernels of a
-        # model before it multiplies with the first.
+        # Otherwise XLA for a CPU widens all kernels of a model before it
+        # multiplies with the first. For one row, three kernels of 2048 by 2048
+        # take a tenth of the time, and 8 MB in place of 50 (JAX 0.10, 2 cores).
         parts = _parts(codes.shape[axis], codes.size)
         if parts == 1 or jax.default_backend() != "cpu":
             return product(codes, scale)
@@ -325,15 +327,16 @@ class JaxBackend(Backend):
             scales = lax.dynamic_slice_in_dim(scale, start, size, axis)
             return product(some, scales)
 
-        parts_of_result = jnp.moveaxis(
-            lax.map(part, jnp.arange(parts)), 0, out_axis
-        )
-        shape = list(parts_of_result.shape)
+        # The axis of parts is moved before that of the split, and merged.
+        stacked = lax.map(part, jnp.arange(parts))
+        result = jnp.moveaxis(stacked, 0, out_axis)
+        shape = list(result.shape)
         shape[out_axis : out_axis + 2] = [parts * size]
-        return parts_of_result.reshape(shape)
+        return result.reshape(shape)
 
     @override
     def cuts(self, numbers: int) -> bool:
+        # Into two parts or more, as `in_parts` does.
         return jax.default_backend() == "cpu" and numbers >= 2 * _PART
 
     @override
@@ -361,17 +364,17 @@ def _relu(x: Tensor) -> Tensor:
 def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return `relu(x)`, and its mask packed into bits for the gradient."""
     mask = x > 0
-    has_bits = x.ndim and 0 not in x.shape
-    saved = jnp.packbits(mask, axis=-1) if has_bits else mask
+    can_pack = x.ndim and 0 not in x.shape
+    saved = jnp.packbits(mask, axis=-1) if can_pack else mask
     # Behind a barrier, so that XLA saves the bits and not the outputs.
     return jax.nn.relu(x), lax.optimization_barrier(saved)
 
 
-def _relu_backward(saved: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
-    if saved.dtype == jnp.uint8:
+def _relu_backward(mask: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
+    if mask.dtype == jnp.uint8:  # It is packed into bits.
         count = outputs_grad.shape[-1]
-        saved = jnp.unpackbits(saved, axis=-1, count=count).astype(bool)
-    return (jnp.where(saved, outputs_grad, jnp.zeros_like(outputs_grad)),)
+        mask = jnp.unpackbits(mask, axis=-1, count=count).astype(bool)
+    return (jnp.where(mask, outputs_grad, jnp.zeros_like(outputs_grad)),)
 
 
 _relu.defvjp(_relu_forward, _relu_backward)
@@ -379,13 +382,14 @@ _relu.defvjp(_relu_forward, _relu_backward)
 
 def _correctly_divided(x: Tensor, y: Tensor) -> Tensor:
     """Return `x / y` of normal numbers, with the rounding of IEEE 754."""
-    # The error of a first quotient is exact: halves of 12 bits have exact
+    # The error of a first quotient q is exact: halves of 12 bits have exact
     # products, and each difference has at most 24 bits. So a compiler may join
     # a product and a difference into one operation.
-    first = x / y
-    (high, low), (above, below) = map(_halves, (first, y))
-    error = x - high * above - high * below - low * above - low * below
-    return first + error / y
+    q = x / y
+    (q_high, q_low), (y_high, y_low) = map(_halves, (q, y))
+    error = x - q_high * y_high - q_high * y_low - q_low * y_high
+    error = error - q_low * y_low
+    return q + error / y
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -395,15 +399,11 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return high, x - high
 
 
-def _finite_or_inf(x: Tensor) -> Tensor:
-    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
-
-
 _PART = 1 << 20
+"""The numbers of a part that in floats stays in the cache of a core."""
 
 
 def _parts(size: int, numbers: int) -> int:
-    """Return how many equal parts to split an axis of this size into."""
-    # A part of a million elements in floats stays in the cache of a core.
+    """Return how many equal parts of `_PART` or more an axis is split into."""
     most = numbers // _PART
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)

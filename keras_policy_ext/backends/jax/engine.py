@@ -73,7 +73,7 @@ def found() -> Device:
     device = jax.devices()[0]
     if jax.default_backend() == "tpu":
         return devices.of_google(device.device_kind)
-    # Numbers of NVIDIA, a name of AMD, nothing of others.
+    # NVIDIA's are numbers, AMD's are names, and others have none.
     capability = str(getattr(device, "compute_capability", None))
     title = f"{device.device_kind} (capability {capability})"
     if capability.startswith("gfx"):
@@ -113,11 +113,11 @@ class ScaledDot(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # Native on a data center's Blackwell alone.
         if request.refused_as_mx is not None:
             return request.refused_as_mx
         if not hasattr(lax, "scaled_dot"):
             return f"jax {jax.__version__} has no scaled_dot"
+        # On request also where XLA converts the operands.
         requested = request.prefer == "native"
         return (None if requested else lacking_mx()) or failing()
 
@@ -135,8 +135,9 @@ class ScaledDot(NativeMatmul):
         read = a.values, a.scale, b.values, b.scale
         if dtype != "bfloat16":
             return _scaled_product(*read).astype(dtype)
+        # On CUDA sums in float32 may be written in bfloat16.
         return lax.platform_dependent(
-            cuda=lambda: _scaled_product(*read, jnp.bfloat16),
+            cuda=lambda: _scaled_product(*read, dtype=jnp.bfloat16),
             default=lambda: _scaled_product(*read).astype(dtype),
         )
 
@@ -160,7 +161,7 @@ def failing() -> str | None:
 
 
 def _gives_our_numbers() -> bool:
-    """Return True if `_scaled_product` gives correct values on this device."""
+    """Return True if `_scaled_product` is right to ten bits on this device."""
     rng = np.random.default_rng(0)
     operands, exact = [], []
     for rows in (136, 72):
@@ -201,8 +202,8 @@ def _scaled_product(
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
     """Pad the last axis of a tensor with zeros to a multiple of a number."""
-    over = -x.shape[2] % multiple
-    return jnp.pad(x, ((0, 0), (0, 0), (0, over)))
+    missing = -x.shape[2] % multiple
+    return jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
 
 
 def _product(
@@ -213,18 +214,19 @@ def _product(
 ) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed; write and sum in `dtype`."""
     # A batch of one is a plain matrix, as in `quantized.swapped`.
-    single = a.shape[0] == 1 and b.shape[0] == 1
-    if single:
+    is_single = a.shape[0] == 1 and b.shape[0] == 1
+    if is_single:
         a, b = a[0], b[0]
-    axes, batch = ((1, 1), ((), ())) if single else ((2, 2), ((0,), (0,)))
+    contracted = ((1,), (1,)) if is_single else ((2,), (2,))
+    batch = ((), ()) if is_single else ((0,), (0,))
     product = lax.dot_general(
         a,
         b,
-        (((axes[0],), (axes[1],)), batch),
+        dimension_numbers=(contracted, batch),
         precision=precision,
         preferred_element_type=dtype,
     )
-    return product[jnp.newaxis] if single else product
+    return product[jnp.newaxis] if is_single else product
 
 
 class EmulatedDot(Emulated):
@@ -241,9 +243,9 @@ class EmulatedDot(Emulated):
     ) -> Tensor:
         device = here()
         x, y = unscaled(a), unscaled(b)
-        narrow = device.multiplies_in
-        if exact_in(narrow, a, b):
-            product = _product(x.astype(narrow), y.astype(narrow))
+        in_16_bits = device.multiplies_in
+        if exact_in(in_16_bits, a, b):
+            product = _product(x.astype(in_16_bits), y.astype(in_16_bits))
         # A reduced precision loses nothing of what bfloat16 represents.
         elif device.maker == "cpu" or exact_in("bfloat16", a, b):
             product = _product(x, y)
@@ -286,37 +288,31 @@ class Float8Dot(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        # In float8 matmuls on a GPU, XLA may accumulate fast unless this is the
-        # highest precision; as in Flax's `fp8_ops`.
-        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        def usual() -> Tensor:
+            product = _product(a.values, b.values, _PRECISION[fast])
+            return scaled(product, a, b, dtype)
+
         return lax.platform_dependent(
-            cuda=lambda: self._by_cublas(a, b, dtype, fast, precision),
-            default=lambda: scaled(
-                _product(a.values, b.values, precision), a, b, dtype
-            ),
+            cuda=lambda: self._by_cublas(a, b, dtype, fast), default=usual
         )
 
     def _by_cublas(
-        self,
-        a: Quantized,
-        b: Quantized,
-        dtype: str,
-        fast: bool,
-        precision: lax.Precision,
+        self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         """Return the product on CUDA; XLA passes its algorithm to cuBLASLt."""
         if have_vector(a, b):
-            # It is no matmul to XLA, which would add up in the narrow dtype.
+            # XLA makes no matmul of it, and would add up in the narrow dtype.
             x, y = (each.values.astype(jnp.float32) for each in (a, b))
-            return scaled(_product(x, y, precision), a, b, dtype)
+            return scaled(_product(x, y, _PRECISION[fast]), a, b, dtype)
         algorithm = _CUBLAS[fast]
         if scales_in_product(a, b, dtype) and not _may_be_partial(dtype):
             scale = a.scale.reshape(()) * b.scale.reshape(())
-            # XLA passes to cuBLASLt what is cast here, and not the result. It
-            # would not if it could move a reshape behind the cast. At most
+            # XLA gives cuBLASLt the float32 scale from before the cast below.
+            # It would not if it could move a reshape behind the cast. At most
             # `LARGEST`, since infinity times a sum of 0 would be NaN.
             scale = lax.optimization_barrier(jnp.minimum(scale, LARGEST))
-            # Merging two products of an operand, XLA scales what is rounded.
+            # XLA would merge products that share an operand, and scale what
+            # is rounded already.
             x, y = lax.optimization_barrier((a.values, b.values))
             return _product(x, y, algorithm, dtype) * scale.astype(dtype)
         written = jnp.float32
@@ -328,7 +324,7 @@ class Float8Dot(NativeMatmul):
 
 def _may_be_partial(dtype: str) -> bool:
     """Return True if XLA may add up a product over devices, then scale it."""
-    # It would do both in the compute dtype, with the scale that is cast to it.
+    # XLA would do both in `dtype`, with a scale that is rounded to it.
     return dtype != "float32" and jax.device_count() > 1
 
 
@@ -337,6 +333,9 @@ _CUBLAS = {
     False: lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
 }
 """By whether a product may accumulate fast, the algorithm of cuBLASLt."""
+
+_PRECISION = {True: lax.Precision.DEFAULT, False: lax.Precision.HIGHEST}
+"""By the same, the precision by which XLA decides (as in Flax's `fp8_ops`)."""
 
 
 class Float8DotOfRows(Float8Dot):

@@ -31,9 +31,9 @@ State = tuple[Tensor, ...]  # Of a recipe, or nothing.
 Links = tuple[Tensor, Tensor] | None  # None: no second derivative.
 Shape = tuple[int, ...]
 
-# JAX has no public way to ask what traces (0.10.2). Where this one is gone,
+# JAX has no public way to ask what traces (0.10.2). Without this class
 # gradients are taken once.
-_OfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
+_TracerOfProgram = getattr(partial_eval, "DynamicJaxprTracer", jax.core.Tracer)
 
 
 @jax.tree_util.register_static
@@ -50,7 +50,7 @@ class _SavedLeaves:
 
     def __init__(self, leaves: Sequence[Tensor], shapes: Any):
         self.leaves = list(leaves)
-        self.shapes = shapes  # Of the inputs and the kernel.
+        self.shapes = shapes  # Of inputs and kernel; if frozen, of inputs.
 
     def tree_flatten(self) -> tuple[list[Tensor], Any]:
         return self.leaves, self.shapes
@@ -79,7 +79,7 @@ def _behind_barrier_on_cpu(x: Tensor) -> Tensor:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(
     operation: Operation,
-    trains: bool,
+    observe: bool,
     inputs: Tensor,
     kernel: Tensor,
     state: State,
@@ -87,10 +87,10 @@ def _forward(
 ) -> tuple[Tensor, _SavedLeaves]:
     """Return the outputs, and the residuals as leaves."""
     outputs, residuals = operation.bound.forward(
-        inputs, kernel, state, trains, bias
+        inputs, kernel, state, observe, bias
     )
-    if not trains:
-        # The backward pass looks by them for a kernel that outgrew its scale.
+    if not observe:
+        # The backward pass needs amaxes to see if a kernel outgrew its scale.
         residuals = operation.bound.observed(residuals, inputs, kernel)
     outputs = _behind_barrier_on_cpu(outputs)
     return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
@@ -105,9 +105,10 @@ def _outputs(
     bias: Tensor | None,
 ) -> Tensor:
     """Return the outputs of a pass that no gradient follows."""
-    return operation.bound.forward(
+    outputs, _ = operation.bound.forward(
         inputs, kernel, state, observe=False, bias=bias, once=True
-    )[0]
+    )
+    return outputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,21 +138,23 @@ def _run_forward(
     JAX passes each tensor as a `CustomVJPPrimal`: its `value`, and whether it
     is `perturbed`, which is that a gradient of it is taken.
     """
-    kernel_learns, records = kernel.perturbed, any(x.perturbed for x in state)
+    kernel_learns = kernel.perturbed
+    state_learns = any(x.perturbed for x in state)
     inputs, kernel = inputs.value, kernel.value
     state = tuple(x.value for x in state)
     bias_shape = None
     if bias is not None:
         bias, bias_shape = bias.value, bias.value.shape
-    if kernel_learns and not records:
+    if kernel_learns and not state_learns:
         # The observation of this pass, a gradient, is discarded. So a scale
         # that is too small for the kernel is raised here.
         state = operation.bound.caught_up(kernel, state)
-    trains = operation.training is not False
+    # A gradient is taken, so `training=None` counts as True.
+    observe = operation.training is not False
     # The plan of slot 0: one program for the uses of all slots.
-    forward = functools.partial(_forward, operation.first_use, trains)
+    forward = functools.partial(_forward, operation.first_use, observe)
     tensors = inputs, kernel, state
-    if not _are_differentiated(*tensors):
+    if not _are_differentiated_twice(*tensors):
         outputs, saved = forward(*tensors, bias)
         return outputs, (saved, state, None, _Static(bias_shape))
     # The residuals are constants: second derivatives go through the links. JAX
@@ -171,28 +174,29 @@ def _run_backward(
     """Return the gradients of inputs, kernel, state and, if any, bias."""
     if isinstance(outputs_grad, SymbolicZero):
         outputs_grad = jnp.zeros(outputs_grad.shape, outputs_grad.dtype)
-    leaves, state, links, bias_shape = residuals
-    saved, shape = (leaves, state, links), bias_shape.value
-    if shape is None or links is None:
-        return _backward_of(operation, shape, *saved, outputs_grad)
-    # With links it may be differentiated again: JAX sums it, and no kernel.
-    gradients = _backward_of(operation, None, *saved, outputs_grad)
-    rows = outputs_grad.ndim - len(shape)
-    bias_grad = jnp.sum(outputs_grad, tuple(range(rows))).reshape(shape)
-    return *gradients[:3], bias_grad
+    saved, state, links, static = residuals
+    bias_shape, tensors = static.value, (saved, state, links, outputs_grad)
+    if bias_shape is None or links is None:
+        return _backward_of(operation, bias_shape, *tensors)
+    # With links the gradient of the bias may be differentiated again, which a
+    # kernel that sums it could not be: JAX sums it.
+    *others, _ = _backward_of(operation, None, *tensors)
+    row_axes = tuple(range(outputs_grad.ndim - len(bias_shape)))
+    bias_grad = jnp.sum(outputs_grad, row_axes).reshape(bias_shape)
+    return *others, bias_grad
 
 
 run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 
-def _are_differentiated(*tensors: Any) -> bool:
+def _are_differentiated_twice(*tensors: Any) -> bool:
     """Return True if JAX takes a second derivative of these tensors."""
-    # JAX then passes tracers. Tracers of finished programs, such as the body of
-    # a loop, do not count, since links would become part of the program.
-    leaves = jax.tree_util.tree_leaves(tensors)
+    # JAX then passes tracers. Tracers of programs, such as the body of a loop,
+    # do not count, since links would become part of the program.
     return any(
-        isinstance(leaf, jax.core.Tracer) and not isinstance(leaf, _OfProgram)
-        for leaf in leaves
+        isinstance(leaf, jax.core.Tracer)
+        and not isinstance(leaf, _TracerOfProgram)
+        for leaf in jax.tree_util.tree_leaves(tensors)
     )
 
 
@@ -226,10 +230,10 @@ def _linked_forward(
 def _linked_backward(
     operation: Operation, residuals: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
-    """Return gradients for the arguments of `_linked`: state and links."""
+    """Return gradients of outputs, saved (None for both), state and links."""
     gradients = _backward_of(operation, None, *residuals, outputs_grad)
-    *of_links, of_state, _ = gradients
-    return None, None, of_state, tuple(of_links)
+    of_inputs, of_kernel, of_state, _ = gradients
+    return None, None, of_state, (of_inputs, of_kernel)
 
 
 _linked.defvjp(_linked_forward, _linked_backward)
@@ -245,30 +249,27 @@ def _is_large(x: Tensor) -> bool:
     return isinstance(x.size, int) and x.size >= _LARGE
 
 
-def _after(outputs_grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return saved leaves that XLA cannot decode before `outputs_grad`."""
+def _encoded_until(grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return saved leaves that XLA cannot decode before the outputs' `grad`."""
+    codes = {
+        place: leaf
+        for place, leaf in enumerate(leaves)
+        if leaf.dtype == jnp.uint8 and _is_large(leaf)
+    }
+    off_cpu = jax.default_backend() != "cpu"
+    if off_cpu or not codes or 0 in grad.shape:
+        return list(leaves)
     # In one program XLA for a CPU would decode codes where they are made, and
     # save float32: it removes barriers before it fuses. So codes pass through a
     # loop that XLA cannot see through and that changes nothing: it runs zero
-    # times or, if the gradient starts with NaN, twice.
-    large = [leaf.dtype == jnp.uint8 and _is_large(leaf) for leaf in leaves]
-    off_cpu = jax.default_backend() != "cpu"
-    if off_cpu or not any(large) or 0 in outputs_grad.shape:
-        return list(leaves)
-    times = 2 * jnp.isnan(outputs_grad.ravel()[0]).astype(jnp.int32)
-    codes = [
-        leaf for leaf, is_large in zip(leaves, large, strict=True) if is_large
-    ]
-    after, _ = lax.while_loop(
+    # times or, if the gradient starts with NaN, inverts all bits twice.
+    times = 2 * jnp.isnan(grad.ravel()[0]).astype(jnp.int32)
+    codes, _ = lax.while_loop(
         lambda carry: carry[1] > 0,
-        lambda carry: ([~each for each in carry[0]], carry[1] - 1),
+        lambda carry: (jax.tree.map(jnp.invert, carry[0]), carry[1] - 1),
         (codes, times),
     )
-    remaining = iter(after)
-    return [
-        next(remaining) if is_large else leaf
-        for leaf, is_large in zip(leaves, large, strict=True)
-    ]
+    return [codes.get(place, leaf) for place, leaf in enumerate(leaves)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -283,7 +284,7 @@ def _gradients(
     """Return the gradients of the inputs, the kernel, state and bias."""
     # The second part of `static` is the shape of a bias that is added, or None.
     operation, bias_shape = static
-    leaves = _after(outputs_grad, saved.leaves)
+    leaves = _encoded_until(outputs_grad, saved.leaves)
     residuals = operation.bound.residuals(leaves, saved.shapes)
     inputs_grad, kernel_grad, *others = operation.bound.backward(
         residuals, outputs_grad, state, bias_shape=bias_shape, slot=slot
@@ -296,25 +297,28 @@ def _gradients_forward(
     static: tuple[Operation, None], *tensors: Any
 ) -> tuple[Any, Any]:
     """Return the gradients, and what their own gradients are made of."""
+    operation, _ = static
     *others, slot = tensors
-    results = _gradients(static, *others, static[0].another_slot(slot))
+    results = _gradients(static, *others, operation.another_slot(slot))
     saved, _, links, outputs_grad = others
-    return results, (saved, results[2], links, outputs_grad)
+    _, _, observation, _ = results
+    return results, (saved, observation, links, outputs_grad)
 
 
 def _gradients_backward(
     static: tuple[Operation, None], residuals: Any, gradients: Any
 ) -> tuple[Any, ...]:
     """Differentiate `_gradients`; return a gradient per argument."""
-    # The gradient of the state is the observation of the backward pass.
-    saved, observed, links, outputs_grad = residuals
+    operation, _ = static
+    saved, observation, links, outputs_grad = residuals
+    of_inputs_grad, of_kernel_grad, *_ = gradients
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
-    results = _second_derivatives(
-        static[0], saved, outputs_grad, *gradients[:2]
+    of_outputs_grad, *of_operands = _second_derivatives(
+        operation, saved, outputs_grad, of_inputs_grad, of_kernel_grad
     )
-    of_outputs_grad, *of_operands = results
-    return None, observed, tuple(of_operands), of_outputs_grad, None
+    # The "gradient" of the state is an observation.
+    return None, observation, tuple(of_operands), of_outputs_grad, None
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
@@ -395,4 +399,5 @@ run_frozen.defvjp(_run_frozen_forward, _run_frozen_backward)
 def _no_gradient(constant: Tensor) -> Any:
     if jnp.issubdtype(constant.dtype, jnp.floating):
         return jnp.zeros_like(constant)
+    # JAX's dtype for a gradient of integers.
     return np.zeros(constant.shape, jax.dtypes.float0)

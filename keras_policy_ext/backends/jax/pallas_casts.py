@@ -47,7 +47,7 @@ ROWS, COLUMNS = 64, 64
 """The tile of one program of the cast."""
 
 PART, PROGRAMS = 4096, 256
-"""How many elements a program of `amax_if` reads at once; its programs."""
+"""How many elements a program of `amax_if` reads at once; how many run."""
 
 MOST = 1 << 31
 """The number of elements from which a place does not fit an int32."""
@@ -93,28 +93,11 @@ class Scale(NamedTuple):
     amaxes: Tensor
 
 
-class CastOfBoth(NamedTuple):
-    """Results of the kernel that casts a matrix.
-
-    Attributes:
-        codes: (m, k), in the dtype of the format.
-        across: (k, m), the same codes.
-        scale: Float32 scalar.
-        amax: Float32 scalar; NaN if a value is NaN.
-        sums: Float32 (k,), the sums of the columns; None if not asked for.
-    """
-
-    codes: Tensor
-    across: Tensor
-    scale: Tensor
-    amax: Tensor
-    sums: Tensor | None
-
-
 class PallasCasts(BothLayouts):
     """Pallas kernels that quantize a matrix, and write its transpose too.
 
     Args:
+        device: Returns the current device; not called if `interpreted`.
         interpreted: Whether to run in Pallas's interpreter, on any device.
     """
 
@@ -127,9 +110,8 @@ class PallasCasts(BothLayouts):
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
-        if self.interpreted:
-            return lacking(like, dtype, format_name)
-        return lacking(like, dtype, format_name, self._device())
+        device = None if self.interpreted else self._device()
+        return lacking(like, dtype, format_name, device)
 
     @override
     def quantize(
@@ -139,26 +121,27 @@ class PallasCasts(BothLayouts):
         hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
-        x = matrix.T if wanted.is_transposed_in_memory else matrix
+        # The kernel reads rows of memory. Its two layouts are then exchanged.
+        is_transposed = wanted.is_transposed_in_memory
+        x = matrix.T if is_transposed else matrix
         options = Cast(
-            quantization.format,
-            hint.rule,
-            quantization.scale_rounding == "up",
-            self.interpreted or self._device().one_layout,
-            wanted.column_sums,
-            self.interpreted,
+            format=quantization.format,
+            rule=hint.rule,
+            power_of_two=quantization.scale_rounding == "up",
+            across=self.interpreted or self._device().one_layout,
+            sums=wanted.column_sums,
+            interpreted=self.interpreted,
         )
-        casts = ShardCast(options, wanted)
-        codes, across, *others = partitioned.run(
-            casts, x, hint.scale, hint.unseen
+        kernel = ShardCast(options, wanted)
+        codes, across, scale, amax, column_sums = partitioned.run(
+            kernel, x, hint.scale, hint.unseen
         )
-        if wanted.is_transposed_in_memory:
-            codes, across = across, codes
-        return Both(codes, across, *others)
+        layouts = (across, codes) if is_transposed else (codes, across)
+        return Both(*layouts, scale, amax, column_sums)
 
 
 class ShardCast(NamedTuple):
-    """The cast of a matrix or shard; for `jax.vmap` it is without Pallas."""
+    """The cast of a matrix or shard; `vmapped`, for `jax.vmap`: by XLA."""
 
     options: Cast
     wanted: Wanted
@@ -166,7 +149,7 @@ class ShardCast(NamedTuple):
 
     @property
     def results(self) -> tuple[str | None, ...]:
-        """The axes of codes, transpose, scale, amax and sums."""
+        """The axes (rows i, columns j): codes, transpose, scale, amax, sums."""
         amax = "" if self.wanted.amax else None
         return "ij", "ji", "", amax, "j" if self.options.sums else None
 
@@ -179,45 +162,46 @@ class ShardCast(NamedTuple):
         self, shards: Shards, x: Tensor, *scalars: Tensor | None
     ) -> tuple[Any, ...]:
         """Quantize a matrix or shard; the scalars are those of `ScaleHint`."""
-        scale = self._scale(shards, x, *scalars)
+        given_scale, unseen = scalars
+        scale = self._scale(shards, x, given_scale, unseen)
         # XLA fuses a cast whose transpose nothing reads.
         run = _by_xla if self.wanted.once or self.vmapped else cast
         result = run(self.options, x, scale)
-        amax, sums = None, result.sums
+        amax, sums = None, result.column_sums
         if self.wanted.amax:
-            if scalars[0] is None and shards.cut:
-                # That of all shards is known already.
-                amax = _largest(scale.amaxes)
+            if given_scale is None and shards.cut:
+                # `_scale` found the amax of all shards.
+                amax = _largest_amax(scale.amaxes)
             else:
                 amax = shards.amax(result.amax)
         if sums is not None:
             sums = shards.column_sums(sums)
-        return result.codes, result.across, result.scale, amax, sums
+        return result.values, result.across, result.scale, amax, sums
 
     def _scale(
         self,
         shards: Shards,
         x: Tensor,
-        scale: Tensor | None,
+        given_scale: Tensor | None,
         unseen: Tensor | None,
     ) -> Scale:
-        """Return what is known of the scale of a matrix."""
+        """Return a scale of the history, or amaxes to compute one from."""
 
         def amax() -> Tensor:
             largest = shards.amax(scaling.amax(x), early=True)
             return lax.bitcast_convert_type(largest, jnp.int32).reshape(1)
 
         one, zero = jnp.ones(1, jnp.float32), jnp.zeros(1, jnp.int32)
-        if scale is None:
-            return Scale(one, jnp.ones(1, jnp.int32), amax())
-        given = jnp.reshape(scale, (1,))
+        if given_scale is None:
+            return Scale(one, unseen=jnp.ones(1, jnp.int32), amaxes=amax())
+        given = jnp.reshape(given_scale, (1,))
         if unseen is None:
             return Scale(given, unseen=zero, amaxes=zero)
         flag = jnp.reshape(unseen, (1,)).astype(jnp.int32)
         if self.vmapped or shards.cut:
-            # A steady step reduces nothing over devices here.
+            # Devices exchange amaxes only if the operand was never observed.
             return Scale(given, flag, lax.cond(unseen, amax, lambda: zero))
-        # A branch would end the graph that CUDA replays.
+        # A branch would end the graph that CUDA replays, so a kernel tests it.
         return Scale(given, flag, amax_if(flag, x, self.options.interpreted))
 
 
@@ -286,6 +270,7 @@ def _gives_our_codes(format_name: str) -> bool:
     """Return True if a cast of every bfloat16 has the right codes."""
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
     x = bits.view(jnp.bfloat16)
+    # A divisor by which quotients are inexact.
     scale, zero = np.float32(0.37), jnp.zeros(1, jnp.int32)
     dtype, limit = jnp.dtype(format_name), formats.get(format_name).max
     with np.errstate(all="ignore"):
@@ -296,7 +281,7 @@ def _gives_our_codes(format_name: str) -> bool:
     result = jax.jit(cast, static_argnums=0)(options, jnp.asarray(x), given)
     return all(
         _are_equal(expected, np.asarray(each))
-        for expected, each in ((codes, result.codes), (codes.T, result.across))
+        for expected, each in ((codes, result.values), (codes.T, result.across))
     )
 
 
@@ -307,7 +292,7 @@ def _are_equal(codes: np.ndarray, others: np.ndarray) -> bool:
     return bool(np.all(same | nan & np.isnan(others.astype("float32"))))
 
 
-def cast(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+def cast(options: Cast, x: Tensor, scale: Scale) -> Both:
     """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale."""
     if options.interpreted:
         return _by_pallas(options, x, scale)
@@ -319,43 +304,46 @@ def cast(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
     )
 
 
-def _by_xla(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+def _by_xla(options: Cast, x: Tensor, scale: Scale) -> Both:
     """Cast as `_by_pallas` does, by operations of XLA."""
-    own, limit = _largest(scale.amaxes), formats.get(options.format).max
+    amax, limit = _largest_amax(scale.amaxes), formats.get(options.format).max
+    margin = options.rule.margin
     if options.rule.by_multiplier:
-        own = scaling.scale_of_multiplier(own, limit, options.rule.margin)
+        own_scale = scaling.scale_of_multiplier(amax, limit, margin)
     else:
-        up = options.power_of_two
-        own = scaling.scale_for_limit(own, limit, options.rule.margin, up)
-    used = jnp.where(scale.unseen[0] != 0, own, scale.given[0])
+        own_scale = scaling.scale_for_limit(
+            amax, limit, margin, options.power_of_two
+        )
+    used = jnp.where(scale.unseen[0] != 0, own_scale, scale.given[0])
     codes = casting.quantize(x, used, options.format)
     sums = jnp.sum(x.astype(jnp.float32), 0) if options.sums else None
-    return CastOfBoth(codes, codes.T, used, scaling.amax(x), sums)
+    return Both(codes, codes.T, used, scaling.amax(x), sums)
 
 
-def _by_pallas(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
+def _by_pallas(options: Cast, x: Tensor, scale: Scale) -> Both:
     """Run `_cast_kernel`, one program for each tile."""
     m, k = x.shape
     rows, columns = pl.cdiv(m, ROWS), pl.cdiv(k, COLUMNS)
     tile = pl.BlockSpec((ROWS, COLUMNS), lambda i, j: (i, j))
     dtype, wide = jnp.dtype(options.format), jnp.float32
     of_tile = pl.BlockSpec((1, 1), lambda i, j: (i, j))
+    # Of each result, the block that a program writes, its shape and dtype.
     outputs = {
         "codes": (tile, (m, k), dtype),
-        "scale": (_vector(1), (1,), wide),
+        "scale": (_whole_vector(1), (1,), wide),
         "amaxes": (of_tile, (rows, columns), jnp.int32),
     }
     if options.across:
         turned = pl.BlockSpec((COLUMNS, ROWS), lambda i, j: (j, i))
         outputs["across"] = turned, (k, m), dtype
-    if options.sums:
+    if options.sums:  # Of the columns of each tile.
         row = pl.BlockSpec((1, COLUMNS), lambda i, j: (i, j))
         outputs["sums"] = row, (rows, k), wide
     specs, shapes, dtypes = zip(*outputs.values(), strict=True)
     results = pl.pallas_call(
         functools.partial(_cast_kernel, options, (m, k), tuple(outputs)),
         grid=(rows, columns),
-        in_specs=[tile, *(_vector(each.size) for each in scale)],
+        in_specs=[tile, *(_whole_vector(each.size) for each in scale)],
         out_specs=list(specs),
         out_shape=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
@@ -364,16 +352,16 @@ def _by_pallas(options: Cast, x: Tensor, scale: Scale) -> CastOfBoth:
     )(x, *scale)
     named = dict(zip(outputs, results, strict=True))
     codes = named["codes"]
-    return CastOfBoth(
+    return Both(
         codes,
         named["across"] if options.across else codes.T,
         named["scale"][0],
-        _largest(named["amaxes"]),
+        _largest_amax(named["amaxes"]),
         jnp.sum(named["sums"], 0) if options.sums else None,
     )
 
 
-def _vector(size: int) -> Any:
+def _whole_vector(size: int) -> Any:
     return pl.BlockSpec((size,), lambda i, j: (0,))
 
 
@@ -426,16 +414,17 @@ def _scale_of(options: Cast, bits: Tensor) -> Tensor:
     limit = scaling.with_margin(
         formats.get(options.format).max, options.rule.margin
     )
-    top = jnp.full((1,), limit, jnp.float32)
+    limits = jnp.full((1,), limit, jnp.float32)
     if options.rule.by_multiplier:
-        scale = _divided(options, top, amax)
+        multiplier = _divided(options, limits, amax)
         largest = 1.0 / scaling.SMALLEST_SCALE
-        scale = jnp.clip(scale, scaling.SMALLEST_SCALE, largest)
-        scale = _divided(options, jnp.ones_like(scale), scale)
+        multiplier = jnp.clip(multiplier, scaling.SMALLEST_SCALE, largest)
+        scale = _divided(options, jnp.ones_like(multiplier), multiplier)
     else:
-        scale = _divided(options, amax, top)
+        scale = _divided(options, amax, limits)
         scale = jnp.clip(scale, scaling.SMALLEST_SCALE, scaling.LARGEST_SCALE)
         if options.power_of_two:
+            # Any bit of the mantissa, 23 bits, raises the exponent.
             above = lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF
             above = above & np.int32(casting.EXPONENT_BITS)
             scale = lax.bitcast_convert_type(above, jnp.float32)
@@ -497,7 +486,7 @@ def magnitude(x: Tensor) -> Tensor:
     return bits & np.int32(casting.MAGNITUDE_BITS)
 
 
-def _largest(bits: Tensor) -> Tensor:
+def _largest_amax(bits: Tensor) -> Tensor:
     return lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
 
 
@@ -514,7 +503,8 @@ def codes_of(
     codes = jnp.clip(quotient, -limit, limit).astype(format_name)
     # Triton's clip turns NaN into a number.
     bits = lax.bitcast_convert_type(codes, jnp.uint8)
-    nan = 0x7E if formats.get(format_name).has_inf else 0x7F
+    has_inf = formats.get(format_name).has_inf
+    nan = 0x7E if has_inf else 0x7F  # Of e5m2, of e4m3fn.
     bits = jnp.where(x == x, bits, jnp.uint8(nan))
     return lax.bitcast_convert_type(bits, jnp.dtype(format_name))
 
@@ -522,21 +512,23 @@ def codes_of(
 def _quotient(x: Tensor, scale: Tensor) -> Tensor:
     """Compute `x / scale`, correctly rounded wherever a code depends on it."""
 
-    # By the reciprocal and one correction (P. Markstein, "Computation of
-    # elementary functions on the IBM RISC System/6000 processor", 1990), half
-    # of the instructions of a division. Infinity, NaN and the signs of zeros
-    # are preserved. It divides if a correction could be subnormal.
     def spread(scale: Tensor) -> Tensor:
         return jnp.broadcast_to(scale, x.shape)
 
+    # By the reciprocal and one correction (P. Markstein, "Computation of
+    # elementary functions on the IBM RISC System/6000 processor", 1990), half
+    # of the instructions of a division. Infinity, NaN and the signs of zeros
+    # are preserved, as quotients beyond 2^20, which are clipped, stay as they
+    # are.
     def corrected() -> Tensor:
         reciprocal = spread(_asm("rcp.rn.f32", scale))
         first = x * reciprocal
         error = _asm("fma.rn.f32", -first, spread(scale), x)
         better = _asm("fma.rn.f32", error, reciprocal, first)
-        within = (jnp.abs(first) < 2.0**20) & (first != 0.0)
-        return jnp.where(within, better, first)
+        is_corrected = (jnp.abs(first) < 2.0**20) & (first != 0.0)
+        return jnp.where(is_corrected, better, first)
 
+    # A plain division where a correction could be subnormal.
     smallest = jnp.min(scale) if scale.ndim else scale
     return lax.cond(
         smallest < 2.0**-60,
@@ -546,7 +538,7 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _asm(instruction: str, *arguments: Tensor) -> Tensor:
-    """Run an instruction of PTX on float32 tiles, element by element."""
+    """Run an instruction of PTX on float32 tiles, one for each element."""
     like = arguments[0]
     places = ", ".join(f"${i}" for i in range(len(arguments) + 1))
     (result,) = triton.elementwise_inline_asm(
@@ -573,6 +565,7 @@ def amax_if(wanted: Tensor, x: Tensor, interpreted: bool = False) -> Tensor:
 
 
 def _amaxes_by_xla(wanted: Tensor, x: Tensor) -> Tensor:
+    """Return what `amax_if` returns; each amax is that of the tensor."""
     bits = lax.bitcast_convert_type(scaling.amax(x), jnp.int32)
     return jnp.broadcast_to(jnp.where(wanted[0] != 0, bits, 0), (PROGRAMS,))
 
@@ -581,7 +574,7 @@ def _amaxes_by_pallas(
     wanted: Tensor, x: Tensor, interpreted: bool = False
 ) -> Tensor:
     """Return what `amax_if` returns, by a kernel."""
-    if x.size < PART:
+    if x.size < PART:  # A program reads a whole part.
         return _amaxes_by_xla(wanted, x)
     return pl.pallas_call(
         functools.partial(_amax_kernel, x.size),
@@ -597,9 +590,9 @@ def _amaxes_by_pallas(
 def _amax_kernel(
     size: int, wanted_ref: Ref, x_ref: Ref, found_ref: Ref
 ) -> None:
-    """Write the bits of the amax of each `PROGRAMS`th part; 0 if not wanted."""
+    """Write the bits of the amax of each `PROGRAMS`th part, or 0."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)
-    # Pallas's interpreter knows no programs inside of a branch.
+    # Outside of the branch, where Pallas's interpreter has no `program_id`.
     first = pl.program_id(0) * PART
 
     @pl.when(wanted_ref[0] != 0)

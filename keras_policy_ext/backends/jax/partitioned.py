@@ -119,7 +119,7 @@ def run(kernel: Kernel, x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
 
     @of_one.def_vmap
     def _(size: int, batched: Sequence[Any], *operands: Any) -> Any:
-        # JAX has no `vmap` of what is partitioned.
+        # JAX has no `vmap` of what is partitioned, so XLA does the work.
         axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         of_xla = functools.partial(kernel.of_xla, WHOLE)
         results = jax.vmap(of_xla, tuple(axes), axis_size=size)(*operands)
@@ -139,27 +139,28 @@ class _Partition:
     """The partition of a kernel along the shards of its matrix."""
 
     def __init__(self, mesh: Mesh, x: Any):
-        cut: list[Any] = [None, None]
-        if mesh.empty:  # No axis is cut.
+        spec: list[Any] = [None, None]
+        if mesh.empty:  # Neither axis is sharded; JAX needs some mesh.
             mesh = Mesh(np.array(list(x.sharding.device_set)), ("devices",))
-        else:
-            cut[: len(x.sharding.spec)] = x.sharding.spec
+        else:  # A spec may end before the last axes.
+            spec[: len(x.sharding.spec)] = x.sharding.spec
         self.mesh, self.sizes = mesh, x.shape
-        rows, columns = map(names_of, cut)
-        self.shards = Shards(mesh.axis_names, rows, columns)
+        rows, columns = map(names_of, spec)
+        self.shards = Shards(every=mesh.axis_names, rows=rows, columns=columns)
 
     def of(self, axes: str | None) -> NamedSharding | None:
         """Return the sharding of what has these axes; see `Kernel`."""
         if axes is None:
             return None
-        cut = {"i": self.shards.rows, "j": self.shards.columns}
-        spec = PartitionSpec(*(cut[axis] or None for axis in axes))
+        names = {"i": self.shards.rows, "j": self.shards.columns}
+        spec = PartitionSpec(*(names[axis] or None for axis in axes))
         return NamedSharding(self.mesh, spec)
 
     def only_inside(self, x: Tensor) -> Tensor:
-        """Put zeros where a shard reaches beyond the matrix."""
+        """Put zeros where this device's shard reaches beyond the matrix."""
         cut = self.shards.rows, self.shards.columns
         for axis, (size, names) in enumerate(zip(self.sizes, cut, strict=True)):
+            # Shards that do not divide an axis evenly are padded.
             if size % math.prod(self.mesh.shape[name] for name in names):
                 start = lax.axis_index(names) * x.shape[axis]
                 place = lax.broadcasted_iota(jnp.int32, x.shape, axis) + start
@@ -167,7 +168,8 @@ class _Partition:
         return x
 
 
-def _results(
+# JAX calls this function and the next two, which need not read `results`.
+def _shardings(
     kernel: Kernel, mesh: Mesh, operands: Sequence[Any], results: Any
 ) -> tuple[Any, ...]:
     """Return how the results are sharded: as the matrix is."""
@@ -178,7 +180,7 @@ def _results(
 def _partition(
     kernel: Kernel, mesh: Mesh, operands: Sequence[Any], results: Any
 ) -> tuple[Any, ...]:
-    """Return the mesh, a kernel for one shard, and how all is sharded."""
+    """Return mesh, kernel for a shard, shardings of results and operands."""
     partition = _Partition(mesh, operands[0])
 
     def on_shard(x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
@@ -192,7 +194,7 @@ def _partition(
 
 def _rule(kernel: Kernel, mesh: Mesh, operands: Any, results: Any) -> str:
     """Return the axes of operands and results, as Shardy reads them."""
-    read = ["i j", *("" for _ in operands[1:])]
+    read = ["i j", *("" for _ in operands[1:])]  # A matrix, then scalars.
     written = [" ".join(axes) for axes in kernel.results if axes is not None]
     return f"{', '.join(read)} -> {', '.join(written)}"
 
@@ -206,5 +208,5 @@ def names_of(entry: str | Names | None) -> Names:
 
 _on_shards = custom_partitioning(_whole, static_argnums=(0,))
 _on_shards.def_partition(
-    _partition, infer_sharding_from_operands=_results, sharding_rule=_rule
+    _partition, infer_sharding_from_operands=_shardings, sharding_rule=_rule
 )

@@ -69,6 +69,7 @@ class PallasRowCasts(RowCasts):
     """Pallas kernels that quantize a matrix and its transpose by rows.
 
     Args:
+        device: Returns the current device; not called if `interpreted`.
         interpreted: Whether to run in Pallas's interpreter, on any device.
     """
 
@@ -92,16 +93,20 @@ class PallasRowCasts(RowCasts):
         across: Quantization | None,
         sums: bool = False,
     ) -> RowCastsOfBoth:
-        quantizations = plain, across
-        formats = [None if q is None else q.format for q in quantizations]
-        options = How(formats[0], formats[1], sums, self._interpreted)
+        options = How(
+            plain=None if plain is None else plain.format,
+            across=None if across is None else across.format,
+            sums=sums,
+            interpreted=self._interpreted,
+        )
         kernel = CastsOfRows(options, plain, across)
         *casts, column_sums = partitioned.run(kernel, matrix)
-        first, second = (
+        # Each cast: codes, scales and amaxes, or three times None.
+        of_plain, of_across = (
             None if cast[0] is None else RowCast(*cast)
             for cast in (casts[:3], casts[3:])
         )
-        return RowCastsOfBoth(first, second, column_sums)
+        return RowCastsOfBoth(of_plain, of_across, column_sums)
 
 
 class CastsOfRows(NamedTuple):
@@ -117,7 +122,7 @@ class CastsOfRows(NamedTuple):
 
     @property
     def results(self) -> tuple[str | None, ...]:
-        """The axes of codes, scales and amaxes of both casts, and of sums."""
+        """The axes, rows i and columns j: codes, scales, amaxes twice; sums."""
         plain = (None,) * 3 if self.plain is None else ("ij", "i", "i")
         across = (None,) * 3 if self.across is None else ("ji", "j", "j")
         return *plain, *across, "j" if self.options.sums else None
@@ -130,11 +135,11 @@ class CastsOfRows(NamedTuple):
     def __call__(
         self, shards: Shards, x: Tensor, *scalars: Tensor | None
     ) -> tuple[Any, ...]:
-        """Quantize the shard of a matrix; see `partitioned.Kernel`."""
-        find, write = amaxes_of, both_codes_of
+        """Quantize the shard of a matrix; return what `results` lists."""
+        find_amaxes, write_codes = amaxes_of, both_codes_of
         if self.vmapped:
-            find, write = _amaxes_by_xla, _codes_by_xla
-        of_rows, of_columns, sums = find(self.options, x)
+            find_amaxes, write_codes = _amaxes_by_xla, _codes_by_xla
+        of_rows, of_columns, sums = find_amaxes(self.options, x)
         # A row lies on the devices that have its columns.
         amaxes = (
             shards.largest(of_rows, shards.columns),
@@ -145,12 +150,12 @@ class CastsOfRows(NamedTuple):
             jnp.ones_like(amax) if each is None else scales_of(amax, each).scale
             for each, amax in zip(quantizations, amaxes, strict=True)
         ]
-        codes = write(self.options, x, *scales)
+        codes = write_codes(self.options, x, *scales)
         results: list[Any] = []
         for values, scale, amax, size in zip(
             codes, scales, amaxes, x.shape, strict=True
         ):
-            cast = [values, scale[:size], amax[:size]]
+            cast = [values, scale[:size], amax[:size]]  # Without the padding.
             results += [None] * 3 if values is None else cast
         return *results, None if sums is None else shards.column_sums(sums)
 
@@ -176,7 +181,8 @@ def both_codes_of(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the codes of a matrix (m, k) and of its transpose (k, m).
 
-    The scales are float32, as long as amaxes. None for codes not needed.
+    `of_rows` and `of_columns` are scales, float32, padded as the amaxes are.
+    None for codes that are not needed.
     """
     if options.interpreted:
         return _codes_by_pallas(options, x, of_rows, of_columns)
@@ -212,9 +218,8 @@ def _codes_by_xla(
         scale = scale[: x.shape[0], jnp.newaxis]
         return casting.quantize(x, scale, name)
 
-    return codes(x, of_rows, options.plain), codes(
-        x.T, of_columns, options.across
-    )
+    plain = codes(x, of_rows, options.plain)
+    return plain, codes(x.T, of_columns, options.across)
 
 
 def _amaxes_by_pallas(
@@ -223,7 +228,7 @@ def _amaxes_by_pallas(
     """Return what `_amaxes_by_xla` returns, by a kernel."""
     (m, k), side = x.shape, options.side
     grid = pl.cdiv(m, side), pl.cdiv(k, side)
-    # All programs take the maximum with one vector, which starts as zeros.
+    # All programs raise one vector of zeros to amaxes of rows, then of columns.
     zeros = jnp.zeros(side * sum(grid), jnp.float32)
     whole = pl.BlockSpec(zeros.shape, lambda i, j: (0,))
     specs, shapes = [whole], [jax.ShapeDtypeStruct(zeros.shape, zeros.dtype)]
@@ -233,16 +238,17 @@ def _amaxes_by_pallas(
     results = pl.pallas_call(
         functools.partial(_amaxes_kernel, options, (m, k)),
         grid=grid,
-        in_specs=[_tile(options), whole],
+        in_specs=[_tile_spec(options), whole],
         out_specs=specs,
         out_shape=shapes,
-        input_output_aliases={1: 0},
-        compiler_params=_params(options),
+        input_output_aliases={1: 0},  # The zeros become the first result.
+        compiler_params=_compiler_params(options),
         interpret=options.interpreted,
         name="float8_row_amaxes",
     )(x, zeros)
-    amaxes, rows = results[0], side * grid[0]
-    sums = jnp.sum(results[1], 0) if options.sums else None
+    amaxes, *sums_of_tiles = results
+    rows = side * grid[0]
+    sums = jnp.sum(sums_of_tiles[0], 0) if options.sums else None
     return amaxes[:rows], amaxes[rows:], sums
 
 
@@ -262,12 +268,14 @@ def _amaxes_kernel(
     inside = places_inside(sizes, (side, side))
     x = read(x_ref, inside)
     bits = magnitude(x)
-    column = pl.cdiv(sizes[0], side) + pl.program_id(1)
+    # The places of both vectors of amaxes, counted in sides of a tile.
+    of_rows = pl.program_id(0)
+    of_columns = pl.cdiv(sizes[0], side) + pl.program_id(1)
     # Triton compares floats that are not negative as their bits: NaN is above
     # infinity. Of integers it lacks the operation (JAX 0.10 to 0.11).
     for codes_format, place, axis in (
-        (options.plain, pl.program_id(0), 1),
-        (options.across, column, 0),
+        (options.plain, of_rows, 1),
+        (options.across, of_columns, 0),
     ):
         if codes_format is not None:
             largest = jnp.max(bits, axis=axis)
@@ -288,7 +296,7 @@ def _codes_by_pallas(
     (m, k), side = x.shape, options.side
     specs, shapes = [], []
     if options.plain:
-        specs.append(_tile(options))
+        specs.append(_tile_spec(options))
         shapes.append(jax.ShapeDtypeStruct((m, k), options.plain))
     if options.across:
         specs.append(pl.BlockSpec((side, side), lambda i, j: (j, i)))
@@ -297,46 +305,46 @@ def _codes_by_pallas(
         functools.partial(_codes_kernel, options, (m, k)),
         grid=(pl.cdiv(m, side), pl.cdiv(k, side)),
         in_specs=[
-            _tile(options),
+            _tile_spec(options),
             pl.BlockSpec((side,), lambda i, j: (i,)),
             pl.BlockSpec((side,), lambda i, j: (j,)),
         ],
         out_specs=specs,
         out_shape=shapes,
-        compiler_params=_params(options),
+        compiler_params=_compiler_params(options),
         interpret=options.interpreted,
         name="float8_row_casts",
     )(x, of_rows, of_columns)
-    each_codes = iter(codes)
-    plain = next(each_codes) if options.plain else None
-    return plain, next(each_codes) if options.across else None
+    written = iter(codes)
+    plain = next(written) if options.plain else None
+    return plain, next(written) if options.across else None
 
 
 def _codes_kernel(
     options: How,
     sizes: tuple[int, int],
     x_ref: Ref,
-    rows_ref: Ref,
-    columns_ref: Ref,
-    *refs: Any,
+    row_scales_ref: Ref,
+    column_scales_ref: Ref,
+    *codes_refs: Ref,
 ) -> None:
     """Quantize a tile by rows; quantize it by columns and transpose it."""
     inside = places_inside(sizes, (options.side, options.side))
     x = read(x_ref, inside)
-    written = iter(refs)
+    written = iter(codes_refs)  # One for each format that is not None.
     if options.plain:
-        scale = rows_ref[...][:, None]
+        scale = row_scales_ref[...][:, None]
         codes = codes_of(x, scale, options.plain, options.interpreted)
         store(next(written), codes, inside.elements)
     if options.across:
-        scale = columns_ref[...][None, :]
+        scale = column_scales_ref[...][None, :]
         codes = codes_of(x, scale, options.across, options.interpreted)
         store(next(written), codes.T, inside.turned)
 
 
-def _tile(options: How) -> Any:
+def _tile_spec(options: How) -> Any:
     return pl.BlockSpec((options.side, options.side), lambda i, j: (i, j))
 
 
-def _params(options: How) -> Any:
+def _compiler_params(options: How) -> Any:
     return triton.CompilerParams(num_warps=options.warps, num_stages=1)

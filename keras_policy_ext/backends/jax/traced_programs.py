@@ -13,7 +13,6 @@ from keras_policy_ext.backends.traced_programs import (
     Flow,
     TracedProgram,
     layer_of,
-    scope_name,
 )
 
 _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
@@ -27,16 +26,18 @@ def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
 ) -> TracedProgram:
     """Trace a function with JAX; see `Backend.trace`."""
-    returned: list[Any] = []
+    returned: Any = None
 
     def flat(*tensors: Any) -> list[Any]:
-        returned.append(function(*tensors))
-        leaves = keras.tree.flatten(returned[0])
+        # A program returns tensors alone; what else there is, is kept here.
+        nonlocal returned
+        returned = function(*tensors)
+        leaves = keras.tree.flatten(returned)
         return [x for x in leaves if isinstance(x, jax.Array)]
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     program = jax.make_jaxpr(flat)(*shapes)
-    outputs = keras.tree.map_structure(_described, returned[0])
+    outputs = keras.tree.map_structure(_described, returned)
     if flow is not None:
         flow.start(map(id, program.jaxpr.invars))
         _follow(program.jaxpr, flow)
@@ -44,51 +45,43 @@ def trace(
     return TracedProgram(outputs, program.jaxpr, _chooses(program.jaxpr))
 
 
-def mark_call(
-    flow: Flow, number: int, operands: list[Any], results: list[Any]
-) -> list[Any]:
-    """Mark a call in a program; see `Backend.mark_call`."""
-    with jax.named_scope(scope_name(number)):
-        _, marked = jax.lax.optimization_barrier((operands, results))
-    return list(marked)
-
-
 def _follow(program: Any, flow: Flow) -> None:
-    """Follow the tensors of a program, one equation after the other."""
+    """Tell a flow each equation of a program, in order, and of those inside."""
     for step in program.eqns:
         name = step.primitive.name
         operands = [id(x) for x in step.invars]
-        call, count = None, None
+        call, result_count = None, None
         # `mark_call` passes a call's operands, then its results, through one.
         if name == "optimization_barrier":
             call = layer_of(str(step.source_info.name_stack))
-            count = flow.results_of(call)
-        if call is not None and count is not None:
-            first = len(operands) - count
+            result_count = flow.results_of(call)
+        if call is not None and result_count is not None:
+            first = len(operands) - result_count
             results = [id(x) for x in step.outvars[first:]]
             flow.called(call, operands[:first], results)
             continue
         kind: Any = "choice" if name in _CHOICES else "other"
         if name in PRODUCTS:
             kind = "product"
-        made = [(id(x), getattr(x.aval, "dtype", "")) for x in step.outvars]
-        inner = [program_in(each) for each in programs_in(step)]
-        if not inner:
+        bodies = [program_in(each) for each in programs_in(step)]
+        if not bodies:
+            made = [(id(x), getattr(x.aval, "dtype", "")) for x in step.outvars]
             flow.computed(kind, operands, made)
-        for each in inner:
-            # A branch has no operand of its condition, a loop has them first.
-            given_to = operands[len(operands) - len(each.invars) :]
-            for old, new in zip(given_to, each.invars, strict=False):
+        for body in bodies:
+            # A body reads the last operands: those of the condition are first.
+            given = operands[len(operands) - len(body.invars) :]
+            for old, new in zip(given, body.invars, strict=False):
                 flow.same(old, id(new))
-            _follow(each, flow)
-            if len(each.outvars) == len(step.outvars):
-                for inside, outside in zip(
-                    each.outvars, step.outvars, strict=True
-                ):
+            _follow(body, flow)
+            # The condition of a loop returns no results of the loop.
+            if len(body.outvars) == len(step.outvars):
+                pairs = zip(body.outvars, step.outvars, strict=True)
+                for inside, outside in pairs:
                     flow.same(id(inside), id(outside))
 
 
 def _described(x: Tensor) -> Any:
+    """Return a `keras.KerasTensor` like a tensor; what is none unchanged."""
     if not isinstance(x, jax.Array):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
@@ -112,5 +105,5 @@ def programs_in(step: Any) -> Iterator[Any]:
 
 
 def program_in(program: Any) -> Any:
-    """Return the program in what an equation holds for it."""
+    """Return the jaxpr itself, also of one that is closed over constants."""
     return getattr(program, "jaxpr", program)

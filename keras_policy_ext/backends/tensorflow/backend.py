@@ -28,26 +28,27 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     refuse_vectorized,
     sizes_of,
 )
-from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
+from keras_policy_ext.backends.traced_programs import Flow, scope_name
 from keras_policy_ext.numerics.primitives import HALVES
 
 
-def _empty(handle: Any, dtype: tf.DType) -> None:
+def _free_memory(handle: Any, dtype: tf.DType) -> None:
+    """Assign an empty tensor to a variable, by its handle."""
     with tf.init_scope():
         tf.raw_ops.AssignVariableOp(
             resource=handle, value=tf.zeros((0,), dtype), validate_shape=False
         )
 
 
-# TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Where
-# this one is gone, nothing is taken to be compiled by it.
+# TensorFlow has no public way to ask whether XLA compiles (TF 2.21). Without
+# this module nothing is taken to be compiled by XLA.
 try:
     from tensorflow.python.ops import control_flow_util
 except ImportError:
     control_flow_util = None
 
-# Nor to ask whether a loop is traced, where XLA alone can stack float8. Where
-# this is gone, any graph that XLA does not compile is taken for a loop.
+# Nor to ask whether a loop is traced, where XLA alone can stack float8. Without
+# this module any graph that XLA does not compile is taken for a loop.
 try:
     from tensorflow.python.ops import control_flow_v2_func_graphs as bodies
 except ImportError:
@@ -63,14 +64,7 @@ class TensorFlowBackend(Backend):
     name = "tensorflow"
     keeps_variables_in_graphs = True
 
-    @override
-    def trace(
-        self,
-        function: Callable[..., Any],
-        inputs: list[Any],
-        flow: Flow | None = None,
-    ) -> TracedProgram:
-        return traced_programs.trace(function, inputs, flow)
+    trace = staticmethod(traced_programs.trace)
 
     @override
     def mark_call(
@@ -80,7 +74,11 @@ class TensorFlowBackend(Backend):
         operands: list[Tensor],
         results: list[Tensor],
     ) -> list[Tensor]:
-        return traced_programs.mark_call(flow, number, operands, results)
+        # `traced_programs` reads the number from the name of the operation.
+        marked = tf.raw_ops.IdentityN(
+            input=[*operands, *results], name=scope_name(number)
+        )
+        return list(marked[len(operands) :])
 
     @override
     def device_name(self) -> str:
@@ -100,24 +98,26 @@ class TensorFlowBackend(Backend):
     @override
     def on_cpu(self, x: Tensor) -> bool:
         # A tensor in a graph has no device: it may be on any that there is.
-        return not _other_devices()
+        return not _has_accelerator()
 
     @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
-        # Codes under XLA, and in a loop, which stacks float8 under XLA alone.
-        dtype = super().kept_dtype(x, format_name)
         if self.on_cpu(x):
-            narrow = self.traces_for_xla() or compiles_parts(x)
-            return "uint8" if narrow else "float32"
-        if self.traces_for_xla() or tf.executing_eagerly():
-            return dtype
-        return "uint8" if _in_a_loop() else dtype
+            # Codes only where XLA makes them: else they take too many passes.
+            has_xla = self.traces_for_xla() or compiles_parts(x)
+            return "uint8" if has_xla else "float32"
+        # A loop stacks what it saves, and only XLA stacks float8.
+        in_xla_or_eager = self.traces_for_xla() or tf.executing_eagerly()
+        if not in_xla_or_eager and _in_a_loop():
+            return "uint8"
+        return super().kept_dtype(x, format_name)
 
     @override
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
-        # The scale is clipped to itself, which XLA does not undo; see JAX's.
         if self.on_cpu(x) or not self.traces_for_xla():
             return super().broadcast_guard(x, scale)
+        # The scale, clipped to itself: XLA no longer sees a scalar, by whose
+        # reciprocal it would multiply.
         return tf.maximum(tf.minimum(x, scale), scale)
 
     @override
@@ -129,7 +129,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def as_dtype(self, x: Tensor, dtype: str) -> Tensor:
-        # TensorFlow has these casts in XLA only.
+        # Only XLA has the casts that are asked for here, of fnuz formats.
         return _cast_by_xla(tf.convert_to_tensor(x), tf.as_dtype(dtype))
 
     @contextlib.contextmanager
@@ -154,7 +154,7 @@ class TensorFlowBackend(Backend):
         # TensorFlow has no public way to forget them. The function becomes
         # what a copy with the same options is (`_clone`, TF 2.16 to 2.21);
         # where that is gone, it stays as it was.
-        if owner is not None:
+        if owner is not None:  # A method has traces of its own for each owner.
             function = function.__get__(owner, type(owner))
         clone = getattr(function, "_clone", None)
         if clone is not None:
@@ -178,8 +178,8 @@ class TensorFlowBackend(Backend):
 
     @override
     def known_value(self, variable: keras.Variable) -> Tensor | None:
-        # `init_scope` reads it as it is now, also while a graph is made. A
-        # foreign optimizer assigns to the variable of TensorFlow itself.
+        # `init_scope` reads it as it is now, also while a graph is made. It is
+        # read from TensorFlow's variable, to which foreign optimizers assign.
         value = variable.value
         on_cpu = "CPU" in str(getattr(value, "device", ""))
         with tf.init_scope():
@@ -206,13 +206,14 @@ class TensorFlowBackend(Backend):
         replicas = 1 if context is None else context.num_replicas_in_sync
         if replicas == 1:
             return observation
-        # Side by side and not slot by slot: replicas call the same layer, so
-        # that the first use on one may be the second on another.
+        # The first column counts uses. The others lie side by side, and are not
+        # added up: the first use on one replica may be the second on another.
         gathered = context.all_gather(observation[tf.newaxis], axis=0)
-        first, *_ = values = tf.unstack(gathered, replicas)
+        values = tf.unstack(gathered, replicas)
         uses = tf.reduce_sum(gathered[:, :, :1], axis=0)
-        # A settled state, whose first column is negative, is no sum.
-        uses = tf.where(first[:, :1] < 0.0, first[:, :1], uses)
+        # A settled state has a negative mark there, which is not added up.
+        mark = values[0][:, :1]
+        uses = tf.where(mark < 0.0, mark, uses)
         return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
 
     @override
@@ -240,7 +241,7 @@ class TensorFlowBackend(Backend):
 
         def all_replicas(strategy: Any, flag: Any, *arguments: Any) -> None:
             run = strategy.extended.call_for_each_replica
-            (flag, *_) = strategy.experimental_local_results(flag)
+            flag, *_ = strategy.experimental_local_results(flag)  # All equal.
             tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
 
         context.merge_call(all_replicas, args=(flag, *arguments))
@@ -249,9 +250,9 @@ class TensorFlowBackend(Backend):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        # All states of a shape share one graph.
+        # All states of a shape share one graph. Variables are read here: the
+        # graph would keep the variable of the first replica.
         value = tf.convert_to_tensor(value)
-        # Read here: the graph would keep the variable of the first replica.
         previous = tf.convert_to_tensor(previous)
         shapes = (tuple(value.shape), tuple(previous.shape))
         return _shared_settle(settle, shapes)(value, previous)
@@ -264,12 +265,13 @@ class TensorFlowBackend(Backend):
         # So a weight's memory would outlive its variable.
         for variable in variables:
             value = getattr(variable, "value", None)
+            # `values`: the variables of all replicas.
             for each in getattr(value, "values", None) or (value,):
                 if isinstance(each, tf.Variable) and tf.executing_eagerly():
-                    empty = weakref.finalize(
-                        each, _empty, each.handle, each.dtype
+                    freeing = weakref.finalize(
+                        each, _free_memory, each.handle, each.dtype
                     )
-                    empty.atexit = False
+                    freeing.atexit = False
 
     @override
     def transpose(
@@ -278,7 +280,7 @@ class TensorFlowBackend(Backend):
         shape: Shape,
         cotangent: Tensor,
     ) -> Tensor:
-        point = tf.zeros(shape, tf.float32)
+        point = tf.zeros(shape, tf.float32)  # Any: the function is linear.
         with tf.GradientTape() as tape:
             tape.watch(point)
             value = function(point)
@@ -286,17 +288,16 @@ class TensorFlowBackend(Backend):
 
     @override
     def relu(self, x: Tensor) -> Tensor:
-        return gradients.relu(x, self.traces_for_xla())
+        return gradients.relu(x, for_xla=self.traces_for_xla())
 
     @override
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
-        # Under XLA alone, and there on a CPU only a GELU in 16 bits.
-        # 12 blocks with GELU take 202 MiB in place of 297 on a CPU by XLA, and
-        # the step 1.00 to 1.03 of the time; without XLA it would take 1.07 to
-        # 1.10. The others, and a GELU in float32, are rounded otherwise where
-        # they are computed again: last bits of weights change (TF 2.21).
+        # Under XLA alone, and there on a CPU only a GELU in 16 bits: 12 blocks
+        # take 202 MiB in place of 297, and 1.00 to 1.03 of the time; without
+        # XLA it would be 1.07 to 1.10. Other functions, and a GELU in float32,
+        # are rounded otherwise if recomputed: last bits change (TF 2.21).
         if not self.traces_for_xla():
             return activation(x)
         is_gelu = activation is keras.activations.gelu
@@ -321,14 +322,15 @@ class TensorFlowBackend(Backend):
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
             outputs, *saved = forward(inputs, kernel, state)
-            # XLA compiles for each size. Were one a result of the graph, it
-            # would compile for each value of the inputs, of which that is made.
+            # Read here and not in the graph of `forward`: XLA compiles anew for
+            # each value of a size, and, were it a result, of the inputs.
             sizes = sizes_of(inputs), sizes_of(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
                 leaves = saved
-                # Amaxes for a kernel that outgrew its scale, or is trained.
                 if operation.training is not True:
+                    # `forward` found no amaxes. They are for the state, if it
+                    # is trained, and show a kernel that outgrew its scale.
                     residuals = operation.bound.residuals(saved, sizes)
                     residuals = operation.bound.observed(
                         residuals, inputs, kernel
@@ -371,7 +373,8 @@ class TensorFlowBackend(Backend):
     @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         # By way of float16, which has every number of both formats: half the
-        # time of a table where XLA does not compile it (TF 2.21, CPU).
+        # time of a table where XLA does not compile it (TF 2.21, CPU). The
+        # seven bits of a magnitude move by `shift`, the sign to the first bit.
         shift, factor = HALVES[format_name]
         wide = tf.cast(codes, tf.uint16)
         magnitude = tf.bitwise.bitwise_and(wide, 0x7F)
@@ -396,20 +399,20 @@ def compiles_parts(x: Tensor) -> bool:
     """
     sizes = [_UNKNOWN if size is None else size for size in x.shape]
     large = math.prod(sizes) >= _LARGE
-    return large and not (_other_devices() or BACKEND.traces_for_xla())
+    return large and not (_has_accelerator() or BACKEND.traces_for_xla())
 
 
 @functools.cache
-def _other_devices() -> bool:
+def _has_accelerator() -> bool:
     devices = tf.config.list_physical_devices()
     return any(device.device_type != "CPU" for device in devices)
 
 
 def _in_a_loop() -> bool:
-    """Return True if the graph being made is in the body of a loop."""
-    body = getattr(bodies, "WhileBodyFuncGraph", object)
+    """Return True if the graph being made is, or may be, in a loop's body."""
+    loop_graph = getattr(bodies, "WhileBodyFuncGraph", object)
     graph = tf.compat.v1.get_default_graph()
-    while graph is not None and not isinstance(graph, body):
+    while graph is not None and not isinstance(graph, loop_graph):
         graph = getattr(graph, "outer_graph", None)
     return graph is not None
 
@@ -418,21 +421,24 @@ def _in_a_loop() -> bool:
 def _shared_forward(
     operation: Operation, shapes: tuple[Shape, Shape], in_a_loop: bool
 ) -> CompiledPass:
-    """Return a forward pass compiled for an operation and shapes."""
-    # The cache key: the shapes, and whether a loop stacks the results.
-    trains = operation.training is True
+    """Return a compiled pass, from tensors to `[outputs, *saved leaves]`.
+
+    It is traced once. So there is one for each of `shapes` and `in_a_loop`,
+    which are only in the key of the cache.
+    """
+    observe = operation.training is True
 
     def forward(
         inputs: Tensor, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> list[Tensor]:
-        outputs, saved = operation.bound.forward(inputs, kernel, state, trains)
-        leaves = saved.leaves(_narrows(operation, inputs, kernel))
-        return [outputs, *leaves]
+        outputs, saved = operation.bound.forward(inputs, kernel, state, observe)
+        narrow = _saves_few_bytes(operation, inputs, kernel)
+        return [outputs, *saved.leaves(narrow)]
 
     return CompiledPass(forward)
 
 
-def _narrows(operation: Operation, *operands: Tensor) -> bool:
+def _saves_few_bytes(operation: Operation, *operands: Tensor) -> bool:
     """Return True if an operation saves tensors in as few bytes as it can."""
     # If nothing is trained, gradients are rare. If that is not known, an export
     # would include parts that XLA compiles.
@@ -443,8 +449,7 @@ def _narrows(operation: Operation, *operands: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shared_settle(settle: Settle, shapes: tuple[Shape, Shape]) -> CompiledPass:
-    # A pass is traced for the shapes of its first call, so each has its own:
-    # `shapes` is part of the key of the cache.
+    # `shapes` is only in the key of the cache, as in `_shared_forward`.
     return CompiledPass(settle)
 
 

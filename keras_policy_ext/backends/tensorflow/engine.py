@@ -28,7 +28,6 @@ from keras_policy_ext.backends.matmuls import Engine, NativeMatmul, Request
 from keras_policy_ext.backends.tensorflow.backend import compiles_parts
 from keras_policy_ext.backends.tensorflow.gradients import behind_barrier
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.casting import Codec
 from keras_policy_ext.numerics.quantized import Quantized
 
 
@@ -59,12 +58,12 @@ def found() -> Device:
     CPUs are not told apart: bfloat16 matmuls took 0.8 to 1.14 times as long as
     float32 ones in steps of six layers (TF 2.21).
     """
-    gpus = [_described(each) for each in tf.config.list_physical_devices("GPU")]
-    able = [each for each in gpus if each.float8]
-    return [*able, *gpus, devices.KNOWN["cpu"]][0]
+    gpus = [_device_of(each) for each in tf.config.list_physical_devices("GPU")]
+    with_float8 = [each for each in gpus if each.float8]
+    return [*with_float8, *gpus, devices.KNOWN["cpu"]][0]
 
 
-def _described(gpu: object) -> Device:
+def _device_of(gpu: object) -> Device:
     """Return the `Device` of a GPU, by its compute capability."""
     details = tf.config.experimental.get_device_details(gpu)
     name = details.get("device_name", "a GPU")
@@ -78,15 +77,16 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     """Encode values as codes; see `casting.encode`."""
     if not compiles_parts(values):
         return casting.encode(values, format_name)
-    return _like(values, _flat(casting.encode, format_name, tf.float32), values)
+    compiled = _compiled(casting.encode, tf.float32, (format_name,))
+    return _called_flat(compiled, values)
 
 
-def decode(codes_of_numbers: Tensor, format_name: str) -> Tensor:
+def decode(codes: Tensor, format_name: str) -> Tensor:
     """Decode codes to values; see `casting.decode`."""
-    if not compiles_parts(codes_of_numbers):
-        return casting.decode(codes_of_numbers, format_name)
-    compiled = _flat(casting.decode, format_name, tf.uint8)
-    return _like(codes_of_numbers, compiled, codes_of_numbers)
+    if not compiles_parts(codes):
+        return casting.decode(codes, format_name)
+    compiled = _compiled(casting.decode, tf.uint8, (format_name,))
+    return _called_flat(compiled, codes)
 
 
 def cast_in_training(
@@ -95,51 +95,40 @@ def cast_in_training(
     """Quantize in a training step, which is never exported, to float32."""
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)
-    compiled = _flat_cast(dtype, is_factor, x.dtype)
-    return _like(x, compiled, x, tf.reshape(scale, ()))
+    options = dtype, is_factor
+    compiled = _compiled(casting.quantize_float32, x.dtype, options, scales=1)
+    return _called_flat(compiled, x, tf.reshape(scale, ()))
 
 
-def _like(
-    x: Tensor, compiled: Callable[..., Tensor], values: Tensor, *others: Tensor
+def _called_flat(
+    compiled: Callable[..., Tensor], x: Tensor, *others: Tensor
 ) -> Tensor:
-    """Call `compiled` on flattened values; reshape the result like `x`."""
-    result = compiled(tf.reshape(values, [-1]), *others)
+    """Call a function of vectors on `x`, flattened; return the shape of `x`."""
+    result = compiled(tf.reshape(x, [-1]), *others)
     result = tf.reshape(result, tf.shape(x))
-    result.set_shape(x.shape)
+    result.set_shape(x.shape)  # As far as the graph knows it.
     return result
 
 
 @functools.cache
-def _flat(function: Codec, format_name: str, dtype: tf.DType) -> Any:
-    """Return a codec of vectors, compiled by XLA."""
+def _compiled(
+    function: Callable[..., Tensor],
+    dtype: tf.DType,
+    options: tuple[Any, ...],
+    scales: int = 0,
+) -> Any:
+    """Compile `function(vector of this dtype, *scales, *options)` by XLA."""
+    scale = tf.TensorSpec([], tf.float32)
     return tf.function(
-        lambda flat: function(flat, format_name),
+        lambda *tensors: function(*tensors, *options),
         jit_compile=True,
         autograph=False,
-        input_signature=[tf.TensorSpec([None], dtype)],
-    )
-
-
-@functools.cache
-def _flat_cast(format_name: str, is_factor: bool, dtype: tf.DType) -> Any:
-    """Return a cast of vectors with one scale, compiled by XLA."""
-
-    def cast(flat: Tensor, scale: Tensor) -> Tensor:
-        return casting.quantize_float32(flat, scale, format_name, is_factor)
-
-    return tf.function(
-        cast,
-        jit_compile=True,
-        autograph=False,
-        input_signature=[
-            tf.TensorSpec([None], dtype),
-            tf.TensorSpec([], tf.float32),
-        ],
+        input_signature=[tf.TensorSpec([None], dtype), *[scale] * scales],
     )
 
 
 # TensorFlow has no public way to say how XLA multiplies (TF 2.21). Without
-# this one XLA takes Triton, and gradients are accumulated fast as well.
+# this module XLA takes Triton, and gradients are accumulated fast as well.
 try:
     from tensorflow.compiler.tf2xla.python import xla
 except ImportError:
@@ -150,6 +139,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed, to (b, m, n)."""
     if a.shape[0] != 1 or b.shape[0] != 1:
         return tf.matmul(a, b, transpose_b=True)
+    # A batch of one is multiplied as plain matrices.
     return tf.matmul(a[0], b[0], transpose_b=True)[tf.newaxis]
 
 
@@ -195,17 +185,17 @@ class XlaMatmul(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        on_gpu = lacking(*map(_format_of, (a, b))) is None
-        wide = written = "float32"
+        is_native = lacking(*map(_format_of, (a, b))) is None
+        read = written = "float32"
         # XLA adds up the products of a vector in the dtype of the result.
-        if on_gpu and not have_vector(a, b):
-            wide = "bfloat16"
+        if is_native and not have_vector(a, b):
+            read = "bfloat16"
             if may_write_bfloat16(a, b, dtype):
                 written = "bfloat16"
             if xla is not None and backends.current.traces_for_xla():
                 return _by_cublas(a, b, written, dtype, fast)
-        x, y = (casting.as_dtype(each.values, wide) for each in (a, b))
-        # Not fast is the highest precision.
+        x, y = (casting.as_dtype(each.values, read) for each in (a, b))
+        # XLA accumulates fast unless the highest precision is asked for.
         product = _fast_product if fast else _exact_product
         sums = tf.cast(product(x, y, written), tf.float32)
         return scaled(sums, a, b, dtype)
@@ -229,11 +219,11 @@ class EmulatedMatmul(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        narrow = here().multiplies_in
+        in_16_bits = here().multiplies_in
         in_xla = backends.current.traces_for_xla()
-        if not in_xla or not exact_in(narrow, a, b):
+        if not in_xla or not exact_in(in_16_bits, a, b):
             return super().multiply(a, b, dtype, fast)
-        x, y = (tf.cast(unscaled(each), narrow) for each in (a, b))
+        x, y = (tf.cast(unscaled(each), in_16_bits) for each in (a, b))
         return scaled(_fast_product(x, y, "float32"), a, b, dtype)
 
 
@@ -250,7 +240,7 @@ def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
     """Multiply as `_fast_product` does, in the highest precision."""
     if xla is None:
         return _fast_product(a, b, written)
-    numbers = xla.DotDimensionNumbers(
+    axes = xla.DotDimensionNumbers(
         lhs_contracting_dimensions=(2,),
         rhs_contracting_dimensions=(2,),
         lhs_batch_dimensions=(0,),
@@ -258,20 +248,20 @@ def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
     )
     highest = xla.PrecisionConfig.HIGHEST
     precision = xla.PrecisionConfig(operand_precision=[highest, highest])
-    return xla.dot_general(a, b, numbers, precision, tf.as_dtype(written))
+    return xla.dot_general(a, b, axes, precision, tf.as_dtype(written))
 
 
 def _by_cublas(
     a: Quantized, b: Quantized, written: str, dtype: str, fast: bool
 ) -> Tensor:
-    """Multiply as `_product` does, by cuBLASLt, and scale."""
+    """Return the scaled product; sums are in `written` if scaled later."""
     # The product names its algorithm, so XLA leaves it to cuBLASLt, which
     # multiplies by an exact float32 scale, adds the bias, and rounds once.
     if scales_in_product(a, b, dtype):
         scale = tf.reshape(a.scale, ()) * tf.reshape(b.scale, ())
         # Infinity times a sum of 0 would be NaN.
         scale = tf.minimum(scale, LARGEST)
-        # XLA passes to cuBLASLt what is cast here, and not the result. It
+        # XLA gives cuBLASLt the float32 scale from before the cast below. It
         # would not if it could move a reshape behind the cast.
         (scale,) = behind_barrier(scale)
         return _float8_product(a, b, dtype, fast) * tf.cast(scale, dtype)
@@ -282,16 +272,16 @@ def _by_cublas(
 def _float8_product(
     a: Quantized, b: Quantized, written: str, fast: bool
 ) -> Tensor:
-    """Multiply as `_product` does, by `_module`; write sums in a dtype."""
+    """Multiply float8 values as `_product` does; write sums in a dtype."""
     formats = _format_of(a), _format_of(b)
     x, y = (
         tf.cast(each.values, name)
         for each, name in zip((a, b), formats, strict=True)
     )
-    # XLA would merge products that share an operand, and scale the parts.
     (product,) = xla.call_module(
+        # XLA would merge products that share an operand, and scale the parts.
         behind_barrier(x, y),
-        version=9,
+        version=9,  # Of the calling convention, as in JAX's exports.
         module=_module(*formats, written, fast),
         Tout=[tf.as_dtype(written)],
         Sout=[tf.TensorShape([x.shape[0], x.shape[1], y.shape[1]])],
@@ -305,7 +295,7 @@ def _float8_product(
 
 @functools.cache
 def _module(a: str, b: str, written: str, fast: bool) -> str:
-    """Return a product of (b, m, k) and (b, n, k) as StableHLO."""
+    """Return StableHLO code that multiplies (b, m, k) by (b, n, k)."""
     left, right, out = _HLO_TYPES[a], _HLO_TYPES[b], _HLO_TYPES[written]
     x, y, z = (f"tensor<?x?x?x{each}>" for each in (left, right, out))
     return f"""
@@ -335,7 +325,7 @@ _HLO_TYPES = {
 
 
 def _format_of(operand: Quantized) -> str:
-    quantization: Any = operand.quantization
+    quantization: Any = operand.quantization  # Not None of a float8 operand.
     return str(quantization.format)
 
 

@@ -44,7 +44,7 @@ class Backward:
 
     `shapes` are those of the inputs and the kernel, with None for a size that
     the graph does not know; `sizes` has scalar tensors in its place. `leaves`
-    are those of the residuals.
+    are the tensors that the forward pass saved.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Backward:
         sizes: tuple[Shape, Shape],
         leaves: Sequence[Tensor],
     ):
-        # All slots share compiled passes.
-        self._operation, self._slot = operation.first_use, operation.slot
-        self._leaves = list(leaves)
-        self._shapes, self._dtypes = shapes, tuple(x.dtype for x in leaves)
-        self._unknown = [n for size in sizes for n in size if tf.is_tensor(n)]
+        self._slot, self._first_use = operation.slot, operation.first_use
+        # What a compiled pass is made for, and its first arguments.
+        self._key = self._first_use, shapes, tuple(x.dtype for x in leaves)
+        unknown = [n for size in sizes for n in size if tf.is_tensor(n)]
+        self._saved = list(leaves), unknown
 
     def gradients(
         self,
@@ -77,45 +77,45 @@ class Backward:
         if is_recorded(outputs_grad, inputs, kernel) and not _is_vectorized():
             found = self._linked(outputs_grad, inputs, kernel, *state)
         else:
-            passed = self._passed(self._slot, outputs_grad, state)
-            found = list(map(_raising_if_differentiated, passed))
-        inputs_grad, *assigned = found
-        return [inputs_grad, *_after((kernel, *state), assigned)]
+            results = self._compiled(self._slot, outputs_grad, state)
+            found = list(map(_raising_if_differentiated, results))
+        inputs_grad, *of_variables = found
+        return [inputs_grad, *_after((kernel, *state), of_variables)]
 
     def _linked(self, *tensors: Tensor) -> Gradients:
-        """Return the gradients, which can be differentiated once more."""
+        """Return the gradients, differentiable once more by the `tensors`."""
 
         @tf.custom_gradient
-        def gradients(outputs_grad: Tensor, *operands: Tensor) -> Any:
-            slot = self._operation.another_slot(self._slot)
-            results = self._passed(slot, outputs_grad, operands[2:])
+        def gradients(
+            outputs_grad: Tensor, inputs: Tensor, kernel: Tensor, *state: Tensor
+        ) -> Any:
+            slot = self._first_use.another_slot(self._slot)
+            results = self._compiled(slot, outputs_grad, state)
+            _, _, *observation = results
 
             def second(*gradients: Tensor) -> Gradients:
-                derivatives = self._differentiated(outputs_grad, *gradients[:2])
-                of_operands = map(_raising_if_differentiated, derivatives)
-                return [*of_operands, *results[2:]]
+                of_inputs_grad, of_kernel_grad, *_ = gradients
+                derivatives = _shared_second(*self._key)(
+                    *self._saved, outputs_grad, of_inputs_grad, of_kernel_grad
+                )
+                found = map(_raising_if_differentiated, derivatives)
+                # The "gradient" of the state is an observation.
+                return [*found, *observation]
 
             return results, second
 
         results: Gradients = gradients(*tensors)
         return results
 
-    def _passed(
+    def _compiled(
         self, slot: int, outputs_grad: Tensor, state: tuple[Tensor, ...]
     ) -> Gradients:
         """Run the compiled backward pass; return the gradients."""
-        graph = _shared_backward(self._operation, self._shapes, self._dtypes)
-        # A number would be compiled in.
-        number = tf.constant(slot, tf.int32)
-        results: Gradients = graph(
-            self._leaves, self._unknown, outputs_grad, state, number
+        # A tensor, since a Python number would be part of the graph.
+        slot_tensor = tf.constant(slot, tf.int32)
+        results: Gradients = _shared_backward(*self._key)(
+            *self._saved, outputs_grad, state, slot_tensor
         )
-        return results
-
-    def _differentiated(self, *gradients: Tensor) -> Gradients:
-        """Run the compiled second derivatives; return them."""
-        graph = _shared_second(self._operation, self._shapes, self._dtypes)
-        results: Gradients = graph(self._leaves, self._unknown, *gradients)
         return results
 
 
@@ -129,7 +129,7 @@ def is_recorded(*tensors: Tensor) -> bool:
     if is_recording is None or not is_recording(list(tensors)):
         return False
     graph = tf.compat.v1.get_default_graph()
-    # A tensor that has its numbers has no graph.
+    # An eager tensor has no graph.
     return all(getattr(x, "graph", graph) is graph for x in tensors)
 
 
@@ -204,9 +204,10 @@ def _shared_backward(
     shapes: tuple[Shape, Shape],
     dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return a backward pass compiled for an operation, shapes and dtypes.
+    """Return a backward pass, to gradients of inputs, kernel and state.
 
-    The key of the cache has the dtypes, for which the first call traces.
+    `dtypes`, those of the leaves, are only in the key of the cache, since the
+    first call traces. `unknown` are the sizes that `shapes` lacks.
     """
 
     def backward(
@@ -216,7 +217,8 @@ def _shared_backward(
         state: tuple[Tensor, ...],
         slot: Tensor,
     ) -> Gradients:
-        residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
+        residuals = operation.bound.residuals(leaves, _known(shapes, unknown))
+        # No gradient of a bias: it is added outside of the operation.
         inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
             residuals, outputs_grad, state, slot=slot
         )
@@ -231,18 +233,18 @@ def _shared_second(
     shapes: tuple[Shape, Shape],
     dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return second derivatives compiled like `_shared_backward`."""
+    """Return second derivatives as one pass; see `_shared_backward`."""
 
     def second(
         leaves: Sequence[Tensor], unknown: Sequence[Tensor], *gradients: Tensor
     ) -> Any:
-        residuals = operation.bound.residuals(leaves, _whole(shapes, unknown))
+        residuals = operation.bound.residuals(leaves, _known(shapes, unknown))
         return operation.bound.second_derivatives(residuals, *gradients)
 
     return CompiledPass(second)
 
 
-def _whole(
+def _known(
     shapes: tuple[Shape, Shape], unknown: Sequence[Tensor]
 ) -> tuple[Any, Any]:
     """Return the shapes of inputs and kernel, with unknown sizes filled in."""
@@ -254,13 +256,13 @@ def _whole(
     return inputs, kernel
 
 
-# Not public; where it is gone, XLA may keep what it could make again.
+# Not public. Without it XLA may keep what it could make again.
 try:
     from tensorflow.compiler.tf2xla.python.xla import optimization_barrier
 except ImportError:
     optimization_barrier = None
 
-_BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
+_BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)  # Of one byte.
 
 
 def relu(x: Tensor, for_xla: bool) -> Tensor:
@@ -272,6 +274,7 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
         mask = _packed(outputs > 0, for_xla)
 
         def gradient(outputs_grad: Tensor) -> Tensor:
+            # `ReluGrad` reads only where its features are above 0.
             passes = tf.cast(_unpacked(mask), outputs_grad.dtype)
             passes = tf.reshape(passes, tf.shape(outputs_grad))
             return tf.raw_ops.ReluGrad(gradients=outputs_grad, features=passes)
@@ -288,7 +291,9 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     def differentiable(x: Tensor) -> Any:
         def gradient(outputs_grad: Tensor) -> Tensor:
             point, cotangent = x, outputs_grad
-            if not is_recorded(x, outputs_grad):  # a barrier has no gradient
+            # Behind a barrier XLA does not save what it computes again. But a
+            # barrier has no gradient, for which another tape would ask.
+            if not is_recorded(x, outputs_grad):
                 point, cotangent = behind_barrier(x, outputs_grad)
             with tf.GradientTape() as tape:
                 tape.watch(point)
@@ -309,8 +314,7 @@ def _packed(mask: Tensor, for_xla: bool) -> Tensor:
     shape = tf.concat([tf.shape(mask)[:-1], [last_size // 8, 8]], 0)
     bytes_of_bits = tf.cast(tf.reshape(mask, shape), tf.uint8) * _BITS
     packed = tf.reduce_sum(bytes_of_bits, -1)
-    (behind,) = behind_barrier(packed)
-    return behind
+    return behind_barrier(packed)[0]  # So that XLA saves the packed bits.
 
 
 def behind_barrier(*tensors: Tensor) -> list[Tensor]:
@@ -321,7 +325,7 @@ def behind_barrier(*tensors: Tensor) -> list[Tensor]:
 
 
 def _unpacked(packed: Tensor) -> Tensor:
-    """Unpack a mask of `_packed`: nonzero where the mask is True."""
+    """Unpack a mask of `_packed`, (..., n / 8, 8): nonzero where it is True."""
     if packed.dtype == tf.bool:
         return packed
     return tf.bitwise.bitwise_and(packed[..., tf.newaxis], _BITS)

@@ -13,7 +13,6 @@ from keras_policy_ext.backends.traced_programs import (
     Flow,
     TracedProgram,
     layer_of,
-    scope_name,
 )
 
 # There is no public way to the graph of a function (TF 2.21). Where this one is
@@ -42,7 +41,7 @@ def trace(
     function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
 ) -> TracedProgram:
     """Trace a function with TensorFlow; see `Backend.trace`."""
-    # What Keras computes shapes in; `tf.function` takes longer.
+    # Keras computes shapes in such a graph too. `tf.function` takes longer.
     graph = tf.__internal__.FuncGraph("products")
     with graph.as_default():
         tensors = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in inputs]
@@ -56,60 +55,55 @@ def trace(
     return TracedProgram(outputs, graph, _chooses(graph))
 
 
-def mark_call(
-    flow: Flow, number: int, operands: list[Any], results: list[Any]
-) -> list[Any]:
-    """Mark a call in a graph; see `Backend.mark_call`."""
-    marked = tf.raw_ops.IdentityN(
-        input=[*operands, *results], name=scope_name(number)
-    )
-    return list(marked[len(operands) :])
-
-
 def _key(tensor: Tensor) -> tuple[int, str]:
+    """Return what stands for a tensor in a `Flow`."""
     return id(tensor.graph), tensor.name
 
 
 def _follow(graph: Any, flow: Flow) -> None:
-    """Follow the tensors of a graph, one operation after the other."""
+    """Tell a flow each operation of a graph, in order, and of those inside."""
     for step in graph.get_operations():
         operands = list(map(_key, step.inputs))
         # `mark_call` passes a call's operands, then its results, through one.
         call = layer_of(step.name) if step.type == "IdentityN" else None
-        count = flow.results_of(call)
-        if call is not None and count is not None:
-            first = len(operands) - count
+        result_count = flow.results_of(call)
+        if call is not None and result_count is not None:
+            first = len(operands) - result_count
             results = map(_key, step.outputs[first:])
             flow.called(call, operands[:first], results)
             continue
+        # A size has no source, and a placeholder has its sources already.
         if step.type in _OF_SHAPES or step.type == "Placeholder":
             continue
         kind: Any = "choice" if step.type in _CHOICES else "other"
         if step.type in _PRODUCTS:
             kind = "product"
-        inner = list(graphs_in(step, graph))
-        if not inner:
+        bodies = list(graphs_in(step, graph))
+        if not bodies:
             made = [(_key(x), x.dtype.name) for x in step.outputs]
             flow.computed(kind, operands, made)
-        for each in inner:
-            # A branch has no operand for the condition, which comes first.
-            given_to = operands[len(operands) - len(each.inputs) :]
-            for old, new in zip(given_to, each.inputs, strict=False):
+        for body in bodies:
+            # A branch is not given the condition, which is the first operand.
+            given = operands[len(operands) - len(body.inputs) :]
+            for old, new in zip(given, body.inputs, strict=False):
                 flow.same(old, _key(new))
-            _follow(each, flow)
-            if len(each.outputs) == len(step.outputs):
-                pairs = zip(each.outputs, step.outputs, strict=True)
+            _follow(body, flow)
+            # The condition of a loop returns no results of the loop.
+            if len(body.outputs) == len(step.outputs):
+                pairs = zip(body.outputs, step.outputs, strict=True)
                 for inside, outside in pairs:
                     flow.same(_key(inside), _key(outside))
 
 
 def _described(x: Tensor) -> Any:
+    """Return a `keras.KerasTensor` like a tensor; what is none unchanged."""
     if not tf.is_tensor(x):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
 def _chooses(graph: Any) -> bool:
+    """Return True if a graph, or one in it, chooses among values."""
     return any(
         step.type in _CHOICES or any(map(_chooses, graphs_in(step, graph)))
         for step in graph.get_operations()
@@ -135,6 +129,7 @@ def graphs_in(step: Any, graph: Any) -> Iterator[Any]:
         function = functions.get(name)
         if function is None:
             continue
+        # The last operands: see `_follow`.
         count = len(function.signature.input_arg)
         inputs = list(step.inputs)[len(step.inputs) - count :]
         yield function_def_to_graph.function_def_to_graph(

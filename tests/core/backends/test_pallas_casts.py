@@ -87,10 +87,10 @@ def test_codes_are_those_of_numpy_in_both_layouts(size, format_name):
         how = Cast(format_name, interpreted=True)
         found = pallas_casts.cast(how, x, given(scale))
         expected = expected_codes(x, scale, format_name)
-        np.testing.assert_array_equal(bits(found.codes), expected)
+        np.testing.assert_array_equal(bits(found.values), expected)
         np.testing.assert_array_equal(bits(found.across), expected.T)
         assert found.scale == np.float32(scale)
-        assert found.sums is None
+        assert found.column_sums is None
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -101,7 +101,7 @@ def test_the_amax_and_the_sums_are_those_of_the_matrix_alone(size):
     how = Cast(FORMATS[1], sums=True, interpreted=True)
     found = pallas_casts.cast(how, jnp.asarray(x), given(1.0))
     assert found.amax == np.abs(x).max()
-    np.testing.assert_allclose(found.sums, x.sum(0), rtol=1e-6)
+    np.testing.assert_allclose(found.column_sums, x.sum(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -110,7 +110,9 @@ def test_an_amax_tells_of_numbers_that_are_not_finite(bad):
     how = Cast(FORMATS[0], sums=True, interpreted=True)
     found = pallas_casts.cast(how, x, given(1.0))
     np.testing.assert_array_equal(found.amax, np.float32(bad))
-    np.testing.assert_array_equal(np.isfinite(found.sums), np.arange(70) < 69)
+    np.testing.assert_array_equal(
+        np.isfinite(found.column_sums), np.arange(70) < 69
+    )
 
 
 LARGE = pallas_casts.PART * pallas_casts.PROGRAMS
