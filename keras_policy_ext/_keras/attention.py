@@ -69,7 +69,7 @@ def attend_by_scores(
     attention_mask: Any = None,
     training: bool | None = None,
     return_attention_scores: bool = True,
-    **causal: bool,
+    **options: bool,
 ) -> tuple[Any, Any]:
     """Call Keras's attention so that it multiplies by two `ops.einsum`.
 
@@ -86,9 +86,9 @@ def attend_by_scores(
     if hasattr(layer, "_return_attention_scores"):
         vars(layer)["_return_attention_scores"] = True
     else:
-        causal["return_attention_scores"] = True
+        options["return_attention_scores"] = True
     operands = query, key, value, attention_mask, training
     with keras.name_scope(layer.name, caller=layer):
-        weighted_sum, weights = getattr(stock, _ATTEND)(*operands, **causal)
+        weighted_sum, weights = getattr(stock, _ATTEND)(*operands, **options)
     # The softmax gave float32 where the layer computes in float16.
     return weighted_sum, ops.cast(weights, query.dtype)

@@ -88,7 +88,7 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
         policy = read(name) if isinstance(name, str) else None
         return stock(name) if policy is None else policy
 
-    def made(stock: Any, self: Any, name: Any = None) -> None:
+    def init(stock: Any, self: Any, name: Any = None) -> None:
         policy = None
         if isinstance(name, str) and type(self) in _PLAIN:
             policy = read(name)
@@ -101,7 +101,7 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
 
     for module in (_dtype_policy, _dtype_policies):
         put_around(module, "_get_quantized_dtype_policy_by_str", by_name)
-    put_around(keras.DTypePolicy, "__init__", made)
+    put_around(keras.DTypePolicy, "__init__", init)
 
 
 _PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)

@@ -36,7 +36,7 @@ def forget_compiled_functions(model: keras.Model) -> None:
             if getattr(model, name) is not None:
                 delattr(model, name)
             setattr(model, name, None)
-    # A `fit` that runs now, if a callback called this, does not make it.
+    # A `fit` that runs now, if a callback called this, does not make the step.
     if has_trained:
         model.make_train_function()
 

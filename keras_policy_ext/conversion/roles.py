@@ -113,5 +113,6 @@ def _only_sources(call: Call | None) -> set[object]:
 
 
 def _reads_table(layer: keras.Layer) -> bool:
+    """Return True for a `ReversibleEmbedding` of Keras or KerasHub."""
     names = [base.__name__ for base in type(layer).__mro__]
     return "ReversibleEmbedding" in names
