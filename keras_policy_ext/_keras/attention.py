@@ -48,8 +48,8 @@ def replace_attention(
     own.pop(_ATTEND, None)
     if attend is not None:
         own[_ATTEND] = attend
-        # With flash attention Keras returns no scores. Layers made with it have
-        # no `attend`; here `keras.config.enable_flash_attention` asks for it.
+        # With flash attention Keras returns no scores. Layers made with it get
+        # no `attend`; others may have it by `enable_flash_attention` of Keras.
         own.setdefault(_FLASH_BEFORE, own.get(_FLASH))
         own[_FLASH] = False
     elif _FLASH_BEFORE in own:
@@ -73,7 +73,7 @@ def attend_by_scores(
 ) -> tuple[Any, Any]:
     """Call Keras's attention so that it multiplies by two `ops.einsum`.
 
-    It does so where it returns the scores, and otherwise may call
+    Keras does so where it returns the scores, and otherwise may call
     `ops.dot_product_attention`. `MultiHeadAttention` reads from an argument
     whether to return them, `GroupQueryAttention` from an attribute
     (`_return_attention_scores`, keras 3.12 to 3.16). `stock` is `super()` in

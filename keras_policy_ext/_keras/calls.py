@@ -85,6 +85,7 @@ def before_each_variable(
     def init(
         stock: Stock, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> None:
+        # The arguments of a variable are `initializer`, `shape` and others.
         shape = args[1] if len(args) > 1 else kwargs.get("shape")
         if isinstance(shape, int):
             shape = (shape,)

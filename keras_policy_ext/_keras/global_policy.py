@@ -90,7 +90,7 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
 
     def init(stock: Any, self: Any, name: Any = None) -> None:
         policy = None
-        if isinstance(name, str) and type(self) in _PLAIN:
+        if isinstance(name, str) and type(self) in _PLAIN_CLASSES:
             policy = read(name)
         if policy is None:
             stock(self, name)
@@ -104,7 +104,7 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     put_around(keras.DTypePolicy, "__init__", init)
 
 
-_PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
+_PLAIN_CLASSES = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
 
 
 def call_without_float8(wanted: Callable[[], bool]) -> None:

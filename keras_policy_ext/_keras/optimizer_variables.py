@@ -185,7 +185,7 @@ def _are_slots(candidate: object, places: dict[int, int]) -> bool:
     """Return True if a list has a slot or None for each id in `places`."""
     if not isinstance(candidate, list) or len(candidate) != len(places):
         return False
-    return all(
+    return all(  # A slot is a variable, but none of those that have slots.
         slot is None
         or (isinstance(slot, keras.Variable) and id(slot) not in places)
         for slot in candidate
@@ -219,16 +219,16 @@ def _retarget_accumulators(
 
 
 def _replace_list(
-    owner: keras.optimizers.Optimizer, name: str, values: list[keras.Variable]
+    optimizer: keras.Optimizer, name: str, values: list[keras.Variable]
 ) -> None:
     """Replace a list of an optimizer, without Keras tracking its variables."""
     # As stock `build` does. TensorFlow's checkpoints refuse a tracked list
     # whose elements were replaced, and accept a new list.
     if _tracking is None:
-        vars(owner)[name] = values
+        vars(optimizer)[name] = values
         return
     with _tracking.DotNotTrackScope():
-        setattr(owner, name, values)
+        setattr(optimizer, name, values)
 
 
 def untracked() -> Any:

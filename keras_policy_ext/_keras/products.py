@@ -269,7 +269,7 @@ def _wrapper_of(stock: Operation, name: str) -> Operation:
         # First, since a graph of torch.compile would guard `_open_blocks`.
         if not _is_compiling() and _open_blocks:
             return _through_blocks(layer, stock, name, args, kwargs)
-        if name in _watching and (  # When `watch` says.
+        if name in _watching and (  # See `watch` for when.
             type(layer) in _FOLLOWED
             or getattr(_thread, "note", None)
             or getattr(_thread, "follows", False)
@@ -289,7 +289,7 @@ def _through_blocks(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation through the handlers of `on_operation` blocks."""
-    # Innermost is the handler of `watch`, called when it is without blocks.
+    # The handler of `watch` is called last, if it would be without blocks.
     run, of_watch = stock, _watching.get(name)
     is_watched = type(layer) in _FOLLOWED or recorder()
     if of_watch and (is_watched or getattr(_thread, "follows", False)):

@@ -27,7 +27,7 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
         return variable
     try:
         scope = calls.autocast_scope(None)
-    except ImportError:
+    except ImportError:  # Without the scope, a value in its own dtype will do.
         value = variable.value
         dtype = getattr(variable, "_dtype", variable.dtype)
         if keras.backend.standardize_dtype(value.dtype) == dtype:
@@ -222,7 +222,7 @@ class Companion:
         """Do nothing; called if an optimizer updated the variable only."""
 
     def memory(self) -> Callable[[], None]:
-        """Return a function that restores this, once both variables are."""
+        """Return a function that restores this after its variable."""
         raise NotImplementedError
 
 

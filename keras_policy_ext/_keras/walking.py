@@ -75,7 +75,7 @@ def follow_graph(
         for node in levels[depth]:
             needed = node.input_tensors
             if node.is_input or any(id(x) not in values for x in needed):
-                continue
+                continue  # Known already, or not computable: as Keras does.
             args, kwargs = node.arguments.fill_in(values)
             results = keras.tree.flatten(call(node.operation, *args, **kwargs))
             values.update(zip(map(id, node.outputs), results, strict=True))

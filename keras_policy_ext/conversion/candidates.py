@@ -171,9 +171,8 @@ def path_of(layer: keras.Layer) -> str:
 
 def quantized_by_keras(layer: keras.Layer) -> bool:
     """Return True if a layer is quantized by Keras, not by this package."""
-    return layer.quantization_mode is not None and not isinstance(
-        layer, Float8Mixin
-    )
+    is_own = isinstance(layer, Float8Mixin)
+    return layer.quantization_mode is not None and not is_own
 
 
 def why_code_differs(layer: keras.Layer) -> str | None:
@@ -193,7 +192,7 @@ def why_code_differs(layer: keras.Layer) -> str | None:
 
 
 def _has_no_form(layer: keras.Layer) -> bool:
-    """Return True if the class of a layer has no float8 form."""
+    """Return True if a layer has no float8 form, and no known reason why."""
     cls = type(layer)
     if issubclass(cls, Float8Mixin) or _why_without_form(cls) is not None:
         return False
@@ -223,13 +222,14 @@ def _float8_class(layer: keras.Layer, attention: bool) -> type | None:
         return None
     if not layer.built:
         raise _CannotConvert(NOT_BUILT)
+    # Only Keras's own float8 can be replaced.
     if quantized_by_keras(layer) and not stock_float8.stock_float8(layer):
         raise _CannotConvert(
             f"Keras has quantized it ({layer.quantization_mode})"
         )
-    replaced = why_code_differs(layer)
-    if replaced is not None:
-        raise _CannotConvert(replaced)
+    reason = why_code_differs(layer)
+    if reason is not None:
+        raise _CannotConvert(reason)
     return form
 
 

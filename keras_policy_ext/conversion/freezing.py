@@ -64,7 +64,7 @@ def has_own_files(layer: keras.Layer) -> str | None:
     float8_classes = drop_ins()  # By stock class.
     for base in type(layer).__mro__:
         if base in (Float8Mixin, keras.Layer) or base in float8_classes:
-            return None
+            return None  # A float8 class replaces the methods of these.
         for name in _SAVING_METHODS:
             if name in vars(base) and base not in float8_classes.values():
                 return (
@@ -148,8 +148,8 @@ def freeze(
     candidates.check(model)
     eligible, skipped = freezable(model)
     work = work_of(model)
-    decide = deciding(model, selection, eligible, work.call)
-    reasons = selection.reasons(eligible, decide)
+    by_role = deciding(model, selection, eligible, work.call)
+    reasons = selection.reasons(eligible, by_role)
     by_logits: dict[int, str] = {}
     if activations is not None and include is None:
         by_logits = _computing_logits(model, eligible)
@@ -310,7 +310,7 @@ def _computing_logits(
         "`include` freezes it too"
         for number, each in enumerate(eligible)
         if issubclass(each.form, keras.layers.ReversibleEmbedding)
-        and each.layer is not model
+        and each.layer is not model  # Then it was asked for by itself.
         and not is_frozen(each.layer)
     }
 
@@ -329,6 +329,7 @@ def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
     for layer in layers:
         tracked = walking.tracked_variables(layer)
         for variable in [*tracked, *walking.captured_variables(layer)]:
+            # Of a stored kernel, `held` returns the codes.
             holders.setdefault(id(held(variable)), []).append(layer)
     return holders
 
@@ -418,7 +419,7 @@ class _Plan:
         return Float8DTypePolicy(source, recipe=self.recipe)
 
     def kernels(self, stored: list[Stored]) -> Iterator[Frozen]:
-        """Yield the kernels quantized; append an entry for each to `stored`."""
+        """Yield (kernel, its codes, scale of its inputs); add to `stored`."""
         form: Any = self.candidate.form
         for kernel in stored_weights.kernels_to_store(self.layer, form):
             value = stored_weights.float_value(kernel)

@@ -354,7 +354,7 @@ def _convert(
         state.observe(candidate.layer.float8_contracted)
         if attention and can_attend(candidate.layer):
             candidate.layer.choose_attention(attention)
-    refused = [
+    refused = [  # Their attention stays in floats.
         Unconverted(composite, reason)
         for composite in survey.composites
         if (reason := _enter_composite(composite, attention))
@@ -444,7 +444,7 @@ def reverted(model: keras.Layer) -> Iterator[None]:
 def _revert(model: keras.Layer, staying: Container[int]) -> None:
     """Make all layers stock layers, but not those with an id in `staying`."""
     for layer in walking.layers_within(model):
-        # Also float8 classes and policies of layers that follow no float8.
+        # Also layers that follow no float8, but have such a class or policy.
         if id(layer) not in staying and (
             original_of(type(layer)) is not None
             or isinstance(

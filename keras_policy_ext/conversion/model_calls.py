@@ -149,7 +149,7 @@ def _arguments_of_build(layer: keras.Layer) -> tuple[Any, Any] | None:
         # The path is added by `BuiltUnderSavedPath`.
         if shape is not None and name != "path"
     }
-    if list(named) == ["input"]:
+    if list(named) == ["input"]:  # Its argument may have another name.
         return (named["input"],), {}
     return (), named
 

@@ -136,7 +136,7 @@ class _Notes:
         self._scores: set[object] = set()  # Sources that reach a softmax.
 
     def take(self, layer: Any, found: Any) -> Any:
-        """Add a note; see `by_operation.recording`."""
+        """Add a note; of activations, return how to mark what they make."""
         if isinstance(found, (Multiplied, Fused, Softmax)):
             return self._take_activations(layer, found)
         if isinstance(found, str) and found not in products.BRANCHES:
@@ -186,7 +186,9 @@ class _Notes:
                 role = role_in_attention(each, reaches_softmax)
                 roles.append((each.equation, role))
         needs_flash = any(each.needs_flash for each in fused)
-        return Attention(tuple(roles), bool(fused), needs_flash)
+        return Attention(
+            tuple(roles), is_fused=bool(fused), needs_flash=needs_flash
+        )
 
     def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:
         """Note a call of `layer`, with all that was noted of its equal."""
@@ -251,7 +253,7 @@ class _Notes:
     def _is_uncalled(self, owner: keras.Layer, layer: keras.Layer) -> bool:
         """Return True if `owner` only holds the weights of `layer`."""
         if id(owner) in self._called or _is_table(owner):
-            return False
+            return False  # It uses them too, perhaps in another call.
         if isinstance(owner, Float8Mixin) and owner.float8_policy is not None:
             return False  # Another model may call it.
         within = walking.layers_within(layer)[1:]
@@ -292,8 +294,8 @@ def _public_record(product: _Product, layer: keras.Layer) -> RecordedProduct:
     """Return the public record of a product."""
     is_own = product.owner is layer
     return RecordedProduct(
-        product.weight.path,
-        product.equation,
-        product.is_moved,
-        None if is_own else weakref.ref(product.owner),
+        path=product.weight.path,
+        equation=product.equation,
+        is_moved=product.is_moved,
+        owner=None if is_own else weakref.ref(product.owner),
     )

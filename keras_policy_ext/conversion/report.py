@@ -435,11 +435,11 @@ def report_of(
     skipped = [_skipped(x, work, by_kernel.get(id(x.kernel))) for x in excluded]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
-        tuple(changed),
-        tuple(skipped),
-        scalars(weights),
-        tuple(retraced),
-        tuple(without_effect),
+        converted=tuple(changed),
+        skipped=tuple(skipped),
+        parameters=scalars(weights),
+        retraced=tuple(retraced),
+        without_effect=tuple(without_effect),
         **more,
     )
 

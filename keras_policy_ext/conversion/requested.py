@@ -115,10 +115,10 @@ class Selection:
             ValueError: If one has a wrong value.
         """
         return cls(
-            None if include is None else _patterns("include", include),
-            () if exclude is None else _patterns("exclude", exclude),
-            _filter(filter),
-            _min_size(min_size),
+            include=None if include is None else _patterns("include", include),
+            exclude=() if exclude is None else _patterns("exclude", exclude),
+            filter=_filter(filter),
+            min_size=_min_size(min_size),
             deciding=_is_all(filter) or callable(filter),
         )
 
@@ -252,7 +252,7 @@ def _filter(given: object) -> Any:
         return _extensions.get("conversion.filters.Auto")()
     if isinstance(given, SizeFilter):
         return given
-    if callable(given) and not isinstance(given, type):
+    if callable(given) and not isinstance(given, type):  # Not `Auto` itself.
         return given
     error = ValueError if isinstance(given, str) else TypeError
     raise error(
@@ -318,6 +318,7 @@ class Requested:
         given = _requested_policy(policy, recipe)
         if given is not None:
             return cls((given,), own_first=False)
+        # Without arguments, the docstring of `convert` says which rank first.
         layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
         earlier = _given_before(layers)
         if earlier or any(map(_made_in_float8, layers)):

@@ -61,6 +61,7 @@ def deciding(
         key = id(candidate.layer)
         if key in routers:
             reasons[number] = f"{DECIDES}which experts of {routers[key]} run"
+        # Also one of many, if it makes the choice itself, as with a codebook.
         elif key in choosing or (key in reached and _chooses(candidate.layer)):
             reasons[number] = _CHOOSES
     return reasons

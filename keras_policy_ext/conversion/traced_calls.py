@@ -344,7 +344,7 @@ class Tracer:
             found = self._traced_or_described(layer, args, kwargs)
             self._calls[key] = layer, found
         other, call = self._calls[key]
-        note_call(layer, other)
+        note_call(layer, other)  # Records of `layer` are those of `other`.
         return call if layer is other else _call_of_equal(call, other, layer)
 
     def _traced_or_described(
@@ -483,8 +483,8 @@ class Tracer:
             # A function may be called again, where its first trace failed.
             vars(frame).update(vars(_Frame(layer, flow=flow)))
             structure = (args, kwargs)
-            args_now, now = keras.tree.pack_sequence_as(structure, filled)
-            return layer(*args_now, **now)
+            given, named = keras.tree.pack_sequence_as(structure, filled)
+            return layer(*given, **named)
 
         self._frames.append(frame)
         here = owner or layer  # The layer whose own products these are.
@@ -706,10 +706,8 @@ def _stock_outputs(
 def _says_its_outputs(layer: keras.Layer) -> bool:
     """Return True if a class computes the shapes of its outputs."""
     names = ("compute_output_shape", "compute_output_spec")
-    cls = type(layer)
-    return any(
-        getattr(cls, name) is not getattr(keras.Layer, name) for name in names
-    )
+    cls, base = type(layer), keras.Layer
+    return any(getattr(cls, name) is not getattr(base, name) for name in names)
 
 
 def _check_built(layer: keras.Layer) -> None:

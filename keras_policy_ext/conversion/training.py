@@ -86,10 +86,8 @@ def _callables_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _members_of_user_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
     """Yield (name, member) of the user's classes in a layer's MRO."""
     for cls in type(layer).__mro__:
-        if cls.__module__.partition(".")[0] not in (
-            *_OF_FRAMEWORKS,
-            "builtins",
-        ):
+        package = cls.__module__.partition(".")[0]
+        if package not in (*_OF_FRAMEWORKS, "builtins"):
             yield from vars(cls).items()
 
 
@@ -171,10 +169,9 @@ def check_optimizers(model: keras.Layer) -> None:
             if any(isinstance(x, multiple) and x.built for x in within):
                 raise ValueError(
                     f"The optimizer of {each_model.name!r} cannot take new "
-                    "state. "
-                    "Received: a MultiOptimizer that has been used, which "
-                    "assigns variables when it is built. Allowed: one that "
-                    "has not been, or another optimizer. Convert before "
+                    "state. Received: a MultiOptimizer that has been used, "
+                    "which assigns variables when it is built. Allowed: one "
+                    "that has not been, or another optimizer. Convert before "
                     "`fit`, or compile with a new optimizer and convert then."
                 )
 

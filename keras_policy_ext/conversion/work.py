@@ -113,10 +113,8 @@ class ModelWork:
             )
             for kernel in in_floats
         ]
-        parameters = whole.parameters - whole.plain_parameters
-        stored = dataclasses.replace(
-            whole, parameters=parameters, plain_parameters=0
-        )
+        size = whole.parameters - whole.plain_parameters
+        stored = dataclasses.replace(whole, parameters=size, plain_parameters=0)
         return stored, parts
 
 
