@@ -68,6 +68,7 @@ def without_initial_values(
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """Return zeros that on PyTorch are views of a single one."""
     return ops.broadcast_to(ops.zeros((), dtype), shape)
 
 

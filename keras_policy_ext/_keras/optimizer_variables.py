@@ -91,6 +91,7 @@ def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
     ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
     changed = [v for v in old if id(v) not in new_ids]
     changed += [v for v in new if id(v) not in ids]
+    # Variables that are overwritten with their gradient have none.
     return not all(getattr(v, "overwrite_with_gradient", 0) for v in changed)
 
 

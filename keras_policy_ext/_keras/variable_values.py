@@ -159,7 +159,7 @@ class ComputedVariable:
         self._autocast = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "held" or name.startswith("__"):
+        if name == "held" or name.startswith("__"):  # Not set yet, in a copy.
             raise AttributeError(name)
         return getattr(self.held, name)
 
@@ -216,7 +216,7 @@ class Companion:
         self.left_out = False
 
     def assigned_beside(self) -> None:
-        """Do nothing; called after the variable is assigned from outside."""
+        """Do nothing; called if the code of the user assigns the variable."""
 
     def stepped_beside(self) -> None:
         """Do nothing; called if an optimizer updated the variable only."""
