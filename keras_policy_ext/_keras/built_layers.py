@@ -214,9 +214,8 @@ def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
     3.0 to 3.16).
     """
     if not hasattr(layer, "_untrack_variable"):
-        raise versions.missing(
-            "Layer._untrack_variable", "the replacement of a weight"
-        )
+        what = "Layer._untrack_variable"
+        raise versions.missing(what, "the replacement of a weight")
     layer._untrack_variable(variable)
 
 
@@ -228,9 +227,8 @@ def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
     place = {name: number for number, name in enumerate(names)}
     tracked = getattr(layer, "_trainable_variables", None)
     if tracked is None:
-        raise versions.missing(
-            "Layer._trainable_variables", "thawing a frozen layer"
-        )
+        what = "Layer._trainable_variables"
+        raise versions.missing(what, "thawing a frozen layer")
     ordered = sorted(tracked, key=lambda v: place.get(v.name, len(place)))
     # Past Keras's class of lists, which tracks what is put into it.
     list.__setitem__(tracked, slice(None), ordered)

@@ -45,9 +45,8 @@ def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     """
     layer._dtype_policy = policy
     if layer.dtype_policy is not policy:
-        raise versions.missing(
-            "Layer._dtype_policy", "another policy for a built layer"
-        )
+        what = "Layer._dtype_policy"
+        raise versions.missing(what, "another policy for a built layer")
 
 
 def name_for_maps(policy: keras.DTypePolicy, name: str) -> None:

@@ -1,4 +1,7 @@
-"""Wrap Keras's operations, to find the products that a layer computes."""
+"""Wrap Keras's operations, to find the products that a layer computes.
+
+A wrapper calls the handlers of `on_operation` blocks and of `watch`, if any.
+"""
 
 from __future__ import annotations
 

@@ -67,9 +67,8 @@ def follow_graph(
     """
     levels = getattr(model, "_nodes_by_depth", None)
     if levels is None:
-        raise versions.missing(
-            "Functional._nodes_by_depth", "reading the graph of a model"
-        )
+        what = "Functional._nodes_by_depth"
+        raise versions.missing(what, "reading the graph of a model")
     values = dict(zip(map(id, model.inputs), inputs, strict=True))
     for depth in sorted(levels, reverse=True):
         for node in levels[depth]:

@@ -547,12 +547,6 @@ def _on_no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
     )
 
 
-_PROJECTIONS = (
-    "its attention is in float8 only if the layers in it are all converted, to "
-    "one policy"
-)
-
-
 def _with_attention_in_floats(
     model: keras.Layer,
     converted: Sequence[keras.Layer],
@@ -593,14 +587,18 @@ def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
     """Convert a composite; return why its attention stays in floats."""
     was_stock = original_of(type(layer)) is None
     if not enter_float8_with_children(layer):
-        return _PROJECTIONS if attention and can_attend(layer) else None
+        reason = (
+            "its attention is in float8 only if the layers in it are all "
+            "converted, to one policy"
+        )
+        return reason if attention and can_attend(layer) else None
     choose = getattr(layer, "choose_attention", None)
     # Without `attention`, a layer that was converted before keeps its mode.
     if choose is None or not (was_stock or attention):
         return None
     try:
         choose(attention)
-    except ValueError as reason:  # The class cannot: its text says why.
+    except ValueError as error:  # The class cannot: its text says why.
         choose(None)
-        return str(reason)
+        return str(error)
     return None

@@ -4,6 +4,10 @@ The framework traces the call of each layer. The layers that it calls are
 replaced by zeros of their output shapes, and traced on their own. Layers that
 are alike are traced once. Keras's own layers with a kernel are not traced: the
 shapes of their outputs are known.
+
+A `Flow` follows, in one program, which products and arguments (`Sources`) reach
+each tensor. The call of an inner layer is marked in the outer program, with a
+function from the sources of its operands to those of its results.
 """
 
 from __future__ import annotations
