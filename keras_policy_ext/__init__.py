@@ -90,7 +90,7 @@ saving_hooks.before_loading(_load_whole)
 saving_hooks.before_export(_check_export)
 saving_hooks.add_to_metadata(_describe_policies)
 
-_LAZY = (
+_LAZY_MODULES = (
     "backends",
     "conversion",
     "extending",
@@ -223,12 +223,12 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        if name in _LAZY:
+        if name in _LAZY_MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _LAZY_NAMES:
             home = importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}")
             return getattr(home, name)
-        if name in __all__ or _extensions.has(name):
+        if name in __all__ or _extensions.has(name):  # Of an extension.
             return _extensions.get(name)
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}. It has: "

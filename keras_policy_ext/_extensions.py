@@ -25,7 +25,7 @@ def add(
     Args:
         homes: By public name, without that of the package, the module that has
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
-        modules: Names of modules of the package.
+        modules: Modules of the package that are names of extensions alone.
         counters: Modules that register what counts multiplications.
     """
     _homes.update(homes)

@@ -25,14 +25,14 @@ MOST_NESTED = 200
 SPARE = 64 * 2**20
 """The bytes that any file may declare, however small it is."""
 
-_MOST_SAVED = 20
+_MOST_UNPACKED = 20
 """How many times its own size a compressed file may unpack to."""
 
-_MOST_MADE = 16
+_MOST_CREATED = 16
 """How many times the elements of its file may be created: a model may be built
 a few times, with the slots of an optimizer."""
 
-_NUMBERS = "biufcVSO"
+_ALLOWED_KINDS = "biufcVSO"
 _OPEN, _CLOSE = frozenset("[{"), frozenset("]}")
 
 
@@ -91,12 +91,13 @@ def check_hdf5(path: object, file: h5py.File) -> int:
             item = group[name]
             if isinstance(item, h5py.Dataset):
                 check_dataset(path, item)
+                # Of others, `check_dataset` found all bytes in the file.
                 declared += item.nbytes if _is_compressed(item) else 0
                 numbers += item.size or 0
             elif isinstance(item, h5py.Group):
-                key = h5py.h5o.get_info(item.id).addr
-                if key not in seen:
-                    seen.add(key)
+                address = h5py.h5o.get_info(item.id).addr
+                if address not in seen:  # Hard links may form a circle.
+                    seen.add(address)
                     waiting.append(item)
             else:
                 raise damaged(path, f"{where!r} is neither group nor array")
@@ -111,13 +112,13 @@ def check_dataset(path: object, dataset: Any) -> None:
         return
     if dataset.external or dataset.is_virtual:
         raise damaged(path, f"{dataset.name!r} lies in another file")
-    if dataset.dtype.kind not in _NUMBERS:
+    if dataset.dtype.kind not in _ALLOWED_KINDS:
         raise damaged(path, f"{dataset.name!r} is {dataset.dtype}")
     if not dataset.size:
         return
     stored = dataset.id.get_storage_size()
     whole = stored >= dataset.nbytes
-    if _is_compressed(dataset):
+    if _is_compressed(dataset):  # It is whole if all its chunks are there.
         chunks = math.prod(
             -(-size // chunk)  # Rounded up.
             for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
@@ -151,13 +152,13 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
             is too small.
     """
     spare = SPARE // 4  # Numbers of 4 bytes.
-    created = 0  # A model may be built a few times: see `_MOST_MADE`.
+    created = 0  # Numbers in all variables, of every time a model is built.
 
     def check(shape: tuple[Any, ...]) -> None:
         nonlocal created
         size = math.prod(shape)
         created += size
-        if size > numbers + spare or created > _MOST_MADE * numbers + spare:
+        if size > numbers + spare or created > _MOST_CREATED * numbers + spare:
             raise damaged(
                 path,
                 f"its config asks for a weight of shape {shape}, and there "
@@ -199,7 +200,7 @@ def _is_compressed(dataset: h5py.Dataset) -> bool:
 
 def _check_size(path: object, declared: int, real: int) -> None:
     """Raise if a file declares far more bytes than it holds."""
-    most = SPARE + _MOST_SAVED * real
+    most = SPARE + _MOST_UNPACKED * real
     if declared > most:
         raise damaged(
             path,
@@ -227,5 +228,6 @@ def _nests_too_deep(text: str) -> bool:
 
 
 def _split_strings(text: str) -> list[str]:
-    """Split JSON text at quotes: parts outside and inside strings alternate."""
+    """Split JSON at quotes: parts outside and inside strings alternate."""
+    # Escaped backslashes and quotes are removed first: they end no string.
     return text.replace("\\\\", "").replace('\\"', "").split('"')

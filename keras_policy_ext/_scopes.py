@@ -87,8 +87,8 @@ class Scopes:
         place = scopes.index(scope)
         if place + 1 < len(scopes):
             scopes[place + 1].to_restore = scope.to_restore
+        # A coroutine may be collected, and so closed, in another thread.
         elif scopes is self._of_thread.scopes:
-            # A coroutine may be collected, and so closed, in another thread.
             self._restore(scope.to_restore)
         del scopes[place]
         of_task = self._of_task.get()

@@ -31,7 +31,7 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
     stock = getattr(owner, name, None)
     if stock is None:
         return False
-    of_class = inspect.ismethod(stock)
+    is_class_method = inspect.ismethod(stock)
     stock = getattr(stock, "__func__", stock)
     own_name = f"{function.__module__}.{function.__qualname__}"
     wrappers = getattr(stock, _MARK, ())
@@ -43,5 +43,5 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
         return function(stock, *args, **kwargs)
 
     vars(around)[_MARK] = (*wrappers, own_name)
-    setattr(owner, name, classmethod(around) if of_class else around)
+    setattr(owner, name, classmethod(around) if is_class_method else around)
     return True

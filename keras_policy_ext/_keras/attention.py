@@ -48,8 +48,8 @@ def replace_attention(
     own.pop(_ATTEND, None)
     if attend is not None:
         own[_ATTEND] = attend
-        # With flash attention Keras returns no scores. Layers made with it have
-        # no `attend`; here `keras.config.enable_flash_attention` asks for it.
+        # With flash attention Keras returns no scores. Layers made with it get
+        # no `attend`; others may have it by `enable_flash_attention` of Keras.
         own.setdefault(_FLASH_BEFORE, own.get(_FLASH))
         own[_FLASH] = False
     elif _FLASH_BEFORE in own:
@@ -69,11 +69,11 @@ def attend_by_scores(
     attention_mask: Any = None,
     training: bool | None = None,
     return_attention_scores: bool = True,
-    **causal: bool,
+    **options: bool,
 ) -> tuple[Any, Any]:
     """Call Keras's attention so that it multiplies by two `ops.einsum`.
 
-    It does so where it returns the scores, and otherwise may call
+    Keras does so where it returns the scores, and otherwise may call
     `ops.dot_product_attention`. `MultiHeadAttention` reads from an argument
     whether to return them, `GroupQueryAttention` from an attribute
     (`_return_attention_scores`, keras 3.12 to 3.16). `stock` is `super()` in
@@ -86,9 +86,9 @@ def attend_by_scores(
     if hasattr(layer, "_return_attention_scores"):
         vars(layer)["_return_attention_scores"] = True
     else:
-        causal["return_attention_scores"] = True
+        options["return_attention_scores"] = True
     operands = query, key, value, attention_mask, training
     with keras.name_scope(layer.name, caller=layer):
-        weighted_sum, weights = getattr(stock, _ATTEND)(*operands, **causal)
+        weighted_sum, weights = getattr(stock, _ATTEND)(*operands, **options)
     # The softmax gave float32 where the layer computes in float16.
     return weighted_sum, ops.cast(weights, query.dtype)

@@ -68,8 +68,8 @@ def _renew_quantize(layer: keras.Layer) -> None:
     """Make `layer.quantize` call the method of the layer's present class."""
     # Keras gives each layer a function of that name when it is made, which
     # unlocks the layer and calls the method of the class that it had then
-    # (keras 3.12 to 3.15). A class with `quantize_after` gets that function;
-    # the stock class gets it back.
+    # (keras 3.12 to 3.15). The `quantize_after` of a float8 class checks first,
+    # and then calls that function; the stock class gets it back.
     held = vars(layer)
     keras_function = held.pop(_GIVEN_QUANTIZE, None)
     if keras_function is not None:
@@ -141,12 +141,12 @@ def skip_in_quantize(layer: keras.Layer) -> None:
     """Make `Model.quantize` skip a layer without a warning."""
     # Keras warns about each layer without a `quantize` (keras 3.12 to 3.15).
     # Later it reports others as quantized, unless they were before (3.16).
-    layer.quantize = _stays
+    layer.quantize = _do_nothing
     layer._is_quantized = True
 
 
-def _stays(*args: Any, **kwargs: Any) -> None:
-    """Do nothing; this replaces `quantize` of a layer that is skipped."""
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def track(layer: keras.Layer, variable: keras.Variable) -> None:
@@ -197,7 +197,7 @@ def replace_variable(
         if value is old:
             untrack(layer, old if tracked is None else tracked)
             setattr(layer, name, new)
-            variable_values.let_wait_no_longer(old)
+            variable_values.cancel_initialization(old)
             return
     raise ValueError(
         f"The weight {old.path!r} is in no attribute of its layer. Received: "
@@ -214,9 +214,8 @@ def untrack(layer: keras.Layer, variable: keras.Variable) -> None:
     3.0 to 3.16).
     """
     if not hasattr(layer, "_untrack_variable"):
-        raise versions.missing(
-            "Layer._untrack_variable", "the replacement of a weight"
-        )
+        what = "Layer._untrack_variable"
+        raise versions.missing(what, "the replacement of a weight")
     layer._untrack_variable(variable)
 
 
@@ -228,10 +227,10 @@ def order_variables(layer: keras.Layer, names: Iterable[str]) -> None:
     place = {name: number for number, name in enumerate(names)}
     tracked = getattr(layer, "_trainable_variables", None)
     if tracked is None:
-        raise versions.missing(
-            "Layer._trainable_variables", "thawing a frozen layer"
-        )
+        what = "Layer._trainable_variables"
+        raise versions.missing(what, "thawing a frozen layer")
     ordered = sorted(tracked, key=lambda v: place.get(v.name, len(place)))
+    # Past Keras's class of lists, which tracks what is put into it.
     list.__setitem__(tracked, slice(None), ordered)
 
 
@@ -252,12 +251,12 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
     for layer in layers:
         children = vars(layer).get("_modules", {}).values()
         tracker = tracker_of(layer)
-        tracked = tracker.config.get("layers") if tracker else None
+        config = tracker.config if tracker else {}
+        _, tracked = config.get("layers", (None, ()))
         # A Sequential model holds a Functional one that is not among its
         # layers, and its tracker those from when it had fewer layers. They
         # would keep removed variables alive.
-        former = tracked[1] if tracked else ()
-        for each in (*former, *children, layer):
+        for each in (*tracked, *children, layer):
             if hasattr(each, "_track_variables"):
                 modules.setdefault(id(each), each)
     for each in modules.values():

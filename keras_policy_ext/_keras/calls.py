@@ -68,6 +68,7 @@ def without_initial_values(
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """Return zeros that on PyTorch are views of a single one."""
     return ops.broadcast_to(ops.zeros((), dtype), shape)
 
 
@@ -85,6 +86,7 @@ def before_each_variable(
     def init(
         stock: Stock, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> None:
+        # The arguments of a variable are `initializer`, `shape` and others.
         shape = args[1] if len(args) > 1 else kwargs.get("shape")
         if isinstance(shape, int):
             shape = (shape,)
@@ -109,9 +111,8 @@ def in_place_of(
         # `own` is None for a method that the class inherits.
         stock, own = getattr(cls, name, None), vars(cls).get(name)
         if stock is None:
-            raise versions.missing(
-                f"{cls.__name__}.{name}", f"a hook around {cls.__name__}"
-            )
+            owner = cls.__name__
+            raise versions.missing(f"{owner}.{name}", f"a hook around {owner}")
 
         def method(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
@@ -209,10 +210,9 @@ def autocast_scope(dtype: str | None) -> AbstractContextManager[object]:
     # With None they are read in their own dtype. Layers enter it around their
     # `call`. It has no public name (keras 3.0 to 3.15).
     if _AutocastScope is None:
-        raise versions.missing(
-            "keras.src.backend.common.AutocastScope",
-            "reading variables in another dtype than that of the call",
-        )
+        what = "keras.src.backend.common.AutocastScope"
+        feature = "reading variables in another dtype than that of the call"
+        raise versions.missing(what, feature)
     return _AutocastScope(dtype)
 
 

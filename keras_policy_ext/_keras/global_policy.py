@@ -45,9 +45,8 @@ def replace_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     """
     layer._dtype_policy = policy
     if layer.dtype_policy is not policy:
-        raise versions.missing(
-            "Layer._dtype_policy", "another policy for a built layer"
-        )
+        what = "Layer._dtype_policy"
+        raise versions.missing(what, "another policy for a built layer")
 
 
 def name_for_maps(policy: keras.DTypePolicy, name: str) -> None:
@@ -88,9 +87,9 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
         policy = read(name) if isinstance(name, str) else None
         return stock(name) if policy is None else policy
 
-    def made(stock: Any, self: Any, name: Any = None) -> None:
+    def init(stock: Any, self: Any, name: Any = None) -> None:
         policy = None
-        if isinstance(name, str) and type(self) in _PLAIN:
+        if isinstance(name, str) and type(self) in _PLAIN_CLASSES:
             policy = read(name)
         if policy is None:
             stock(self, name)
@@ -101,10 +100,10 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
 
     for module in (_dtype_policy, _dtype_policies):
         put_around(module, "_get_quantized_dtype_policy_by_str", by_name)
-    put_around(keras.DTypePolicy, "__init__", made)
+    put_around(keras.DTypePolicy, "__init__", init)
 
 
-_PLAIN = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
+_PLAIN_CLASSES = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
 
 
 def call_without_float8(wanted: Callable[[], bool]) -> None:

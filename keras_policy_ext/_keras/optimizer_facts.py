@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -38,12 +37,7 @@ def updates_elementwise(optimizer: Any) -> bool:
     # number, whose `stock_class` is one.
     cls = getattr(optimizer, "stock_class", None)
     cls = cls or public_class(optimizer) or type(optimizer)
-    return cls in _elementwise()
-
-
-@functools.cache
-def _elementwise() -> tuple[type, ...]:
-    return tuple(getattr(keras.optimizers, name) for name in ELEMENTWISE)
+    return cls in [getattr(keras.optimizers, name) for name in ELEMENTWISE]
 
 
 def updates_apart(optimizer: Any) -> bool:

@@ -91,6 +91,7 @@ def _slots_change(old: list[keras.Variable], new: list[keras.Variable]) -> bool:
     ids, new_ids = {id(v) for v in old}, {id(v) for v in new}
     changed = [v for v in old if id(v) not in new_ids]
     changed += [v for v in new if id(v) not in ids]
+    # Variables that are overwritten with their gradient have none.
     return not all(getattr(v, "overwrite_with_gradient", 0) for v in changed)
 
 
@@ -98,8 +99,8 @@ def _has_slots_for_all(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> bool:
     """Return True if `build` makes slots even for overwritten variables."""
-    # Another optimizer is built for one. Those of Keras make only accumulators
-    # of gradients, which do not count as slots here.
+    # To see, another optimizer is built for one. Optimizers of Keras make only
+    # accumulators of gradients for it, which do not count as slots here.
     overwritten = [
         v for v in variables if getattr(v, "overwrite_with_gradient", False)
     ]
@@ -123,33 +124,32 @@ def _build_again(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 ) -> None:
     """Build the slots of an optimizer again; known variables keep theirs."""
-    # Another optimizer is built for the variables, and its slots for variables
-    # that had some are replaced by these.
-    other = type(optimizer).from_config(optimizer.get_config())
-    other.build(variables)
+    # A fresh optimizer is built for the variables, and its slots for variables
+    # that have slots already are replaced by those.
+    fresh = type(optimizer).from_config(optimizer.get_config())
+    fresh.build(variables)
     known = optimizer._trainable_variables
     old_places = {id(v): i for i, v in enumerate(known)}
     new_places = {id(v): i for i, v in enumerate(variables)}
-    slots_to_use: dict[int, keras.Variable] = {}  # By the id of the new slot.
-    old_slots: set[int] = set()
-    for name, new in list(vars(other).items()):
-        old: Any = getattr(optimizer, name, None)
-        if name in _KNOWN or not _are_slots(new, new_places):
+    to_use: dict[int, keras.Variable] = {}  # Slots, by the id of the fresh one.
+    ids_of_old: set[int] = set()
+    for name, fresh_slots in list(vars(fresh).items()):
+        old_slots: Any = getattr(optimizer, name, None)
+        if name in _ALL_VARIABLES or not _are_slots(fresh_slots, new_places):
             continue
-        if not _are_slots(old, old_places):
+        if not _are_slots(old_slots, old_places):
             continue
-        old_slots |= {id(slot) for slot in old}
-        for variable, slot in zip(variables, new, strict=True):
+        ids_of_old |= {id(slot) for slot in old_slots}
+        for variable, slot in zip(variables, fresh_slots, strict=True):
             place = old_places.get(id(variable))
-            slots_to_use[id(slot)] = slot if place is None else old[place]
+            to_use[id(slot)] = slot if place is None else old_slots[place]
             # An average begins as the variable.
             if place is None and name == _AVERAGES and slot is not None:
                 slot.assign(keras.ops.copy(variable.value))
-        _replace_list(optimizer, name, [slots_to_use[id(slot)] for slot in new])
-    slots = [
-        slots_to_use[id(v)] for v in other._variables if id(v) in slots_to_use
-    ]
-    others = [v for v in optimizer._variables if id(v) not in old_slots]
+        _replace_list(optimizer, name, [to_use[id(x)] for x in fresh_slots])
+    # In the order of the fresh optimizer, as a file has them.
+    slots = [to_use[id(v)] for v in fresh._variables if id(v) in to_use]
+    others = [v for v in optimizer._variables if id(v) not in ids_of_old]
     _replace_variables(optimizer, [*others, *slots])
     _replace_known(optimizer, variables)
 
@@ -170,14 +170,15 @@ def _replace_variables(
 ) -> None:
     """Set the optimizer's own variables, and have Keras track them."""
     _replace_list(optimizer, "_variables", variables)
-    tracked = tracker_of(optimizer).config
-    tracked["variables"] = (tracked["variables"][0], optimizer._variables)
+    config = tracker_of(optimizer).config
+    is_variable, _ = config["variables"]
+    config["variables"] = is_variable, optimizer._variables
 
 
-_KNOWN = ("_variables", "_trainable_variables")
+_ALL_VARIABLES = ("_variables", "_trainable_variables")
 _AVERAGES = "_model_variables_moving_average"
 
-NO_SLOTS = (*_KNOWN, _AVERAGES, "_accumulated_gradients")
+NO_SLOTS = (*_ALL_VARIABLES, _AVERAGES, "_accumulated_gradients")
 """The lists of variables that an optimizer has besides those of slots."""
 
 
@@ -185,7 +186,7 @@ def _are_slots(candidate: object, places: dict[int, int]) -> bool:
     """Return True if a list has a slot or None for each id in `places`."""
     if not isinstance(candidate, list) or len(candidate) != len(places):
         return False
-    return all(
+    return all(  # A slot is a variable, but none of those that have slots.
         slot is None
         or (isinstance(slot, keras.Variable) and id(slot) not in places)
         for slot in candidate
@@ -204,7 +205,7 @@ def _retarget_accumulators(
         return
     old = list(optimizer._accumulated_gradients)
     ids = [id(v) for v in optimizer._variables]
-    start = min((ids.index(id(v)) for v in old), default=len(ids))
+    first_place = min((ids.index(id(v)) for v in old), default=len(ids))
     new = [
         optimizer.add_variable_from_reference(v, name="gradient_accumulator")
         if i is None
@@ -213,22 +214,22 @@ def _retarget_accumulators(
     ]
     moved = {id(v) for v in (*old, *new)}
     others = [v for v in optimizer._variables if id(v) not in moved]
-    ordered = others[:start] + new + others[start:]
+    ordered = others[:first_place] + new + others[first_place:]
     _replace_variables(optimizer, ordered)
     _replace_list(optimizer, "_accumulated_gradients", new)
 
 
 def _replace_list(
-    owner: keras.optimizers.Optimizer, name: str, values: list[keras.Variable]
+    optimizer: keras.Optimizer, name: str, values: list[keras.Variable]
 ) -> None:
     """Replace a list of an optimizer, without Keras tracking its variables."""
     # As stock `build` does. TensorFlow's checkpoints refuse a tracked list
     # whose elements were replaced, and accept a new list.
     if _tracking is None:
-        vars(owner)[name] = values
+        vars(optimizer)[name] = values
         return
     with _tracking.DotNotTrackScope():
-        setattr(owner, name, values)
+        setattr(optimizer, name, values)
 
 
 def untracked() -> Any:
@@ -243,7 +244,7 @@ def replace_slots(
 ) -> None:
     """Put other variables, by the ids of the old ones, in the place of slots.
 
-    Keras knows them in `_variables` and in lists of its class (keras 3.0 to
+    They are in `_variables` and in lists of the optimizer's class (keras 3.0 to
     3.16).
     """
     for name, value in list(vars(optimizer).items()):

@@ -1,4 +1,7 @@
-"""Wrap Keras's operations, to find the products that a layer computes."""
+"""Wrap Keras's operations, to find the products that a layer computes.
+
+A wrapper calls the handlers of `on_operation` blocks and of `watch`, if any.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,7 @@ _SCOPES = "name_scope_stack"
 _FOLLOWED: set[type] = set()
 
 _thread = threading.local()
+"""`note`: the function of `recording`; `follows`: True in `following()`."""
 
 Handler = Callable[..., Any]
 """Called as `handler(layer, stock, name, args, kwargs)`; returns the result."""
@@ -196,7 +200,7 @@ def modules() -> list[Any]:
     homes = [each for each in (home, _backend) if each is not None]
     places = [getattr(each, x, None) for each in homes for x in _MODULES]
     present = [each for each in (home, *places) if each is not None]
-    # It has the `cast` that layers call.
+    # `backend` itself has the `cast` that layers call.
     return present if _backend is None else [*present, _backend]
 
 
@@ -226,10 +230,11 @@ def _wrap(names: tuple[str, ...]) -> None:
                     continue  # Wrapped already, and not replaced by others.
                 # It may be ours, which others put back after their patch.
                 stock = getattr(stock, _ORIGINAL, stock)
-                pair = _made.get((home, name))
-                if pair is None or pair[0] is not stock:
-                    pair = _made[home, name] = stock, _through(stock, name)
-                new[name].append((home, vars(home).get(name), pair[1]))
+                wrapped_before, wrapper = _made.get((home, name), (None, stock))
+                if wrapped_before is not stock:
+                    wrapper = _wrapper_of(stock, name)
+                    _made[home, name] = stock, wrapper
+                new[name].append((home, vars(home).get(name), wrapper))
         _users.update(names)
         for name, functions in new.items():
             _replaced.setdefault(name, []).extend(functions)
@@ -253,8 +258,8 @@ def _unwrap(names: tuple[str, ...]) -> None:
                     setattr(home, name, own)
 
 
-def _through(stock: Operation, name: str) -> Operation:
-    """Return a function that calls the handler of an operation."""
+def _wrapper_of(stock: Operation, name: str) -> Operation:
+    """Return a function that calls the handlers of an operation, if any."""
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -267,7 +272,7 @@ def _through(stock: Operation, name: str) -> Operation:
         # First, since a graph of torch.compile would guard `_open_blocks`.
         if not _is_compiling() and _open_blocks:
             return _through_blocks(layer, stock, name, args, kwargs)
-        if name in _watching and (
+        if name in _watching and (  # See `watch` for when.
             type(layer) in _FOLLOWED
             or getattr(_thread, "note", None)
             or getattr(_thread, "follows", False)
@@ -287,7 +292,7 @@ def _through_blocks(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run an operation through the handlers of `on_operation` blocks."""
-    # Innermost is the handler of `watch`, as without blocks.
+    # The handler of `watch` is called last, if it would be without blocks.
     run, of_watch = stock, _watching.get(name)
     is_watched = type(layer) in _FOLLOWED or recorder()
     if of_watch and (is_watched or getattr(_thread, "follows", False)):
@@ -311,6 +316,7 @@ def _through_blocks(
 def _handled(
     handler: Handler, layer: keras.Layer, run: Operation, name: str
 ) -> Operation:
+    """Return an operation that calls `handler`, which gets `run` as `stock`."""
     return lambda *args, **kwargs: handler(layer, run, name, args, kwargs)
 
 

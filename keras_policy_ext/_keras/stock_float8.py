@@ -21,10 +21,9 @@ _mode_of = keras.layers.Layer.quantization_mode.fget
 
 def other_mode(layer: keras.Layer) -> str | None:
     """Return the mode in which Keras quantized a layer; None if float8."""
-    # A policy in a map may be Keras's own float8 for a layer of this package
-    # that does not follow it.
-    # Not the property of the layer, which may call this function.
+    # Keras's property, since that of a float8 layer may call this function.
     mode: str | None = _mode_of(layer)
+    # A map may have Keras's own float8 for a layer that does not follow it.
     return None if mode == "float8" else mode
 
 

@@ -36,8 +36,9 @@ def around_axis(
     only if `are_own()`.
     """
     with warnings.catch_warnings():
-        # Where Keras computes the same, it has said that backends differ.
+        # Keras's own call has already warned that backends differ.
         warnings.simplefilter("ignore")
         of_axis = getattr(_utils, _OLD)
         cut, added = of_axis(kernel, stride, dilation, padding, more)
+    # It cuts both ends, and then adds zeros; PyTorch adds fewer than a stride.
     return -cut, min(added, stride - 1) - cut

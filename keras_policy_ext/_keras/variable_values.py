@@ -27,7 +27,7 @@ def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
         return variable
     try:
         scope = calls.autocast_scope(None)
-    except ImportError:
+    except ImportError:  # Without the scope, a value in its own dtype will do.
         value = variable.value
         dtype = getattr(variable, "_dtype", variable.dtype)
         if keras.backend.standardize_dtype(value.dtype) == dtype:
@@ -62,7 +62,7 @@ def _stateless_scope() -> Any:
     )
 
 
-def let_wait_no_longer(variable: keras.Variable) -> None:
+def cancel_initialization(variable: keras.Variable) -> None:
     """Cancel the deferred initialization of a variable that is replaced."""
     # In a stateless scope Keras lists the variables without a value, to
     # allocate them at its end (`uninitialized_variables`, keras 3.0 to 3.15).
@@ -80,12 +80,14 @@ def _is_deleted(value: Tensor) -> bool:
     # On several devices, the array looks complete if NumPy has a view of its
     # first buffer. To read it would abort the process (jaxlib 0.10).
     is_deleted = getattr(value, "is_deleted", None)
+    if not callable(is_deleted):  # An array of another framework.
+        return False
     try:
-        if not callable(is_deleted) or is_deleted():
-            return callable(is_deleted)
+        if is_deleted():
+            return True
         shards = getattr(value, "addressable_shards", ())
         return any(shard.data.is_deleted() for shard in shards)
-    except TypeError:  # a tracer knows no buffers
+    except TypeError:  # A tracer knows no buffers.
         return False
 
 
@@ -157,7 +159,7 @@ class ComputedVariable:
         self._autocast = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "held" or name.startswith("__"):
+        if name == "held" or name.startswith("__"):  # Not set yet, in a copy.
             raise AttributeError(name)
         return getattr(self.held, name)
 
@@ -214,13 +216,13 @@ class Companion:
         self.left_out = False
 
     def assigned_beside(self) -> None:
-        """Do nothing; called after the variable is assigned from outside."""
+        """Do nothing; called if the code of the user assigns the variable."""
 
     def stepped_beside(self) -> None:
         """Do nothing; called if an optimizer updated the variable only."""
 
     def memory(self) -> Callable[[], None]:
-        """Return a function that restores this, once both variables are."""
+        """Return a function that restores this after its variable."""
         raise NotImplementedError
 
 
@@ -284,7 +286,6 @@ def tell_companions() -> None:
 
 
 def _assign(stock: Stock, variable: keras.Variable, value: Any) -> Any:
-    """Assign a variable, and notify its companion."""
     assigned = stock(variable, value)
     companion = _COMPANIONS.get(id(variable))
     if companion is not None and not is_without_notifying():
@@ -351,7 +352,7 @@ class _AverageStandIn(keras.Variable):
     """The moving average of a variable that has none; it ignores values."""
 
     def __init__(self, variable: keras.Variable):
-        # Keras assigns averages to variables, and zeros do not change this one.
+        # Keras assigns averages to variables; zeros leave a state unchanged.
         # On TensorFlow it writes into the tensors behind the variables: there
         # the average is the value, so that to swap them changes nothing.
         self._copies = keras.backend.backend() == "tensorflow"
@@ -361,7 +362,7 @@ class _AverageStandIn(keras.Variable):
                 return keras.ops.copy(variable.value)
             return keras.ops.zeros(shape, dtype)
 
-        # As for slots, that of the variable; a LayoutMap would go by the name.
+        # The variable's layout, as for slots: a LayoutMap would go by the name.
         layout = getattr(variable, "_layout", None)
         super().__init__(
             initial,

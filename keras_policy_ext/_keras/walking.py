@@ -36,7 +36,7 @@ def forget_compiled_functions(model: keras.Model) -> None:
             if getattr(model, name) is not None:
                 delattr(model, name)
             setattr(model, name, None)
-    # A `fit` that runs now, if a callback called this, does not make it.
+    # A `fit` that runs now, if a callback called this, does not make the step.
     if has_trained:
         model.make_train_function()
 
@@ -67,15 +67,14 @@ def follow_graph(
     """
     levels = getattr(model, "_nodes_by_depth", None)
     if levels is None:
-        raise versions.missing(
-            "Functional._nodes_by_depth", "reading the graph of a model"
-        )
+        what = "Functional._nodes_by_depth"
+        raise versions.missing(what, "reading the graph of a model")
     values = dict(zip(map(id, model.inputs), inputs, strict=True))
     for depth in sorted(levels, reverse=True):
         for node in levels[depth]:
             needed = node.input_tensors
             if node.is_input or any(id(x) not in values for x in needed):
-                continue
+                continue  # Known already, or not computable: as Keras does.
             args, kwargs = node.arguments.fill_in(values)
             results = keras.tree.flatten(call(node.operation, *args, **kwargs))
             values.update(zip(map(id, node.outputs), results, strict=True))

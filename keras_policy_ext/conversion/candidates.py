@@ -52,7 +52,7 @@ class Candidate:
     layer: keras.Layer
     form: type  # The float8 class that conversion gives it.
     kernels: tuple[keras.Variable, ...]  # The weights that are contracted.
-    # The layers that have the kernels which are not its own.
+    # The layers that have those of the kernels that are not this layer's own.
     owners: tuple[keras.Layer, ...] = ()
     # Whether it is converted only where `convert` is asked to, as a head that
     # multiplies with the table of an embedding.
@@ -132,14 +132,14 @@ def survey(model: keras.Layer, attention: bool = False) -> Survey:
     result = Survey([], [], [])
     layers = walking.layers_within(model)
     unknown = [x for x in layers if _has_no_form(x)]
-    if attention:  # Which was perhaps not recorded of these.
+    if attention:  # Of these, an earlier call may have recorded no attention.
         unknown += [x for x in layers if isinstance(x, ByOperation)]
     products_by_operation.record(model, unknown, attention)
     for layer in layers:
         if isinstance(layer, Float8State):
             continue
         try:
-            form = _form(layer, attention)
+            form = _float8_class(layer, attention)
             kernels = () if form is None else tuple(_kernels(layer, form))
         except _CannotConvert as reason:
             result.skipped.append(Unconverted(layer, str(reason)))
@@ -171,9 +171,8 @@ def path_of(layer: keras.Layer) -> str:
 
 def quantized_by_keras(layer: keras.Layer) -> bool:
     """Return True if a layer is quantized by Keras, not by this package."""
-    return layer.quantization_mode is not None and not isinstance(
-        layer, Float8Mixin
-    )
+    is_own = isinstance(layer, Float8Mixin)
+    return layer.quantization_mode is not None and not is_own
 
 
 def why_code_differs(layer: keras.Layer) -> str | None:
@@ -193,9 +192,9 @@ def why_code_differs(layer: keras.Layer) -> str | None:
 
 
 def _has_no_form(layer: keras.Layer) -> bool:
-    """Return True if the class of a layer has no float8 form."""
+    """Return True if a layer has no float8 form, and no known reason why."""
     cls = type(layer)
-    if issubclass(cls, Float8Mixin) or _without_form(cls) is not None:
+    if issubclass(cls, Float8Mixin) or _why_without_form(cls) is not None:
         return False
     try:
         return form_of(cls) is None and _quantized_by(layer) is None
@@ -207,30 +206,30 @@ class _CannotConvert(Exception):
     """Raised for a layer that cannot be converted; its text says why."""
 
 
-def _form(layer: keras.Layer, attention: bool) -> type | None:
+def _float8_class(layer: keras.Layer, attention: bool) -> type | None:
     """Return a layer's float8 class; None if it needs no conversion."""
     cls = type(layer)
     try:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
     except TypeError as error:
         raise _CannotConvert(_quantized_by(layer) or str(error)) from error
-    own = walking.own_weights(layer)
     if form is None and not quantized_by_keras(layer):
         form = form_by_operation(layer, attention)
     # A form that does not train, that of an embedding, is for `freeze` alone.
     trains = getattr(form, "float8_trains", True)
     if form is None or (form is not cls and not trains):
-        _refuse_unknown(layer, own)
+        _refuse_if_weights(layer)
         return None
     if not layer.built:
         raise _CannotConvert(NOT_BUILT)
+    # Only Keras's own float8 can be replaced.
     if quantized_by_keras(layer) and not stock_float8.stock_float8(layer):
         raise _CannotConvert(
             f"Keras has quantized it ({layer.quantization_mode})"
         )
-    replaced = why_code_differs(layer)
-    if replaced is not None:
-        raise _CannotConvert(replaced)
+    reason = why_code_differs(layer)
+    if reason is not None:
+        raise _CannotConvert(reason)
     return form
 
 
@@ -247,7 +246,7 @@ def _quantized_by(layer: keras.Layer) -> str | None:
     return None
 
 
-def _without_form(cls: type) -> str | None:
+def _why_without_form(cls: type) -> str | None:
     """Return why a stock class with weights has no float8 form, or None."""
     for base in cls.__mro__:
         rank = "".join(re.findall(r"\dD", base.__name__))
@@ -257,15 +256,16 @@ def _without_form(cls: type) -> str | None:
     return None
 
 
-def _refuse_unknown(layer: keras.Layer, own: list[keras.Variable]) -> None:
-    """Raise with the reason if a layer with weights has no float8 form."""
-    cls = type(layer)
-    reason = _without_form(cls)
+def _refuse_if_weights(layer: keras.Layer) -> None:
+    """Raise why a layer without a float8 form stays, if it has weights."""
+    cls, own = type(layer), walking.own_weights(layer)
+    reason = _why_without_form(cls)
     if reason is not None:
         raise _CannotConvert(reason)
+    # Weights that its call reads may be of other layers.
     record = record_of(layer)
     if record is not None and record.refused and not record.products:
-        owner = record.refused[0]()
+        owner = record.refused[0]()  # A weak reference: None if it is gone.
         path = "" if owner is None else path_of(owner)
         raise _CannotConvert(
             f"it multiplies with a kernel of layer {path!r}, which computes "
@@ -290,7 +290,7 @@ def _not_recognised(layer: keras.Layer) -> str | None:
     record = record_of(layer)
     if record is None:
         return None
-    if record.products:  # Without a branch they have a float8 form.
+    if record.products:  # Found, but in a branch (else there is a form).
         return f"it calls keras.ops.{record.branch}, in which products differ"
     return (
         f"in the call of {type(layer).__name__} no product with a weight of "
@@ -309,7 +309,8 @@ def _kernels(layer: keras.Layer, form: type) -> list[keras.Variable]:
     elif issubclass(form, Float8Mixin):
         kernels = [v for v in own if form.is_float8_kernel(layer, v)]
         kernels += [kernel for _, kernel in foreign_kernels(layer)]
-    # Without weights of its own, a layer may be a composite.
+    # Without weights of its own, a layer may be a composite. `names` is empty
+    # for a class of composites, and None where any name will do.
     names = getattr(form, "float8_kernels", ())
     if own and not kernels and names is None:
         raise _CannotConvert(_NO_KERNEL)
@@ -368,7 +369,7 @@ def has_call(model: keras.Layer) -> bool:
 def _check_parts(model: keras.Layer) -> None:
     """Raise if a model that has not been called lacks weights in a part."""
     unbuilt = [name for name, _ in _unbuilt_parts(model)]
-    # A `call` gives all parts weights: without any, name the whole model.
+    # One call would build all parts: if none is built, name the whole model.
     if unbuilt and (model.weights or not has_call(model)):
         raise ValueError(
             f"Parts of {type(model).__name__} {model.name!r} have no weights "
@@ -391,6 +392,7 @@ def _unbuilt_parts(model: keras.Layer) -> list[tuple[str, Any]]:
     for name, part in _parts(model):
         if not any(map(_would_get_weights, walking.layers_within(part))):
             continue
+        # A part without any weights is named itself, not the parts in it.
         inner = _unbuilt_parts(part) if part.weights else []
         unbuilt += [(f"{name}.{under}", layer) for under, layer in inner]
         if not inner:

@@ -59,7 +59,7 @@ class Safe(SizeFilter):
 
     @override
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        return {
+        return {  # Reversed: the reason of the first kernel counts.
             number: reason
             for number, candidate in enumerate(candidates)
             for summed, free in candidate.sizes[::-1]

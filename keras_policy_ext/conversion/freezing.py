@@ -52,21 +52,21 @@ from keras_policy_ext.policies.of_layers import (
 )
 from keras_policy_ext.recipes import FrozenKernels
 
-_FILES = ("save_own_variables", "load_own_variables")
+_SAVING_METHODS = ("save_own_variables", "load_own_variables")
 
 
 def has_own_files(layer: keras.Layer) -> str | None:
     """Return why a layer that overrides saving is not frozen, or None."""
     # Its files hold float kernels: codes would be loaded as values.
-    for name in _FILES:
+    for name in _SAVING_METHODS:
         if name in vars(layer):
             return f"it has a `{name}` of its own"
-    forms = drop_ins()
+    float8_classes = drop_ins()  # By stock class.
     for base in type(layer).__mro__:
-        if base in (Float8Mixin, keras.Layer) or base in forms:
-            return None
-        for name in _FILES:
-            if name in vars(base) and base not in forms.values():
+        if base in (Float8Mixin, keras.Layer) or base in float8_classes:
+            return None  # A float8 class replaces the methods of these.
+        for name in _SAVING_METHODS:
+            if name in vars(base) and base not in float8_classes.values():
                 return (
                     f"its class {base.__name__} has a `{name}` of its own, "
                     "which reads and writes float weights"
@@ -142,29 +142,29 @@ def freeze(
     given: object = filter
     if given == "auto":  # Its class may be missing: it is an extension's.
         raise ValueError(_no_filter(given))
-    selection = Selection.read(include, exclude, filter, None)
+    selection = Selection.read(include, exclude, filter)
     if isinstance(selection.filter, candidates.SizeFilter):
         raise ValueError(_no_filter(filter))
     candidates.check(model)
     eligible, skipped = freezable(model)
     work = work_of(model)
-    decide = deciding(model, selection, eligible, work.call)
-    reasons = selection.reasons(eligible, decide)
-    projecting: dict[int, str] = {}
+    by_role = deciding(model, selection, eligible, work.call)
+    reasons = selection.reasons(eligible, by_role)
+    by_logits: dict[int, str] = {}
     if activations is not None and include is None:
-        projecting = _projecting(model, eligible)
-        reasons = {**projecting, **reasons}
+        by_logits = _computing_logits(model, eligible)
+        reasons = {**by_logits, **reasons}
     chosen = [each for n, each in enumerate(eligible) if n not in reasons]
     stay = [Unconverted(eligible[n].layer, reasons[n]) for n in sorted(reasons)]
     _check_not_frozen(chosen)
     plans = [_plan(each, recipe, trained_scales) for each in chosen]
     stored: list[Stored] = []
     with training.changing(model) as retraced:
-        # Those that stay for this reason alone leave float8 too.
-        for number in projecting:
-            if reasons[number] is projecting[number]:
+        # Embeddings that stay for this reason alone leave float8 too.
+        for number in by_logits:
+            if reasons[number] is by_logits[number]:
                 to_stock_class(eligible[number].layer)
-        _release(model, chosen)
+        _revert_users(model, chosen)
         for plan in plans:
             kernels = list(plan.kernels(stored))
             to_float8_class(plan.layer, plan.policy, kernels)
@@ -226,16 +226,15 @@ def frozen_layers(model: keras.Layer) -> list[Any]:
 def freezable(model: keras.Layer) -> tuple[list[Candidate], list[Unconverted]]:
     """Return the layers that `freeze` can freeze, and others with a reason."""
     survey = candidates.survey(model)
-    found = list(map(_of_own_kernels, survey.candidates))
+    found = list(map(_with_own_kernels, survey.candidates))
     by_id = {id(each.layer): each for each in found if each.kernels}
-    skipped = [
-        Unconverted(each.layer, _KERNEL_ELSEWHERE)
-        for each in found
-        if not each.kernels
-    ]
+    elsewhere = (
+        "it multiplies with a weight of another layer, which is stored there"
+    )
+    skipped = [Unconverted(x.layer, elsewhere) for x in found if not x.kernels]
     # Skipped layers that do not train in float8, embeddings, can be frozen.
     for each in survey.skipped:
-        form = _form(each.layer)
+        form = _float8_class(each.layer)
         trains = getattr(form, "float8_trains", True)
         if form is None or trains or not each.layer.built:
             skipped.append(each)
@@ -249,20 +248,15 @@ def freezable(model: keras.Layer) -> tuple[list[Candidate], list[Unconverted]]:
         if id(layer) not in by_id:
             continue
         candidate = by_id[id(layer)]
-        reason = has_own_files(layer) or _shared(candidate, holders)
-        if reason := reason or _moves_kernels(candidate):
+        reason = has_own_files(layer) or _why_shared(candidate, holders)
+        if reason := reason or _why_moved(candidate):
             skipped.append(Unconverted(layer, reason))
         else:
             chosen.append(candidate)
     return chosen, skipped
 
 
-_KERNEL_ELSEWHERE = (
-    "it multiplies with a weight of another layer, which is stored there"
-)
-
-
-def _of_own_kernels(candidate: Candidate) -> Candidate:
+def _with_own_kernels(candidate: Candidate) -> Candidate:
     """Return a candidate without the kernels that are of other layers."""
     # Those are stored in their own layers.
     if not candidate.owners:
@@ -296,18 +290,18 @@ def _no_filter(given: object) -> str:
     )
 
 
-def _release(model: keras.Layer, chosen: list[Candidate]) -> None:
+def _revert_users(model: keras.Layer, chosen: list[Candidate]) -> None:
     """Make stock layers of those that multiply kernels of layers to freeze."""
     # They hold the state of these kernels; as stock layers they read values.
-    freezing = {id(each.layer) for each in chosen}
+    to_freeze = {id(each.layer) for each in chosen}
     for each in candidates.survey(model).candidates:
-        stored = any(id(owner) in freezing for owner in each.owners)
+        reads_stored = any(id(owner) in to_freeze for owner in each.owners)
         in_float8 = float8_policy_of(each.layer) is not None
-        if stored and in_float8 and id(each.layer) not in freezing:
+        if reads_stored and in_float8 and id(each.layer) not in to_freeze:
             to_stock_class(each.layer)
 
 
-def _projecting(
+def _computing_logits(
     model: keras.Layer, eligible: list[Candidate]
 ) -> dict[int, str]:
     """Return why embeddings that also compute logits stay, by index."""
@@ -316,7 +310,7 @@ def _projecting(
         "`include` freezes it too"
         for number, each in enumerate(eligible)
         if issubclass(each.form, keras.layers.ReversibleEmbedding)
-        and each.layer is not model
+        and each.layer is not model  # Then it was asked for by itself.
         and not is_frozen(each.layer)
     }
 
@@ -335,16 +329,17 @@ def _holders(layers: list[keras.Layer]) -> dict[int, list[keras.Layer]]:
     for layer in layers:
         tracked = walking.tracked_variables(layer)
         for variable in [*tracked, *walking.captured_variables(layer)]:
+            # Of a stored kernel, `held` returns the codes.
             holders.setdefault(id(held(variable)), []).append(layer)
     return holders
 
 
-def _shared(
+def _why_shared(
     candidate: Candidate, holders: dict[int, list[keras.Layer]]
 ) -> str | None:
-    """Return which other layer holds a kernel, so that it is not frozen."""
-    # It would keep the float kernel and train it alone; in a model that is
-    # rebuilt from a file, it would read codes as values.
+    """Return why a layer stays if another one holds its kernel, or None."""
+    # The other would keep the float kernel and train it alone; in a model that
+    # is rebuilt from a file, it would read codes as values.
     for kernel in candidate.kernels:
         for holder in holders.get(id(kernel), ()):
             if holder is not candidate.layer:
@@ -353,12 +348,12 @@ def _shared(
     return None
 
 
-def _moves_kernels(candidate: Candidate) -> str | None:
+def _why_moved(candidate: Candidate) -> str | None:
     """Return why a layer has no kernel that can be stored, or None."""
     form: Any = candidate.form
     if stored_weights.kernels_to_store(candidate.layer, form):
         return None
-    # Only products that are recognised by operation may move kernels.
+    # Only in a product that is recognised by operation a kernel may be moved.
     if not issubclass(form, ByOperation) or is_frozen(candidate.layer):
         return None
     return "it moves its kernel before it multiplies with it"
@@ -381,11 +376,12 @@ def form_to_freeze(layer: keras.Layer) -> Any:
 
     None if it has that class already, or has no kernels of its own to store.
     """
-    form = _form(layer)
+    form = _float8_class(layer)
     if form is type(layer) or not issubclass(form or object, Float8Mixin):
         return None
     if has_own_files(layer):
         return None
+    # Products by operation may be with weights of other layers only.
     if issubclass(form, ByOperation) and not is_own(layer):
         return None
     return form
@@ -393,14 +389,14 @@ def form_to_freeze(layer: keras.Layer) -> Any:
 
 def lacks_form(layer: keras.Layer) -> bool:
     """Return True if a layer has no float8 class as far as is known."""
-    return not isinstance(layer, Float8Mixin) and _form(layer) is None
+    return not isinstance(layer, Float8Mixin) and _float8_class(layer) is None
 
 
-def _form(layer: keras.Layer) -> Any:
-    """Return the float8 class for a layer; None if a subclass changed code."""
+def _float8_class(layer: keras.Layer) -> Any:
+    """Return the float8 class for a layer; None if there is none."""
     try:
         return form_of(type(layer)) or form_by_operation(layer)
-    except TypeError:
+    except TypeError:  # A subclass overrides its `call`, for instance.
         return None
 
 
@@ -423,7 +419,7 @@ class _Plan:
         return Float8DTypePolicy(source, recipe=self.recipe)
 
     def kernels(self, stored: list[Stored]) -> Iterator[Frozen]:
-        """Yield the kernels quantized; append an entry for each to `stored`."""
+        """Yield (kernel, its codes, scale of its inputs); add to `stored`."""
         form: Any = self.candidate.form
         for kernel in stored_weights.kernels_to_store(self.layer, form):
             value = stored_weights.float_value(kernel)
@@ -431,9 +427,9 @@ class _Plan:
                 each = stored_kernels.quantize(
                     value,
                     form.float8_axes(self.layer, kernel),
-                    self.recipe.per,
-                    self.recipe.weights,
-                    self.scales.get(kernel.path),
+                    granularity=self.recipe.per,
+                    weights=self.recipe.weights,
+                    scale=self.scales.get(kernel.path),
                 )
             except ValueError as error:
                 raise ValueError(f"{kernel.path!r}: {error}") from error
@@ -448,18 +444,20 @@ def _plan(
     layer: Any = candidate.layer
     inputs: dict[str, float] = {}
     scales: dict[str, float] = {}
+    form: Any = candidate.form
+    none_seen: tuple[float, tuple[float, ...]] = 0.0, ()
     for kernel in candidate.kernels:
         rows = _recorded_rows(layer, kernel)
-        form: Any = candidate.form
+        _, amaxes = rows.get("inputs", none_seen)
+        # A class that does not train looks up rows: it has no inputs to scale.
         if recipe.activations == "static" and form.float8_trains:
-            amax = float(np.max(rows["inputs"][1], initial=0.0)) if rows else 0
+            amax = float(np.max(amaxes, initial=0.0))
             if not amax:
                 raise ValueError(_unseen(layer))
             inputs[kernel.path] = amax / formats.get("float8_e4m3fn").max
-        if trained_scales and rows:
-            scale = float(rows["kernel"][0])
-            if scale > 0:
-                scales[kernel.path] = scale
+        scale, _ = rows.get("kernel", none_seen)
+        if trained_scales and scale > 0:
+            scales[kernel.path] = float(scale)
     return _Plan(candidate, recipe, inputs, scales)
 
 
@@ -558,11 +556,12 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
 def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
     """Return the stored kernels that each call of a layer dequantizes."""
     recipe = layer.float8_policy.recipe
+    # A class that does not train looks up rows, and dequantizes only these.
     if not layer.float8_trains or contractions.multiplies_codes(recipe):
         return []
-    cuts = backends.current.cuts  # Large kernels are dequantized in parts.
+    in_parts = backends.current.cuts  # Whether it dequantizes a size in parts.
     stored = stored_weights.stored_in(layer)
-    return [each for each in stored if not cuts(math.prod(each.shape))]
+    return [each for each in stored if not in_parts(math.prod(each.shape))]
 
 
 def _refusal(model: keras.Layer, frozen: list[Any]) -> str:

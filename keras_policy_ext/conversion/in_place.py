@@ -74,6 +74,7 @@ from keras_policy_ext.policies.of_layers import (
 )
 from keras_policy_ext.recipes import Recipe
 
+# Paths of layers in a composite, each with the float8 policy that it follows.
 Followed = list[tuple[str, Float8DTypePolicy | None]]
 
 
@@ -114,10 +115,9 @@ def declare_policies(model: keras.Layer) -> None:
 def _declare(backbone: keras.Model) -> None:
     """Set the policy of a backbone, or keep it as `declare_policies` says."""
     own = backbone.dtype_policy
-    if isinstance(own, keras.dtype_policies.DTypePolicyMap) and not isinstance(
-        own, Float8DTypePolicy
-    ):
-        return
+    is_map = isinstance(own, keras.dtype_policies.DTypePolicyMap)
+    if is_map and not isinstance(own, Float8DTypePolicy):
+        return  # KerasHub writes a map of the user's as it is.
     followed = _followed(backbone)
     layers = walking.layers_within(backbone)
     if any(map(candidates.quantized_by_keras, layers)):
@@ -137,10 +137,11 @@ def _followed(composite: keras.Layer) -> Followed:
 def _assigns(policy: keras.DTypePolicy, followed: Followed) -> bool:
     """Return True if `policy` assigns each path the policy listed with it."""
     for path, its_policy in followed:
-        own = policies.as_float8(of_path(policy, path))
-        if isinstance(own, Float8DTypePolicy):
-            own = own.for_path(path)
-        if (own if isinstance(own, Float8DTypePolicy) else None) != its_policy:
+        assigned = policies.as_float8(of_path(policy, path))
+        if isinstance(assigned, Float8DTypePolicy):  # Its rules may exclude it.
+            assigned = assigned.for_path(path)
+        is_float8 = isinstance(assigned, Float8DTypePolicy)
+        if its_policy != (assigned if is_float8 else None):
             return False
     return True
 
@@ -148,7 +149,7 @@ def _assigns(policy: keras.DTypePolicy, followed: Followed) -> bool:
 def policy_with_rules(
     source: keras.DTypePolicy, followed: Followed
 ) -> Float8DTypePolicy:
-    """Return a policy of the most common recipe, with rules for the others.
+    """Return a policy of the most common recipe, with rules for other layers.
 
     `source` is the plain policy that it extends. Some layer has a policy.
     """
@@ -261,14 +262,14 @@ def convert(
     notes_of_followers = training.before(change)
     folded = [] if smooth_swiglu is None else model.weights
     with (
-        unchanged_on_error((), folded),
+        unchanged_on_error((), variables=folded),
         training.changing(model) as retraced_functions,
     ):
         nothing_folded = smooth_swiglu is not None and not _extensions.get(
             "conversion.smooth_swiglu"
         )(model, smooth_swiglu)
         report = _convert(model, decided, attention, retraced_functions)
-        # In here, so that an error made of a warning undoes all.
+        # In this block, so that an error made of a warning undoes all.
         warn_of_little(report, model)
         for sentence in report.without_effect:
             _user_code.warn(sentence)
@@ -318,11 +319,12 @@ def _decided(
             "weighted sums in float8, or None, to leave them as they are."
         )
     candidates.check(model)
-    survey = candidates.survey(model, attention is not None)
+    survey = candidates.survey(model, attention=attention is not None)
     requested = Requested.read(model, policy, recipe)
     convertible = survey.candidates
     check_tuned(policy, convertible)
     work = None
+    # Why layers that decide, and under "safe" the ends, are left out, by index.
     by_role: dict[int, str] = {}
     if convertible and not selection.deciding:
         work = work_of(model)
@@ -341,9 +343,8 @@ def _convert(
     retraced: Sequence[str] = (),
 ) -> Report:
     """Convert the chosen layers; optimizers do not know the new state yet."""
-    survey = decided.survey
+    survey, work = decided.survey, decided.work
     chosen = [candidate.layer for candidate, _ in decided.decisions]
-    work = decided.work
     if attention or (work is not None and not work.hold_for(chosen)):
         work = None  # The report counts anew.
     for candidate, target in decided.decisions:
@@ -353,7 +354,7 @@ def _convert(
         state.observe(candidate.layer.float8_contracted)
         if attention and can_attend(candidate.layer):
             candidate.layer.choose_attention(attention)
-    refused = [
+    refused = [  # Their attention stays in floats.
         Unconverted(composite, reason)
         for composite in survey.composites
         if (reason := _enter_composite(composite, attention))
@@ -365,13 +366,13 @@ def _convert(
         for layer in survey.composites
         if attention and float8_policy_of(layer) is not None
     ]
-    without_effect = []
+    without_effect = []  # Sentences for the report.
     changed = [*chosen, *contracting]
     if attention is not None:
-        without_effect = _partly_left(changed)
-        refused += _left(model, changed, refused)
+        without_effect = _on_attention_in_floats(changed)
+        refused += _with_attention_in_floats(model, changed, refused)
         if not contracting and not any(map(attends, changed)):
-            without_effect.append(_no_attention(model, refused))
+            without_effect.append(_on_no_attention(model, refused))
     return report_of(
         Report,
         model,
@@ -443,6 +444,7 @@ def reverted(model: keras.Layer) -> Iterator[None]:
 def _revert(model: keras.Layer, staying: Container[int]) -> None:
     """Make all layers stock layers, but not those with an id in `staying`."""
     for layer in walking.layers_within(model):
+        # Also layers that follow no float8, but have such a class or policy.
         if id(layer) not in staying and (
             original_of(type(layer)) is not None
             or isinstance(
@@ -479,17 +481,19 @@ def _with_one_state(
     """Leave out layers whose kernels other layers multiply in float8."""
     # A kernel has one state, which is that of the layer that multiplies.
     unchanged = {id(each.layer) for each in unconverted}
-    multiplying: dict[int, Candidate] = {}  # By the id of a kernel.
+    # By the id of a kernel, a layer other than its owner that multiplies with
+    # it. Layers in float8 already go before those to convert.
+    multiplying: dict[int, Candidate] = {}
     for each in convertible:
         if id(each.layer) in unchanged and float8_policy_of(each.layer):
-            multiplying.update(_foreign(each))
+            multiplying.update(_by_foreign_kernel(each))
     for each, _ in decisions:
-        multiplying = {**_foreign(each), **multiplying}
+        multiplying = {**_by_foreign_kernel(each), **multiplying}
     chosen = []
     for candidate, target in decisions:
         kernels = map(id, candidate.kernels)
-        holders = [multiplying.get(kernel, candidate) for kernel in kernels]
-        others = [each for each in holders if each is not candidate]
+        users = [multiplying.get(kernel, candidate) for kernel in kernels]
+        others = [each for each in users if each is not candidate]
         if not others:
             chosen.append((candidate, target))
             continue
@@ -499,8 +503,8 @@ def _with_one_state(
     return chosen, unconverted
 
 
-def _foreign(candidate: Candidate) -> dict[int, Candidate]:
-    """Return a layer with kernels of others, by the id of each kernel."""
+def _by_foreign_kernel(candidate: Candidate) -> dict[int, Candidate]:
+    """Return the candidate by the ids of its kernels; {} if all are its own."""
     kernels = candidate.kernels if candidate.owners else ()
     return {id(kernel): candidate for kernel in kernels}
 
@@ -526,7 +530,7 @@ def _all_frozen(model: keras.Layer) -> str:
     )
 
 
-def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
+def _on_no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
     """Return the warning that `attention="float8"` had no effect."""
     why = (
         "it has no attention layer with all projections in float8"
@@ -543,21 +547,15 @@ def _no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
     )
 
 
-_PROJECTIONS = (
-    "its attention is in float8 only if the layers in it are all converted, to "
-    "one policy"
-)
-
-
-def _left(
+def _with_attention_in_floats(
     model: keras.Layer,
     converted: Sequence[keras.Layer],
     refused: Sequence[Unconverted],
 ) -> Iterator[Unconverted]:
-    """Yield layers with layers in float8 in them, and attention in floats."""
+    """Yield other layers around float8 layers, with attention in floats."""
     listed = {id(x) for x in converted} | {id(each.layer) for each in refused}
     for layer in walking.layers_within(model):
-        reason = _why_left(layer)
+        reason = _why_attention_in_floats(layer)
         within = walking.layers_directly_in(layer)
         if id(layer) in listed or reason is None:
             continue
@@ -565,10 +563,12 @@ def _left(
             yield Unconverted(layer, reason)
 
 
-def _partly_left(converted: Sequence[keras.Layer]) -> list[str]:
+def _on_attention_in_floats(converted: Sequence[keras.Layer]) -> list[str]:
     """Return a sentence for each class with products left in floats."""
     reasons = {
-        type(x).__name__: reason for x in converted if (reason := _why_left(x))
+        type(x).__name__: reason
+        for x in converted
+        if (reason := _why_attention_in_floats(x))
     }
     return [
         f"`attention='float8'` had no effect on a part of {name}: {reason}."
@@ -576,7 +576,7 @@ def _partly_left(converted: Sequence[keras.Layer]) -> list[str]:
     ]
 
 
-def _why_left(layer: keras.Layer) -> str | None:
+def _why_attention_in_floats(layer: keras.Layer) -> str | None:
     """Return why products of two activations in a layer stay in floats."""
     record = record_of(layer)
     attention = None if record is None else record.attention
@@ -587,14 +587,18 @@ def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
     """Convert a composite; return why its attention stays in floats."""
     was_stock = original_of(type(layer)) is None
     if not enter_float8_with_children(layer):
-        return _PROJECTIONS if attention and can_attend(layer) else None
+        reason = (
+            "its attention is in float8 only if the layers in it are all "
+            "converted, to one policy"
+        )
+        return reason if attention and can_attend(layer) else None
     choose = getattr(layer, "choose_attention", None)
-    # Without the argument, a layer that was converted before keeps its mode.
+    # Without `attention`, a layer that was converted before keeps its mode.
     if choose is None or not (was_stock or attention):
         return None
     try:
         choose(attention)
-    except ValueError as reason:
+    except ValueError as error:  # The class cannot: its text says why.
         choose(None)
-        return str(reason)
+        return str(error)
     return None

@@ -177,17 +177,17 @@ class LayersReport(BaseReport):
         return list(groups.values())
 
     def _count(self) -> int:
-        return len(self.groups)
+        return len(self.groups)  # Each is a row that may be left out.
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
-        """Yield text and a table: one row per layer in full, else per group."""
+        """Yield text and a table: all layers in full, else `number` groups."""
         yield from self._head()
         groups = sorted(self.groups, key=lambda x: -multiplications_of(x))
         is_counted = self.totals.is_counted
         if full:
             rows = [r for each in self._entries for r in self._full_rows(each)]
             columns = list(self._full_columns)
-            if not is_counted and _MACS in columns:
+            if not is_counted and _MACS in columns:  # Leave the column out.
                 place = columns.index(_MACS)
                 rows = [[*row[:place], *row[place + 1 :]] for row in rows]
                 del columns[place]

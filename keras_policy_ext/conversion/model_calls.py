@@ -37,10 +37,10 @@ class ModelCall(NamedTuple):
 
     def followed(self) -> Call | None:
         """Return the call with what reaches which choice; None if unknown."""
-        with contextlib.suppress(Exception):
-            arguments = [self.arguments.of(SAMPLES)]
-            tracer = Tracer(follows=True)
-            return traced_calls.trace(self.model, arguments, tracer)[0]
+        with contextlib.suppress(Exception):  # The user's code may raise any.
+            arguments, tracer = self.arguments.of(SAMPLES), Tracer(follows=True)
+            (call,) = traced_calls.trace(self.model, [arguments], tracer)
+            return call
         return None
 
 
@@ -57,7 +57,7 @@ def trace(
         tracer: Makes what traces the call on batches of all sizes.
     """
     for arguments in _guesses(model):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # The model refuses the guess.
             batches = map(arguments.of, samples)
             calls = traced_calls.trace(model, batches, tracer())
             return ModelCall(model, arguments, calls)
@@ -120,7 +120,7 @@ def _guesses(model: keras.Layer) -> Iterator[Arguments]:
         kwargs: Any = {}
         dtypes: tuple[str | None, ...] = (None,)
     else:
-        found = _recorded(model)
+        found = _arguments_of_build(model)
         if found is None:
             return
         args, kwargs = found
@@ -132,34 +132,34 @@ def _guesses(model: keras.Layer) -> Iterator[Arguments]:
         for dtype in dtypes:
             inputs = Arguments(args, kwargs, dtype, filler)
             yield inputs
-        if inputs.are_sizes_known:
+        if inputs.are_sizes_known:  # No filler makes a difference.
             return
 
 
-def _recorded(layer: keras.Layer) -> tuple[Any, Any] | None:
+def _arguments_of_build(layer: keras.Layer) -> tuple[Any, Any] | None:
     """Return call arguments of the shapes on which a layer was built."""
     config = keras.Layer.get_build_config(layer) or {}
     shapes = config.get("shapes_dict")
-    if shapes is None:
+    if shapes is None:  # Of one input.
         shape = config.get("input_shape")
-        return None if shape is None else ((_tensors(layer, shape),), {})
+        return None if shape is None else ((_symbolic(layer, shape),), {})
     named = {
-        name.removesuffix("_shape"): _tensors(layer, shape)
+        name.removesuffix("_shape"): _symbolic(layer, shape)
         for name, shape in shapes.items()
         # The path is added by `BuiltUnderSavedPath`.
         if shape is not None and name != "path"
     }
-    if list(named) == ["input"]:
+    if list(named) == ["input"]:  # Its argument may have another name.
         return (named["input"],), {}
     return (), named
 
 
-def _tensors(layer: keras.Layer, shapes: Any) -> Any:
+def _symbolic(layer: keras.Layer, shapes: Any) -> Any:
     """Replace each shape by a symbolic tensor; TypeError for anything else."""
     if not isinstance(shapes, (dict, list, tuple)):
         raise TypeError(f"{shapes!r} is no shape")
     if isinstance(shapes, dict):
-        return {name: _tensors(layer, each) for name, each in shapes.items()}
+        return {name: _symbolic(layer, each) for name, each in shapes.items()}
     if all(size is None or isinstance(size, int) for size in shapes):
         return keras.KerasTensor(tuple(shapes), layer.compute_dtype)
-    return [_tensors(layer, each) for each in shapes]
+    return [_symbolic(layer, each) for each in shapes]

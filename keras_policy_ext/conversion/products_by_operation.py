@@ -45,32 +45,33 @@ def record(
         attention: Whether to look for products of two activations too.
     """
     unknown = [x for x in unknown if _is_wanted(x, attention)]
-    own = [x for x in unknown if _may_multiply(x)]
+    with_own = [x for x in unknown if _may_multiply(x)]
     others = [x for x in unknown if _may_read_others(x)]
-    if not own and not (others and (attention or _has_table(model))):
+    if not with_own and not (others and (attention or _has_table(model))):
         return
     notes = _Notes(model)
     with by_operation.recording(notes.take):
-        # Where sources cannot be followed, products with weights are noted.
+        # Where sources cannot be followed, only products with weights count.
         follows = attention and bool(
-            model_calls.trace(model, tracer=_in_attention)
+            model_calls.trace(model, tracer=_tracer_of_attention)
         )
         if not follows and model_calls.trace(model) is None:
             return
-    for layer in {id(x): x for x in (*own, *others)}.values():
+    for layer in {id(x): x for x in (*with_own, *others)}.values():
         if notes.has(layer):
-            by_operation.remember(layer, notes.of(layer, follows))
+            by_operation.remember(layer, notes.of(layer, attention=follows))
 
 
 _OF_ATTENTION = (keras.layers.Softmax, keras.layers.Dropout)
 """Layers between the two products of an attention."""
 
-_in_attention = functools.partial(
+_tracer_of_attention = functools.partial(
     traced_calls.Tracer, follows=True, within=_OF_ATTENTION
 )
 
 
 def _is_wanted(layer: keras.Layer, attention: bool) -> bool:
+    """Return True if a layer has no record, or none of its attention."""
     found = by_operation.record_of(layer)
     return found is None or (attention and found.attention is None)
 
@@ -119,7 +120,7 @@ class _Notes:
     """Collects the products of the layers of a model in a traced call."""
 
     def __init__(self, model: keras.Layer) -> None:
-        # The layer of each weight, and the number of the weight in it.
+        # By the id of a weight, its layer and its number in `own_weights`.
         self._places = {
             id(variable): (layer, number)
             for layer in walking.layers_within(model)
@@ -131,20 +132,20 @@ class _Notes:
         self._choosing: set[int] = set()
         self._called: set[int] = set()  # Layers that the call has reached.
         self._activations: dict[int, list[Multiplied | Fused]] = {}
-        self._scores: set[object] = set()  # Sources that reach a softmax.
         self._like: dict[int, int] = {}  # The equal layer that was traced.
+        self._scores: set[object] = set()  # Sources that reach a softmax.
 
     def take(self, layer: Any, found: Any) -> Any:
-        """Add a note; see `by_operation.recording`."""
+        """Add a note; of activations, return how to mark what they make."""
         if isinstance(found, (Multiplied, Fused, Softmax)):
             return self._take_activations(layer, found)
         if isinstance(found, str) and found not in products.BRANCHES:
-            self._choosing.add(id(layer))
+            self._choosing.add(id(layer))  # By a top-k, for instance.
         elif isinstance(found, str):
             self._branches.setdefault(id(layer), found)
         elif isinstance(found, LikeCall):
             self._take_call(layer, found.other)
-        elif id(found.variable) in self._places:
+        elif id(found.variable) in self._places:  # A product with a weight.
             owner, number = self._places[id(found.variable)]
             product = _Product(owner, number, found.equation, found.is_moved)
             self._products.setdefault(id(layer), []).append(product)
@@ -158,6 +159,7 @@ class _Notes:
         if not isinstance(found, Softmax):
             known.append(found)
 
+        # From what reaches the operands to what reaches the result.
         def of_product(sources: Sources) -> Sources:
             return frozenset([source])
 
@@ -184,7 +186,9 @@ class _Notes:
                 role = role_in_attention(each, reaches_softmax)
                 roles.append((each.equation, role))
         needs_flash = any(each.needs_flash for each in fused)
-        return Attention(tuple(roles), bool(fused), needs_flash)
+        return Attention(
+            tuple(roles), is_fused=bool(fused), needs_flash=needs_flash
+        )
 
     def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:
         """Note a call of `layer`, with all that was noted of its equal."""
@@ -194,27 +198,25 @@ class _Notes:
             self._called.update(map(id, walking.layers_within(layer)))
         if layer is other:
             return
-        within = zip(
-            walking.layers_within(other),
-            walking.layers_within(layer),
-            strict=True,
-        )
-        pairs = [(a, b) for a, b in within if a is not b]  # Of old and new.
-        place = {id(a): b for a, b in pairs}
-        for a, b in pairs:
-            if id(a) in self._called:
-                self._called.add(id(b))
-            if id(a) in self._branches:
-                self._branches.setdefault(id(b), self._branches[id(a)])
-            if id(a) in self._choosing:
-                self._choosing.add(id(b))
-            if id(b) not in self._activations:
-                self._like[id(b)] = self._like.get(id(a), id(a))
-            for each in self._products.get(id(a), ()):
-                owner = place.get(id(each.owner)) or _alike(each.owner, a, b)
+        inner = map(walking.layers_within, (other, layer))
+        pairs = [(a, b) for a, b in zip(*inner, strict=True) if a is not b]
+        equal = {id(noted): new for noted, new in pairs}
+        for noted, new in pairs:
+            key, old = id(new), id(noted)
+            if old in self._called:
+                self._called.add(key)
+            if old in self._branches:
+                self._branches.setdefault(key, self._branches[old])
+            if old in self._choosing:
+                self._choosing.add(key)
+            if key not in self._activations:
+                self._like[key] = self._like.get(old, old)
+            for each in self._products.get(old, ()):
+                owner = equal.get(id(each.owner))
+                owner = owner or _alike(each.owner, noted, new)
                 if owner is not None:
-                    moved = each._replace(owner=owner)
-                    self._products.setdefault(id(b), []).append(moved)
+                    its_own = each._replace(owner=owner)
+                    self._products.setdefault(key, []).append(its_own)
 
     def has(self, layer: keras.Layer) -> bool:
         """Return True if the traced call reached a layer."""
@@ -228,7 +230,7 @@ class _Notes:
             attention: Whether products of two activations were followed.
         """
         found = dict.fromkeys(self._products.get(id(layer), ()))
-        own = [_recorded(x, layer) for x in found if x.owner is layer]
+        own = [_public_record(x, layer) for x in found if x.owner is layer]
         foreign = [x for x in found if x.owner is not layer]
         if not _may_read_others(layer):
             foreign = []
@@ -236,11 +238,11 @@ class _Notes:
         # multiplies in float8 is refused; others are tied to their owner.
         uncalled = [x for x in foreign if self._is_uncalled(x.owner, layer)]
         called = [x for x in foreign if x not in uncalled]
-        refused = [x for x in called if self._contracts(x)]
+        refused = [x for x in called if self._owner_contracts(x)]
         tied = [x for x in called if x not in refused]
         chosen = uncalled or ([] if own else tied)
         return Recorded(
-            products=(*own, *(_recorded(x, layer) for x in chosen)),
+            products=(*own, *(_public_record(x, layer) for x in chosen)),
             branch=self._branches.get(id(layer), ""),
             chooses=id(layer) in self._choosing,
             is_tied=bool(tied) and not own and not uncalled,
@@ -251,22 +253,22 @@ class _Notes:
     def _is_uncalled(self, owner: keras.Layer, layer: keras.Layer) -> bool:
         """Return True if `owner` only holds the weights of `layer`."""
         if id(owner) in self._called or _is_table(owner):
-            return False
+            return False  # It uses them too, perhaps in another call.
         if isinstance(owner, Float8Mixin) and owner.float8_policy is not None:
             return False  # Another model may call it.
         within = walking.layers_within(layer)[1:]
         return any(each is owner for each in within)
 
-    def _contracts(self, product: _Product) -> bool:
+    def _owner_contracts(self, product: _Product) -> bool:
         """Return True if the owner multiplies with the weight in float8."""
         owner, weight = product.owner, product.weight
         try:
             form: Any = form_of(type(owner))
-        except TypeError:
+        except TypeError:  # The owner cannot be in float8.
             return False
         if isinstance(owner, Float8Mixin):
             form = type(owner)
-        if form is None:
+        if form is None:  # Then by a product that is recognised.
             own = self._products.get(id(owner), ())
             return any(x.owner is owner and x.weight is weight for x in own)
         return (
@@ -288,12 +290,12 @@ def _alike(
     return None
 
 
-def _recorded(product: _Product, layer: keras.Layer) -> RecordedProduct:
+def _public_record(product: _Product, layer: keras.Layer) -> RecordedProduct:
     """Return the public record of a product."""
     is_own = product.owner is layer
     return RecordedProduct(
-        product.weight.path,
-        product.equation,
-        product.is_moved,
-        None if is_own else weakref.ref(product.owner),
+        path=product.weight.path,
+        equation=product.equation,
+        is_moved=product.is_moved,
+        owner=None if is_own else weakref.ref(product.owner),
     )

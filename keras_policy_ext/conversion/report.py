@@ -321,12 +321,10 @@ class Stored:
         cls, kernel: keras.Variable, value: Any, stored: StoredKernel
     ) -> Stored:
         """Return the entry of a kernel; `value` is its value in float32."""
-        width = np.dtype("float32").itemsize
-        if "16" in keras.backend.standardize_dtype(kernel.dtype):
-            width //= 2
+        is_16_bits = "16" in keras.backend.standardize_dtype(kernel.dtype)
         return cls(
             kernel.path,
-            bytes_before=value.size * width,
+            bytes_before=value.size * (2 if is_16_bits else 4),
             bytes_after=stored.nbytes,
             sqnr_db=_sqnr_db(value, stored.dequantized()),
         )
@@ -422,26 +420,26 @@ def report_of(
         ),
     ]
     # Kernels of frozen layers that stay in floats have entries of their own.
-    kernels: dict[int, list[Any]] = {}
+    kernels: dict[int, list[Any]] = {}  # By the id of the layer.
     for each in excluded:
         if each.kernel is not None:
             kernels.setdefault(id(each.layer), []).append(each.kernel)
-    by_kernel: dict[int, Work] = {}
+    by_kernel: dict[int, Work] = {}  # By the id of the kernel.
     changed = []
     for layer in converted:
-        counted, in_floats = work.of(layer), kernels.get(id(layer), [])
+        of_layer, in_floats = work.of(layer), kernels.get(id(layer), [])
         if in_floats:
-            counted, counts = work.of_parts(layer, in_floats)
-            by_kernel.update(zip(map(id, in_floats), counts, strict=True))
-        changed.append(_converted(layer, counted))
+            of_layer, of_kernels = work.of_parts(layer, in_floats)
+            by_kernel.update(zip(map(id, in_floats), of_kernels, strict=True))
+        changed.append(_converted(layer, of_layer))
     skipped = [_skipped(x, work, by_kernel.get(id(x.kernel))) for x in excluded]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
-        tuple(changed),
-        tuple(skipped),
-        scalars(weights),
-        tuple(retraced),
-        tuple(without_effect),
+        converted=tuple(changed),
+        skipped=tuple(skipped),
+        parameters=scalars(weights),
+        retraced=tuple(retraced),
+        without_effect=tuple(without_effect),
         **more,
     )
 
@@ -455,26 +453,26 @@ def _skipped(
         path=path_of(each.layer) if each.kernel is None else each.kernel.path,
         class_name=type(each.layer).__name__,
         reason=each.reason,
-        policy=_float8_policy(each.layer) if is_whole else None,
+        policy=_float8_policy_name(each.layer) if is_whole else None,
         per_tensor=is_whole and _is_coarser(each.layer),
         is_kernel=not is_whole,
         **dataclasses.asdict(of_kernel or work.of(each.layer)),
     )
 
 
-def _converted(layer: keras.Layer, counted: Work) -> Converted:
+def _converted(layer: keras.Layer, work: Work) -> Converted:
     """Return the entry of a layer; after `revert` or `thaw` it is in floats."""
     kept, kept_before = saved_input_bytes.of_layer(layer) or (None, None)
     return Converted(
         path=path_of(layer),
         class_name=type(layer).__name__,
-        policy=_float8_policy(layer) or source_policy_of(layer).name,
+        policy=_float8_policy_name(layer) or source_policy_of(layer).name,
         per_tensor=_is_coarser(layer),
         kept_bytes=kept,
         kept_bytes_before=kept_before,
         shares_scales=_shares_scales(layer),
         looks_up=isinstance(layer, keras.layers.Embedding),
-        **dataclasses.asdict(counted),
+        **dataclasses.asdict(work),
     )
 
 
@@ -483,7 +481,7 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
     totals, measure = report.totals, "multiplications"
     part, whole = totals.multiplications_in_float8, totals.multiplications
     part += totals.multiplications_of_stored
-    if not totals.is_counted:
+    if not totals.is_counted:  # The extension `count` is missing.
         measure = "entries of kernels"
         entries: list[Any] = [*report.converted, *report.skipped]
         kernels = [e for e in entries if e.multiplications != 0]
@@ -555,7 +553,7 @@ def _reasons(report: Report) -> str:
     return " ".join(sentences)
 
 
-def _float8_policy(layer: keras.Layer) -> str | None:
+def _float8_policy_name(layer: keras.Layer) -> str | None:
     policy = float8_policy_of(layer)
     return None if policy is None else policy.full_name
 

@@ -115,10 +115,10 @@ class Selection:
             ValueError: If one has a wrong value.
         """
         return cls(
-            None if include is None else _patterns("include", include),
-            () if exclude is None else _patterns("exclude", exclude),
-            _filter(filter),
-            _min_size(min_size),
+            include=None if include is None else _patterns("include", include),
+            exclude=() if exclude is None else _patterns("exclude", exclude),
+            filter=_filter(filter),
+            min_size=_min_size(min_size),
             deciding=_is_all(filter) or callable(filter),
         )
 
@@ -149,7 +149,7 @@ class Selection:
                 for number, candidate in enumerate(candidates)
                 if self._tied_head(candidate) is None
             ]
-            # A filter numbers what it gets: without tied heads.
+            # Its reasons are by index in this list, without tied heads.
             left_out = self.filter.reasons([candidates[n] for n in numbers])
             by_size = {numbers[n]: reason for n, reason in left_out.items()}
             by_role = {**by_size, **(by_role or {})}
@@ -252,7 +252,7 @@ def _filter(given: object) -> Any:
         return _extensions.get("conversion.filters.Auto")()
     if isinstance(given, SizeFilter):
         return given
-    if callable(given) and not isinstance(given, type):
+    if callable(given) and not isinstance(given, type):  # Not `Auto` itself.
         return given
     error = ValueError if isinstance(given, str) else TypeError
     raise error(
@@ -315,16 +315,17 @@ class Requested:
         cls, model: keras.Layer, policy: object, recipe: object
     ) -> Requested:
         """Return the policies that the arguments of `convert` request."""
-        given = _given(policy, recipe)
+        given = _requested_policy(policy, recipe)
         if given is not None:
             return cls((given,), own_first=False)
+        # Without arguments, the docstring of `convert` says which rank first.
         layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
         earlier = _given_before(layers)
         if earlier or any(map(_made_in_float8, layers)):
             return cls(tuple(earlier), own_first=True)
         current = policies.dtype_policy()
         if any(isinstance(x, Float8DTypePolicy) for x in _within(current)):
-            return cls((_float8(current),), own_first=True)
+            return cls((_checked_float8(current),), own_first=True)
         return cls((Float8DTypePolicy("float32"),), own_first=True)
 
     def target(self, layer: keras.Layer) -> Target:
@@ -338,12 +339,12 @@ class Requested:
             return Target(reason=FROZEN)
         own = held_policy(layer)
         if self.own_first and _made_in_float8(layer):
-            return _target(layer, own, own)
+            return _target(layer, given=own, own=own)
         if not self.policies:
             return Target(reason=f"{_PLAIN}{own.name}, not float8")
         if len(self.policies) > 1:
             raise ValueError(_different_policies(layer, self.policies))
-        return _target(layer, self.policies[0], None)
+        return _target(layer, given=self.policies[0], own=None)
 
 
 def warn_if_only_plain_policies(unconverted: list[Unconverted]) -> None:
@@ -375,7 +376,7 @@ class Target:
 def _target(
     layer: keras.Layer, given: keras.DTypePolicy, own: keras.DTypePolicy | None
 ) -> Target:
-    """Return the target of a layer for `given`; `own` if that is its own."""
+    """Return the target of a layer; `own` is `given` if that is its own."""
     source = source_policy_of(layer)
     policy = policies.as_float8(of_path(given, layer.path))
     policy_here = policy
@@ -392,8 +393,8 @@ def _target(
     if float8_policy_of(layer) == target:
         return Target(reason=f"it follows {target.full_name} already")
     if own is not None:
-        return Target(own)
-    return Target(target, policy.full_name)
+        return Target(policy=own)
+    return Target(policy=target, given=policy.full_name)
 
 
 def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
@@ -409,6 +410,7 @@ def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
             continue
         given = of_file(name)
         here = given.for_path(layer.path)
+        # Unless the layer was given another policy since, not by `convert`.
         if getattr(here, "recipe", None) == follows.recipe:
             policies_given.setdefault((given.recipe, given.rules), given)
     return list(policies_given.values())
@@ -421,7 +423,7 @@ def _made_in_float8(layer: keras.Layer) -> bool:
     return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
-def _of_tuned(policy: object) -> Float8DTypePolicy | None:
+def _policy_of_tuned(policy: object) -> Float8DTypePolicy | None:
     """Return the policy of what `tune` returns; None for anything else."""
     own = getattr(policy, "policy", None)
     return own if isinstance(own, Float8DTypePolicy) else None
@@ -431,7 +433,8 @@ def check_tuned(policy: object, candidates: Iterable[Candidate]) -> None:
     """Raise ValueError if `tune` returned rules for layers of another model."""
     paths = [path_of(candidate.layer) for candidate in candidates]
     escaped = set(map(re.escape, paths))
-    missing = [r for r in _of_tuned(policy) or () if r not in escaped]
+    rules = _policy_of_tuned(policy) or ()  # A policy yields its patterns.
+    missing = [pattern for pattern in rules if pattern not in escaped]
     if missing:
         raise ValueError(
             "What `tune` returned is of another model, or its layers had other "
@@ -443,21 +446,21 @@ def check_tuned(policy: object, candidates: Iterable[Candidate]) -> None:
         )
 
 
-def _given(policy: object, recipe: Any) -> keras.DTypePolicy | None:
+def _requested_policy(policy: object, recipe: Any) -> keras.DTypePolicy | None:
     """Return the policy that the arguments request; None without arguments."""
-    policy = _of_tuned(policy) or policy
+    policy = _policy_of_tuned(policy) or policy
     if recipe is None:
-        return None if policy is None else _float8(_policy(policy))
+        return None if policy is None else _checked_float8(_policy(policy))
     if policy is None:
-        return _float8(_of_recipe(recipe))
+        return _checked_float8(_of_recipe(recipe))
     if isinstance(policy, recipes.Recipe) or is_spec(policy):
         raise ValueError(
             "`policy` and `recipe` both give a recipe. Received: "
             f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "
             "or a float8 policy beside a recipe. Leave one out."
         )
-    _float8(_policy(policy))  # It raises if the policy has no float8.
-    return _float8(Float8DTypePolicy(policy, recipe=recipe))
+    _checked_float8(_policy(policy))  # It raises if the policy has no float8.
+    return _checked_float8(Float8DTypePolicy(policy, recipe=recipe))
 
 
 def _of_recipe(recipe: Any) -> Float8DTypePolicy:
@@ -477,7 +480,7 @@ def _policy(policy: object) -> keras.DTypePolicy:
         raise ValueError(_no_float8(policy)) from error
 
 
-def _float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+def _checked_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     """Return a policy in this package's form; raise if it has no float8."""
     policy = policies.as_float8(policy)
     inner = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]

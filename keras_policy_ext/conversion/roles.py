@@ -61,6 +61,7 @@ def deciding(
         key = id(candidate.layer)
         if key in routers:
             reasons[number] = f"{DECIDES}which experts of {routers[key]} run"
+        # Also one of many, if it makes the choice itself, as with a codebook.
         elif key in choosing or (key in reached and _chooses(candidate.layer)):
             reasons[number] = _CHOOSES
     return reasons
@@ -113,5 +114,6 @@ def _only_sources(call: Call | None) -> set[object]:
 
 
 def _reads_table(layer: keras.Layer) -> bool:
+    """Return True for a `ReversibleEmbedding` of Keras or KerasHub."""
     names = [base.__name__ for base in type(layer).__mro__]
     return "ReversibleEmbedding" in names

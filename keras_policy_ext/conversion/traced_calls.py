@@ -4,6 +4,10 @@ The framework traces the call of each layer. The layers that it calls are
 replaced by zeros of their output shapes, and traced on their own. Layers that
 are alike are traced once. Keras's own layers with a kernel are not traced: the
 shapes of their outputs are known.
+
+A `Flow` follows, in one program, which products and arguments (`Sources`) reach
+each tensor. The call of an inner layer is marked in the outer program, with a
+function from the sources of its operands to those of its results.
 """
 
 from __future__ import annotations
@@ -188,9 +192,8 @@ class _Frame:
 
     layer: keras.Layer
     entered: bool = False  # Whether the call of the layer itself has begun.
-    counted: list[Any] = dataclasses.field(
-        default_factory=list
-    )  # As in `Call`.
+    # As in `Call`; `chooses` too.
+    counted: list[Any] = dataclasses.field(default_factory=list)
     chooses: bool = False
     flow: Flow | None = None  # Where sources go; None if not followed.
 
@@ -217,10 +220,12 @@ class Tracer:
     ) -> None:
         self._follows = follows
         self._within = within
+        # By structure and arguments, the layer that was traced and its call.
         self._calls: dict[Any, tuple[keras.Layer, Call]] = {}
-        self._structures: dict[int, Any] = {}
-        self._frames: list[_Frame] = []
-        self._kept: list[Any] = []
+        self._structures: dict[int, Any] = {}  # By the id of a layer.
+        self._frames: list[_Frame] = []  # The innermost last.
+        self._kept_alive: list[Any] = []  # So that no id is used again.
+        # Attributes that say nothing about the call of a layer.
         self._of_every_layer = {
             *vars(keras.layers.Layer(name="layer")),
             "_build_shapes_dict",
@@ -270,8 +275,8 @@ class Tracer:
         if layer is frame.layer and not frame.entered:
             frame.entered = True
             return stock(layer, *args, **kwargs)
-        is_within = type(layer) in self._within
-        if is_within or any(isinstance(x, keras.KerasTensor) for x in values):
+        is_part = type(layer) in self._within  # Of the layer that calls it.
+        if is_part or any(isinstance(x, keras.KerasTensor) for x in values):
             return stock(layer, *args, **kwargs)  # Keras asks for a shape.
         call = self.trace(
             layer, *keras.tree.map_structure(_described, (args, kwargs))
@@ -292,10 +297,12 @@ class Tracer:
         else:
             shape = _convolved(call.contraction, *call.shapes)
         outputs = ops.zeros(shape, call.dtype)
-        traced = Call(outputs, self.count_contraction(call, shape))
+        counted = self.count_contraction(call, shape)
+        sources = frozenset([id(call.layer)])
+        traced = Call(outputs, counted, reached=[sources])
         self._frames[-1].add(traced)
-        traced = traced._replace(reached=[frozenset([id(call.layer)])])
-        return self._marked(traced, [call.operands[0]], outputs)
+        inputs, _ = call.operands
+        return self._marked(traced, [inputs], outputs)
 
     def mark(
         self,
@@ -303,7 +310,7 @@ class Tracer:
         result: Any,
         through: Callable[[Sources], Sources],
     ) -> Any:
-        """Mark an operation in the program of the frame; return its result."""
+        """Mark an operation in the innermost program; return its result."""
         flow = self._frames[-1].flow if self._frames else None
         if flow is None:
             return result
@@ -315,7 +322,7 @@ class Tracer:
         return marked
 
     def _marked(self, call: Call, arguments: list[Any], outputs: Any) -> Any:
-        """Mark a call in the program of the frame; return its outputs."""
+        """Mark a call in the innermost program; return its outputs."""
         flow = self._frames[-1].flow
         if flow is None:
             return outputs
@@ -323,7 +330,7 @@ class Tracer:
         places = [n for n, x in enumerate(leaves) if ops.is_tensor(x)]
         marked = backends.current.mark_call(
             flow,
-            flow.new_call(_through(call, flow), len(places)),
+            flow.new_call(_sources_through(call, flow), results=len(places)),
             [ops.convert_to_tensor(x) for x in arguments if _is_array(x)],
             [leaves[place] for place in places],
         )
@@ -335,17 +342,14 @@ class Tracer:
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
         """Trace a call; for a layer like a traced one, copy the result."""
-        # Kept alive: keys have ids, which no later object may get.
-        self._kept.append((args, kwargs))
+        self._kept_alive.append((args, kwargs))  # The key may have their ids.
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
         if key not in self._calls:
-            self._calls[key] = (
-                layer,
-                self._traced_or_described(layer, args, kwargs),
-            )
+            found = self._traced_or_described(layer, args, kwargs)
+            self._calls[key] = layer, found
         other, call = self._calls[key]
-        note_call(layer, other)
-        return call if layer is other else _moved(call, other, layer)
+        note_call(layer, other)  # Records of `layer` are those of `other`.
+        return call if layer is other else _call_of_equal(call, other, layer)
 
     def _traced_or_described(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
@@ -407,7 +411,7 @@ class Tracer:
         return _Frame(layer, flow=flow)
 
     def _passed(self, frame: _Frame, call: Call, given: Any) -> Any:
-        """Return the outputs of a call, to give them to other layers."""
+        """Return the outputs of a call on `given`, to pass to other layers."""
         flow = frame.flow
         if flow is None:
             return call.outputs
@@ -415,9 +419,9 @@ class Tracer:
         # of layers that are alike have the same outputs.
         outputs = keras.tree.map_structure(_described, call.outputs)
         results = _symbolic(outputs)
-        self._kept.append((given, outputs))
+        self._kept_alive.append((given, outputs))
         flow.called(
-            flow.new_call(_through(call, flow), len(results)),
+            flow.new_call(_sources_through(call, flow), results=len(results)),
             map(id, _symbolic(given)),
             map(id, results),
         )
@@ -445,10 +449,11 @@ class Tracer:
                 outputs = operation.compute_output_spec(*args, **kwargs)
                 frame.chooses = frame.chooses or name in _CHOICES
                 if frame.flow is not None:
-                    pairs = [(id(x), x.dtype) for x in _symbolic(outputs)]
-                    self._kept.append(((args, kwargs), outputs))
-                    tensors = map(id, _symbolic((args, kwargs)))
-                    frame.flow.computed("other", tensors, pairs)
+                    results = [(id(x), x.dtype) for x in _symbolic(outputs)]
+                    self._kept_alive.append(((args, kwargs), outputs))
+                    operands = map(id, _symbolic((args, kwargs)))
+                    # No choice: those go through `_by_program` if followed.
+                    frame.flow.computed("other", operands, results)
                 return outputs
             frame.add(found)
             return self._passed(frame, found, (args, kwargs))
@@ -481,11 +486,12 @@ class Tracer:
             ]
             # A function may be called again, where its first trace failed.
             vars(frame).update(vars(_Frame(layer, flow=flow)))
-            passed = keras.tree.pack_sequence_as((args, kwargs), filled)
-            return layer(*passed[0], **passed[1])
+            structure = (args, kwargs)
+            given, named = keras.tree.pack_sequence_as(structure, filled)
+            return layer(*given, **named)
 
         self._frames.append(frame)
-        here = owner or layer
+        here = owner or layer  # The layer whose own products these are.
         try:
             traced = backends.current.trace(function, tensors, flow)
             counted = self.count_program(here, traced.program)
@@ -504,13 +510,13 @@ class Tracer:
         """Trace an RNN layer by one call of its cell."""
         batch, steps, *rest = args[0].shape
         outputs = layer.compute_output_spec(*args, **kwargs)
-        cells = getattr(layer.cell, "cells", [layer.cell])
+        cells = getattr(layer.cell, "cells", [layer.cell])  # If stacked.
         if all(map(is_stock_cell, cells)):
-            each = [self.count_cell(cell, (batch, *rest)) for cell in cells]
+            counts = [self.count_cell(cell, (batch, *rest)) for cell in cells]
             of_cells: Sources = frozenset(map(id, cells))
             return Call(
                 outputs,
-                self.count_steps([*itertools.chain(*each)], steps),
+                self.count_steps([*itertools.chain(*counts)], steps),
                 reached=[of_cells] * len(_symbolic(outputs)),
             )
         states = keras.tree.map_structure(
@@ -518,10 +524,10 @@ class Tracer:
         )
         step = keras.KerasTensor((batch, *rest), args[0].dtype)
         found = self.trace(layer.cell, (step, states), {})
-        # What reaches the states in a step is not followed.
-        states_given = frozenset(
-            Given(1 + n) for n in range(len(_symbolic(states)))
-        )
+        # What reaches the states in a step is not followed. They are the
+        # arguments of the cell after its inputs.
+        numbers = range(1, 1 + len(_symbolic(states)))
+        states_given = frozenset(map(Given, numbers))
         sources = NONE.union(*found.reached) - states_given
         return found._replace(
             outputs=outputs,
@@ -544,7 +550,7 @@ class Tracer:
     def _structure(self, layer: keras.Layer) -> Any:
         """Return a key that is equal for layers with equal calls."""
         if id(layer) not in self._structures:
-            found = tuple(
+            attributes = tuple(
                 (name, _hashable(value))
                 for name, value in vars(layer).items()
                 if name not in self._of_every_layer
@@ -555,8 +561,8 @@ class Tracer:
                 for each in walking.layers_directly_in(layer)
                 if not isinstance(each, Float8State)
             )
-            in_float8 = multiplies_in_float8(layer)
-            self._structures[id(layer)] = type(layer), in_float8, found, inner
+            kind = type(layer), multiplies_in_float8(layer)
+            self._structures[id(layer)] = *kind, attributes, inner
         return self._structures[id(layer)]
 
 
@@ -578,9 +584,6 @@ _CHOICES = frozenset(("Argmax", "Argmin", "Argsort", "Sort", "TopK"))
 # Parts of names of attributes that differ between equal layers.
 _OF_ONE_LAYER = re.compile("name|path|^_self_|float8|_given_by_keras")
 
-# Objects of these packages, such as initializers, say nothing about shapes.
-_OWN = ("keras", "keras_policy_ext")
-
 
 def _is_array(value: Any) -> bool:
     arrays = (keras.Variable, keras.KerasTensor, np.ndarray)
@@ -599,12 +602,13 @@ def _hashable(value: Any) -> Any:
         return type(value)
     if _is_array(value):
         return tuple(value.shape), str(value.dtype)
-    if type(value).__module__.partition(".")[0] in _OWN:
-        return type(value)
+    package = type(value).__module__.partition(".")[0]
+    if package in ("keras", "keras_policy_ext"):
+        return type(value)  # Such as an initializer: it changes no shape.
     return id(value)
 
 
-def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
+def _call_of_equal(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
     """Copy a traced call of layer `old` as a call of the equal layer `new`."""
     within = zip(
         walking.layers_within(old), walking.layers_within(new), strict=True
@@ -627,14 +631,14 @@ def _moved(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
     )
 
 
-def _through(call: Call, flow: Flow) -> Callable[..., list[Sources]]:
+def _sources_through(call: Call, flow: Flow) -> Callable[..., list[Sources]]:
     """Return a function from the sources of operands to those of results.
 
     When it is called, it notes the choices of the call in the outer program.
     """
 
     def through(operands: list[Sources]) -> list[Sources]:
-        def found(sources: Sources) -> Sources:
+        def in_outer(sources: Sources) -> Sources:
             return NONE.union(
                 *(
                     operands[each.number]
@@ -644,8 +648,8 @@ def _through(call: Call, flow: Flow) -> Callable[..., list[Sources]]:
                 )
             )
 
-        flow.chosen.update(map(found, call.chosen))
-        return list(map(found, call.reached))
+        flow.chosen.update(map(in_outer, call.chosen))
+        return list(map(in_outer, call.reached))
 
     return through
 
@@ -677,9 +681,8 @@ def _described(x: Any) -> Any:
 
 
 def _zeros(x: Any) -> Any:
-    return (
-        ops.zeros(x.shape, x.dtype) if isinstance(x, keras.KerasTensor) else x
-    )
+    is_symbolic = isinstance(x, keras.KerasTensor)
+    return ops.zeros(x.shape, x.dtype) if is_symbolic else x
 
 
 def multiplies_in_float8(layer: keras.Layer) -> bool:
@@ -707,10 +710,8 @@ def _stock_outputs(
 def _says_its_outputs(layer: keras.Layer) -> bool:
     """Return True if a class computes the shapes of its outputs."""
     names = ("compute_output_shape", "compute_output_spec")
-    cls = type(layer)
-    return any(
-        getattr(cls, name) is not getattr(keras.Layer, name) for name in names
-    )
+    cls, base = type(layer), keras.Layer
+    return any(getattr(cls, name) is not getattr(base, name) for name in names)
 
 
 def _check_built(layer: keras.Layer) -> None:
@@ -723,7 +724,8 @@ def _convolved(contraction: Any, inputs: Shape, kernel: Shape) -> Any:
     """Return the shape of the outputs of a convolution."""
     shape = list(inputs)
     if not contraction.is_transposed:
-        # Keras infers no shape where the kernel is of one of several groups.
+        # With groups the kernel has the channels of one; Keras then infers no
+        # shape. So the inputs get as many.
         is_channels_last = contraction.data_format == "channels_last"
         shape[-1 if is_channels_last else 1] = kernel[-2]
     operands = map(keras.KerasTensor, (shape, kernel))

@@ -45,51 +45,49 @@ def compiled_in(model: keras.Layer) -> list[Compiled]:
     by_ids: dict[tuple[int, int], Compiled] = {}
     for layer in walking.layers_within(model):
         path = path_of(layer)
-        for name, value in _held(layer):
+        for name, value in _callables_held_by(layer):
             function = _unwrapped(value)
-            if is_compiled(function):
-                compiled = Compiled(f"{path}.{name}", function, None)
+            if is_compiled(function):  # Once, whoever holds it.
+                compiled = Compiled(f"{path}.{name}", function, layer=None)
                 by_ids.setdefault((id(function), 0), compiled)
-        for name, value in _of_classes(layer):
+        for name, value in _members_of_user_classes(layer):
             function = _unwrapped(value)
-            if is_compiled(function):
+            if is_compiled(function):  # For each layer of the class.
                 compiled = Compiled(f"{path}.{name}", function, layer)
                 by_ids[id(function), id(layer)] = compiled
     return list(by_ids.values())
 
 
-def _held(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
+def _callables_held_by(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
     """Yield the callable attributes of a layer; those in lists come last."""
     # TensorFlow keeps all attributes in a dict too: containers come last.
     containers = []
     for name, value in walking.attributes(layer).items():
-        if name in walking.STEPS:
+        if name in walking.STEPS:  # Of the trainer: traced anew anyway.
             continue
         if isinstance(value, _CONTAINERS):
             containers.append((name, value))
         elif callable(value):
             yield name, value
     for name, value in containers:
-        yield from _held_in(value, name)
+        yield from _callables_in(value, name)
 
 
-def _held_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _callables_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (name, callable) in nested lists and dicts, except layers."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in items:
         if isinstance(each, _CONTAINERS):
-            yield from _held_in(each, f"{name}[{key!r}]")
+            yield from _callables_in(each, f"{name}[{key!r}]")
         elif callable(each) and not isinstance(each, keras.Layer):
             yield f"{name}[{key!r}]", each
 
 
-def _of_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
+def _members_of_user_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
     """Yield (name, member) of the user's classes in a layer's MRO."""
     for cls in type(layer).__mro__:
-        if cls.__module__.partition(".")[0] not in (
-            *_OF_FRAMEWORKS,
-            "builtins",
-        ):
+        package = cls.__module__.partition(".")[0]
+        if package not in (*_OF_FRAMEWORKS, "builtins"):
             yield from vars(cls).items()
 
 
@@ -124,12 +122,8 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     parameters. Nothing is updated if the block fails: see `layers.transaction`.
     It yields the names of the functions traced anew.
     """
-    models = [
-        layer
-        for layer in walking.layers_within(model)
-        if isinstance(layer, keras.Model)
-    ]
-    # Kept until then, so that no other variable gets the id of one.
+    models = _models_in(model)
+    # Kept until the exit, so that no other variable gets the id of one.
     old_variables = model.variables
     slots = _slots(model)
     compiled = compiled_in(model)
@@ -138,7 +132,7 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     present = {id(v) for v in model.variables}
     old = {id(v) for v in old_variables}
     for each in models:
-        _update_optimizers(each, gone=old - present, come=present - old)
+        _update_optimizers(each, gone=old - present, added=present - old)
     for each in compiled:
         backends.current.forget_traces(each.function, each.layer)
     present |= {id(v) for v in _slots(model)}
@@ -167,19 +161,17 @@ def check_optimizers(model: keras.Layer) -> None:
             variables to its optimizers only once, when it is built.
     """
     multiple = getattr(keras.optimizers, "MultiOptimizer", ())
-    for layer in walking.layers_within(model):
-        if not isinstance(layer, keras.Model):
-            continue
-        for optimizer in optimizers(layer):
+    for each_model in _models_in(model):
+        for optimizer in optimizers(each_model):
             within = optimizer_variables.optimizers_within(optimizer)
             for each in within:
                 optimizer_variables.check_can_retarget(each)
             if any(isinstance(x, multiple) and x.built for x in within):
                 raise ValueError(
-                    f"The optimizer of {layer.name!r} cannot take new state. "
-                    "Received: a MultiOptimizer that has been used, which "
-                    "assigns variables when it is built. Allowed: one that "
-                    "has not been, or another optimizer. Convert before "
+                    f"The optimizer of {each_model.name!r} cannot take new "
+                    "state. Received: a MultiOptimizer that has been used, "
+                    "which assigns variables when it is built. Allowed: one "
+                    "that has not been, or another optimizer. Convert before "
                     "`fit`, or compile with a new optimizer and convert then."
                 )
 
@@ -191,9 +183,9 @@ def replicas(model: keras.Layer) -> AbstractContextManager[object]:
 
 
 def _update_optimizers(
-    model: keras.Model, gone: set[int], come: set[int]
+    model: keras.Model, gone: set[int], added: set[int]
 ) -> None:
-    """Give a model's optimizers its variables: `gone` and `come` are ids."""
+    """Give a model's optimizers its variables: `gone` and `added` are ids."""
     walking.forget_compiled_functions(model)
     walking.forget_gone_layers(model)
     keras_hub.count_adapted_layers_again(model)
@@ -204,16 +196,16 @@ def _update_optimizers(
         ]
         is_own = optimizer is getattr(model, "optimizer", None)
         has_all = is_own and any(
-            _has_all(model, optimized, come) for optimized in variables
+            _has_all_weights(model, optimized, added) for optimized in variables
         )
         for each, optimized in zip(within, variables, strict=True):
-            if optimized is None:
+            if optimized is None:  # It is not built.
                 continue
-            new = _states(model, optimized, has_all)
+            new = _ids_of_states(model, optimized, has_all)
             # An optimizer with substitutes for the weights gets states alone.
-            if has_all and not _stands_in(model, optimized, gone):
+            if has_all and not _has_substitutes(model, optimized, gone):
                 new |= {
-                    id(v) for v in model.trainable_variables if id(v) in come
+                    id(v) for v in model.trainable_variables if id(v) in added
                 }
             to_optimize = _to_optimize(optimized, model, new, gone)
             if [id(v) for v in to_optimize] != [id(v) for v in optimized]:
@@ -226,12 +218,7 @@ def change_of(
     """Return a change of a model, as followers see it."""
 
     def find_optimizers() -> list[keras.optimizers.Optimizer]:
-        models = [
-            layer
-            for layer in walking.layers_within(model)
-            if isinstance(layer, keras.Model)
-        ]
-        return [each for layer in models for each in optimizers(layer)]
+        return [x for each in _models_in(model) for x in optimizers(each)]
 
     return seams.ModelChange(model, to_float8, find_optimizers, optimizer)
 
@@ -268,11 +255,15 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
     """Return all optimizers in a model, including wrapped optimizers."""
     return [
         each
-        for layer in walking.layers_within(model)
-        if isinstance(layer, keras.Model)
-        for optimizer in optimizers(layer)
+        for each_model in _models_in(model)
+        for optimizer in optimizers(each_model)
         for each in optimizer_variables.optimizers_within(optimizer)
     ]
+
+
+def _models_in(model: keras.Layer) -> list[keras.Model]:
+    layers = walking.layers_within(model)
+    return [layer for layer in layers if isinstance(layer, keras.Model)]
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -297,7 +288,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list(by_id.values())
 
 
-def _stands_in(
+def _has_substitutes(
     model: keras.Model, optimized: list[keras.Variable], gone: set[int]
 ) -> bool:
     """Return True if a built optimizer knows none of a model's variables."""
@@ -305,8 +296,8 @@ def _stands_in(
     return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
 
 
-def _has_all(
-    model: keras.Model, optimized: list[keras.Variable] | None, come: set[int]
+def _has_all_weights(
+    model: keras.Model, optimized: list[keras.Variable] | None, added: set[int]
 ) -> bool:
     """Return True if an optimizer was built with all trainable weights."""
     # Weights that were added since then do not count. A wrapped optimizer may
@@ -317,10 +308,10 @@ def _has_all(
     if ids.isdisjoint(id(v) for v in model.variables):
         return True
     weights = (v for v in model.trainable_variables if not is_overwritten(v))
-    return all(id(v) in ids | come for v in weights)
+    return all(id(v) in ids | added for v in weights)
 
 
-def _states(
+def _ids_of_states(
     model: keras.Model, optimized: list[keras.Variable], has_all: bool
 ) -> set[int]:
     """Return the ids of the float8 state that an optimizer has to update."""
@@ -361,9 +352,6 @@ def _to_optimize(
     return variables
 
 
-_GROUP = "optimizer/inner_optimizer"
-
-
 def may_differ(model: keras.Model) -> bool:
     """Return True if a file of the model may differ in having a loss scaler."""
     optimizer = getattr(model, "optimizer", None)
@@ -379,11 +367,11 @@ def restore(model: keras.Model, weights: str) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False
-    saved = _has_scaler(weights)
+    saved_with_scaler = _has_scaler(weights)
     inner = getattr(optimizer, "inner_optimizer", None)
-    if saved is None or saved == (inner is not None):
+    if saved_with_scaler in (None, inner is not None):
         return False
-    if saved:
+    if saved_with_scaler:
         wrapper: Any = keras.optimizers.LossScaleOptimizer
         inner = wrapper(optimizer, name="loss_scale_optimizer")
     model.optimizer = inner
@@ -396,6 +384,8 @@ def _has_scaler(weights: str) -> bool | None:
     """Return True if a file holds a loss scaler; None without an optimizer."""
     try:
         with h5py.File(weights, "r") as file:
-            return _GROUP in file if "optimizer" in file else None
+            if "optimizer" in file:
+                return "optimizer/inner_optimizer" in file
+            return None
     except OSError:  # No HDF5 file: weights in shards.
         return None

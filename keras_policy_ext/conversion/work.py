@@ -83,15 +83,13 @@ class ModelWork:
         kernels = _kernels(layer, own)
         if not kernels:
             return Work(parameters=scalars(stored or own))
-        entries = scalars(kernels)
-        in_floats = is_frozen(layer) and not multiplies_in_float8(layer)
+        entries, frozen = scalars(kernels), is_frozen(layer)
+        in_floats = frozen and not multiplies_in_float8(layer)
         return Work(
             parameters=entries,
             multiplications=None,
             plain_multiplications=None if in_floats else 0,
-            plain_parameters=entries - scalars(stored)
-            if is_frozen(layer)
-            else 0,
+            plain_parameters=entries - scalars(stored) if frozen else 0,
         )
 
     def of_parts(
@@ -115,10 +113,8 @@ class ModelWork:
             )
             for kernel in in_floats
         ]
-        parameters = whole.parameters - whole.plain_parameters
-        stored = dataclasses.replace(
-            whole, parameters=parameters, plain_parameters=0
-        )
+        size = whole.parameters - whole.plain_parameters
+        stored = dataclasses.replace(whole, parameters=size, plain_parameters=0)
         return stored, parts
 
 

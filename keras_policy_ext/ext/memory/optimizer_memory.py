@@ -146,7 +146,7 @@ def _built_copy(optimizer: Any, model: keras.Layer) -> Any:
         with keras.StatelessScope(), variable_values.not_noted():
             copy.build(weights)
             for variable in copy.variables:
-                variable_values.let_wait_no_longer(variable)
+                variable_values.cancel_initialization(variable)
     except ValueError:
         return None
     return copy

@@ -129,7 +129,7 @@ def test_keras_gives_values_to_variables_that_nobody_has_any_more():
             keras.Variable(initializer=zeros, shape=(n,), dtype="float32")
             for n in (2, 3)
         )
-        variable_values.let_wait_no_longer(dropped)
+        variable_values.cancel_initialization(dropped)
     assert (2,) in given and (3,) not in given
     given.clear()
     with keras.StatelessScope():
