@@ -166,5 +166,4 @@ class Memory:
 def of_backend() -> Memory:
     """Return the measurements of the framework that Keras runs on."""
     name = f"{__package__}.{keras.backend.backend()}.saved_tensors"
-    found: Memory = importlib.import_module(name).MEMORY
-    return found
+    return importlib.import_module(name).MEMORY
