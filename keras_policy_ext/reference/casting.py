@@ -93,10 +93,8 @@ def _unsigned(key: int) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    """Return the hash lowbias32 of each unsigned 32-bit integer.
-
-    Source: https://github.com/skeeto/hash-prospector
-    """
+    """Return the hash lowbias32 of each unsigned 32-bit integer."""
+    # Source: https://github.com/skeeto/hash-prospector
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(0x7FEB352D)
     x = x ^ (x >> np.uint32(15))

@@ -355,10 +355,7 @@ def _marked(matmul: str, each: Array | Quantized) -> Array | Quantized:
 
 
 def _multiply(read: Read, matmul: str) -> Array:
-    """Compute a matmul of dequantized operands in float64; return float32.
-
-    The result is rounded once, from float64.
-    """
+    """Compute a matmul of operands in float64, rounded once to float32."""
     left, right = (_float64(read[o, matmul]) for o in _MATMULS[matmul][1:])
     with np.errstate(over="ignore", invalid="ignore"):
         return (left @ right.swapaxes(1, 2)).astype(np.float32)

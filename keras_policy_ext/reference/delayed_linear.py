@@ -93,14 +93,10 @@ class DelayedLinear:
 
 
 def _product(a: Array, b: Array, scale_a: Any, scale_b: Any) -> Array:
-    """Return the matmul `(a·b) * scale_a * scale_b`, rounded to float32.
-
-    All products are computed in float64.
-    """
+    """Return `(a·b) * scale_a * scale_b` in float64, rounded to float32."""
     product = a.astype(np.float64) @ b.astype(np.float64)
-    return (product * np.float64(scale_a) * np.float64(scale_b)).astype(
-        np.float32
-    )
+    product = product * np.float64(scale_a) * np.float64(scale_b)
+    return product.astype(np.float32)
 
 
 def _rows(x: Array) -> Array:

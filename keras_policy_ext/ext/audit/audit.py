@@ -137,14 +137,8 @@ _LACKING = (
 
 def _cells(leak: Leak) -> list[str]:
     effect = "history" if leak.by_history else f"{leak.effect:.2g}"
-    return [
-        leak.layer,
-        leak.product,
-        leak.operand,
-        leak.axis,
-        leak.scale_of,
-        effect,
-    ]
+    about = [leak.layer, leak.product, leak.operand, leak.axis]
+    return [*about, leak.scale_of, effect]
 
 
 @user_code.once
@@ -207,10 +201,7 @@ def audit(model: keras.Layer, batch: Any) -> Audit:
 
 
 def _examined(
-    model: keras.Layer,
-    batch: Any,
-    others: dict[str, Any],
-    functions_too: bool,
+    model: keras.Layer, batch: Any, others: dict[str, Any], functions_too: bool
 ) -> Audit:
     """Return the report of a model; with `functions_too`, compile nothing."""
     with _eager(functions_too):
@@ -248,10 +239,7 @@ def _call(
     """Call a model; return its float8 products, and layers without values."""
     found = listing()
     with found.listed():
-        model(
-            map_arrays(ops.convert_to_tensor, batch),
-            training=False,
-        )
+        model(map_arrays(ops.convert_to_tensor, batch), training=False)
     return list(map(product_of, found.calls)), found.traced
 
 
@@ -308,14 +296,11 @@ def _part(x: Any, axis: str) -> Any:
 
 
 def _other_values(x: Any) -> Any:
-    """Return an array with another value for each, in the range of the array.
-
-    Integers, also those that are stored as floats, may be the numbers of
-    tokens.
-    """
+    """Return an array with other values, within the range of the array."""
     whole = np.asarray(x, "float64")
     if x.dtype == bool:
         return x
+    # Integers, also those that are stored as floats, may be tokens.
     if np.array_equal(whole, np.floor(whole)) and whole.min() >= 0:
         smallest, largest = whole.min(), whole.max()
         count = largest - smallest + 1

@@ -81,8 +81,7 @@ class Product:
         """Return how the operand at this place is quantized, or None."""
         operand = ("inputs", "kernel")[place]
         recipe = self.plan.recipe.quantization(operand, "forward")
-        found: Quantization | None = self.plan.contraction.quantization(recipe)
-        return found
+        return self.plan.contraction.quantization(recipe)
 
     def alike(self, other: Product) -> bool:
         """Return True if another run has the same product in its place."""
@@ -95,10 +94,7 @@ class Product:
 
 
 def listing() -> Listing:
-    """Return a listing of the products of a call, computed in floats.
-
-    It has those with an operand that is quantized when the product runs.
-    """
+    """Return a listing of products with a quantized operand, in floats."""
     return Listing(
         lambda call: call.run(_unrounded(call.planned)),
         _quantizes_inputs,
@@ -207,10 +203,8 @@ def _shared(
 def _measured(
     product: Product, place: int, before: Array, after: Array, changed: Array
 ) -> tuple[Array, float]:
-    """Return which outputs stay in floats, and how far they move in float8.
-
-    The changed values are scaled, so that the amax is `FACTOR` times as large.
-    """
+    """Return which outputs stay in floats, and how far they move in float8."""
+    # The changed values are scaled to make the amax `FACTOR` times as large.
     largest = np.abs(after[changed]).max()
     factor = FACTOR * max(np.abs(before).max(), 1e-6) / max(largest, 1e-30)
 
@@ -247,7 +241,8 @@ def _shares(
     """Return True if a tile has changed values, and is read by kept outputs."""
     if asked.constant_scale is not None:
         return False
-    contraction, frozen = product.plan.contraction, _is_frozen(product)
+    contraction = product.plan.contraction
+    frozen = isinstance(product.plan, FrozenPlan)
     if frozen and product.plan.recipe.activations == "static":
         return False
     if not isinstance(contraction, Einsum):
@@ -265,10 +260,6 @@ def _shares(
     tile = WHOLE if asked.has_tensor_scale else asked.tile
     both = tile_amax(values, tile) * tile_amax(read, tile)
     return bool(both.any())
-
-
-def _is_frozen(product: Product) -> bool:
-    return isinstance(product.plan, FrozenPlan)
 
 
 def _differ(before: Array, after: Array, dtype: Any) -> Array:

@@ -218,11 +218,9 @@ class CountedWork(ModelWork):
         return trace_model(self.model, SAMPLES, CountingTracer)
 
     def hold_for(self, converted: Iterable[keras.Layer]) -> bool:
-        """Return True if the counts hold once these layers are in float8.
-
-        They were taken before. A layer that has multiplied by itself then, and
-        has its float8 form do it now, is counted anew.
-        """
+        """Return True if the counts hold once these layers are in float8."""
+        # They were taken before. A layer that multiplied by itself then, and
+        # has its float8 form do it now, is counted anew.
         return self.call is not None and all(
             each.has_float8_form
             for layer in converted

@@ -97,12 +97,8 @@ class StockProduct(NamedTuple):
 
 
 def of_call(layer: keras.Layer, shape: Shape) -> list[StockProduct]:
-    """Return the matmuls when a stock layer is called on one tensor.
-
-    Empty for a layer that multiplies with no kernel, or that does not compute
-    as its class of Keras does.
-    """
-    if not stock_multiplies(layer):
+    """Return the matmuls when a stock layer is called on one tensor."""
+    if not stock_multiplies(layer):  # or not as its class of Keras does
         return []
     name = keras_class(layer).__name__
     if name == "Dense":

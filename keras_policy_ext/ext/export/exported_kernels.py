@@ -93,14 +93,10 @@ class ExportedKernel:
         return float_value(self.layer, self.variable)
 
     def stored(self, scheme: Scheme) -> StoredKernel:
-        """Return the kernel in float8; a frozen one keeps its bytes.
-
-        A frozen kernel keeps its bytes. A frozen kernel with adapters is
-        quantized again, in the same format.
-        """
+        """Return the kernel in float8; a frozen one keeps its bytes."""
         if self.frozen and not self.adapted:
-            stored: StoredKernel = self.variable.stored
-            return stored
+            return self.variable.stored
+        # With adapters, a frozen one is quantized again in the same format.
         kept = self.variable if self.frozen else scheme
         return stored_kernels.quantize(
             self.float_value(), self.axes, kept.granularity, kept.weights
@@ -125,15 +121,13 @@ class ExportedKernel:
 def of_model(
     model: keras.Layer, include: object, exclude: object
 ) -> dict[int, ExportedKernel]:
-    """Return the kernels of a model to export, by the `id` of the variable.
-
-    If some kernels are frozen, the others are written in floats. Else layers
-    that decide are, such as routers of experts.
-    """
+    """Return the kernels of a model to export, by the `id` of the variable."""
     candidates, _ = freezable(model)
     selection = Selection.read(include, exclude, None, None)
     frozen = frozen_layers(model)
     decide: dict[int, str] = {}
+    # If some are frozen, the others stay in floats; else those of layers that
+    # decide do, such as routers of experts.
     if not frozen:
         call = work_of(model).call
         decide = deciding(model, selection, candidates, call)
@@ -144,18 +138,14 @@ def of_model(
                 reasons.setdefault(number, NOT_FROZEN)
     found = {}
     for number, candidate in enumerate(candidates):
+        layer: Any = candidate.layer
         form: Any = candidate.form
-        for variable in _kernels_of(candidate.layer, form):
-            axes = form.float8_axes(candidate.layer, variable)
+        for variable in stored_in(layer) or kernels_to_store(layer, form):
+            axes = form.float8_axes(layer, variable)
             found[id(variable)] = ExportedKernel(
-                candidate.layer, variable, axes, reasons.get(number)
+                layer, variable, axes, reasons.get(number)
             )
     return found
-
-
-def _kernels_of(layer: keras.Layer, form: Any) -> list[Any]:
-    stored: list[Any] = list(stored_in(layer))
-    return stored or kernels_to_store(layer, form)
 
 
 def scheme_of(
@@ -219,10 +209,7 @@ def is_frozen(variable: keras.Variable) -> bool:
 
 
 def float_value(layer: keras.Layer, variable: keras.Variable) -> Array:
-    """Return a weight dequantized, with the layer's LoRA adapters merged in.
-
-    A weight of integers or bools keeps its dtype.
-    """
+    """Return a weight in floats, LoRA adapters merged in; integers stay so."""
     if is_frozen(variable):
         value: Array = variable.stored.dequantized()
     else:

@@ -19,6 +19,7 @@ from keras_policy_ext.ext.export.exported_kernels import ExportedKernel
 from keras_policy_ext.ext.export.readers import Reader
 from keras_policy_ext.ext.export.report import Written
 from keras_policy_ext.ext.export.safetensors_files import (
+    CODES,
     DTYPES,
     OneAtATime,
     Tensor,
@@ -69,19 +70,17 @@ def complete(
 
 
 def _part(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config with corrected dtypes and token ids, also inside it.
-
-    KerasHub writes names of policies for dtypes. A token beyond the vocabulary
-    becomes None: GPT-2's is 50256 even if the vocabulary is smaller.
-    """
+    """Return a config with corrected dtypes and token ids, also inside it."""
     found: dict[str, Any] = {
         key: _part(value, dtype) if key.endswith("_config") else value
         for key, value in config.items()
     }
     size = found.get("vocab_size")
+    # GPT-2's token is 50256 even if the vocabulary is smaller.
     for name in _TOKENS:
         if size is not None and (found.get(name) or 0) >= size:
             found[name] = None
+    # KerasHub writes the name of a policy.
     return {**found, "torch_dtype": dtype}
 
 
@@ -144,14 +143,11 @@ class Folder:
         self._symbols = Symbols()
         self._owners = exported_kernels.owners(backbone)
         self._dtype = str(backbone.compute_dtype)
-        self._code = _code_of(self._dtype)
+        self._code = CODES[self._dtype]
         self.entries = self._entries()
 
     def write(
-        self,
-        folder: pathlib.Path,
-        shard_size: int,
-        tokenizer: Any,
+        self, folder: pathlib.Path, shard_size: int, tokenizer: Any
     ) -> list[Written]:
         """Write all files of the folder; return a `Written` for each tensor."""
         written: list[Written] = []
@@ -214,11 +210,8 @@ class Folder:
     def _entry(self, name: str, result: Any) -> Entry:
         variables = tuple(self._symbols.variables(result))
         reason = self._reason(result, variables)
-        found = () if reason else tuple(self._kernel(v) for v in variables)
-        return Entry(name, result, variables, found, reason or "")
-
-    def _kernel(self, variable: keras.Variable) -> ExportedKernel:
-        return self._found[id(variable)]
+        kernels = [] if reason else [self._found[id(v)] for v in variables]
+        return Entry(name, result, variables, tuple(kernels), reason or "")
 
     def _reason(
         self, result: Any, variables: Sequence[keras.Variable]
@@ -232,7 +225,7 @@ class Folder:
         if len(result.shape) != 2:
             return _NO_LINEAR
         for variable in variables:
-            kernel = self._kernel(variable)
+            kernel = self._found[id(variable)]
             columns, rows = kernel.axes.sizes(tuple(variable.shape))
             reason = kernel.left_out or self._reader.why_float(rows, columns)
             if reason:
@@ -275,11 +268,7 @@ class Folder:
         return make
 
     def _stored(self, entry: Entry) -> StoredKernel:
-        """Return the quantized kernel for a tensor, which may join several.
-
-        Raises:
-            ValueError: If KerasHub writes the elements in another order.
-        """
+        """Return the quantized kernel for a tensor, which may join several."""
         scheme = self._reader.scheme
         parts = {id(k.variable): k.stored(scheme) for k in entry.kernels}
         codes = np.concatenate([part.matrix for part in parts.values()])
@@ -325,13 +314,7 @@ def _quantizes_inputs(layer: keras.Layer) -> bool:
         layer, keras.layers.ReversibleEmbedding
     ):
         return False
-    quantization = policy.recipe.quantization("inputs", "forward")
-    return quantization is not None
-
-
-def _code_of(dtype: str) -> str:
-    codes = {str(value): code for code, value in DTYPES.items()}
-    return codes[dtype]
+    return policy.recipe.quantization("inputs", "forward") is not None
 
 
 def _written(entry: Entry, made: Sequence[Tensor]) -> Written:

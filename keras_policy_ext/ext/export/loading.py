@@ -215,12 +215,9 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
 
 
 def _form(layer: keras.Layer) -> Any:
-    """Return the class that `freeze` would give a layer, or None.
-
-    Embeddings are not frozen, because folders have them in floats.
-    """
+    """Return the class that `freeze` would give a layer, or None."""
     if isinstance(layer, keras.layers.Embedding):
-        return None
+        return None  # Folders have them in floats.
     return form_to_freeze(layer)
 
 
@@ -230,11 +227,7 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
 
 
 def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
-    """Thaw layers whose kernels the folder has in float; return new kernels.
-
-    Returns:
-        Their new kernels, by the ids of the old ones.
-    """
+    """Thaw layers with kernels in floats; return new kernels by old ids."""
     wide = {id(port.variable) for port in asked.ports if not port.is_float8}
     found: dict[int, Any] = {}
     for layer in frozen_layers(backbone):
@@ -381,10 +374,9 @@ def _hooked(value: Array, port: _Port, shape: list[int]) -> Array:
 
 
 class _Kept(np.ndarray[Any, Any]):
-    """An array whose `astype` returns the array itself.
+    """An array whose `astype` returns the array itself."""
 
-    KerasHub's converter for Mistral casts each tensor to float16.
-    """
+    # KerasHub's converter for Mistral casts each tensor to float16.
 
     def astype(self, *args: Any, **kwargs: Any) -> Any:
         """Return the array itself, whatever dtype is requested."""
@@ -398,15 +390,7 @@ def _scale_of(
     scale: Array,
     hook: Hook,
 ) -> Array:
-    """Convert the scales in a file to the shape of the kernel's scales.
-
-    If the tensor is the matrix of the kernel, its scales have the same order.
-    Otherwise, as in GPT-2, each element is given its scale, and the scales are
-    reordered like the elements.
-
-    Raises:
-        ValueError: If they do not fit the kernel.
-    """
+    """Convert scales of a file to the shape of the kernel's, or raise."""
     shape, axes = tuple(variable.shape), variable.axes
     wanted = scale_shape(shape, axes, variable.granularity)
     columns, rows = axes.sizes(shape)
@@ -422,6 +406,7 @@ def _scale_of(
     elif same and scale.shape == (rows, 1):
         return of_matrix(scale, wanted, axes)
     elif not same:
+        # As in GPT-2: give each element its scale, and reorder these likewise.
         spread = np.asarray(hook(_spread(scale, bits.shape), list(shape)))
         matrix = as_matrix(spread, axes)
         if np.all(matrix == matrix[:, :1]):
@@ -435,10 +420,7 @@ def _scale_of(
 
 
 def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
-    """Return the scale of each element of a tensor with this shape.
-
-    A scale may be that of a row, or of a block of 128x128.
-    """
+    """Return the scale of each element: that of its row, or 128x128 block."""
     try:
         return np.broadcast_to(scale, shape)
     except ValueError:

@@ -20,6 +20,7 @@ from keras_policy_ext.ext.export import exported_kernels, safetensors_files
 from keras_policy_ext.ext.export.exported_kernels import ExportedKernel, Scheme
 from keras_policy_ext.ext.export.report import Written
 from keras_policy_ext.ext.export.safetensors_files import (
+    CODES,
     DTYPES,
     OneAtATime,
     Tensor,
@@ -34,8 +35,6 @@ VERSION = 1
 
 _KEY = "kernels"
 _SCALE, _INPUT_SCALE = "_scale", "_input_scale"
-_FLOAT8 = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-_CODES = {str(dtype): code for code, dtype in DTYPES.items()}
 
 
 def write(
@@ -140,9 +139,9 @@ def _float(name: str, layer: keras.Layer, variable: keras.Variable) -> Tensor:
 
     def make() -> Array:
         value = exported_kernels.float_value(layer, variable)
-        return value.astype(DTYPES[_CODES[dtype]])
+        return value.astype(DTYPES[CODES[dtype]])
 
-    return Tensor(name, _CODES[dtype], tuple(variable.shape), make)
+    return Tensor(name, CODES[dtype], tuple(variable.shape), make)
 
 
 def _quantized(
@@ -153,7 +152,7 @@ def _quantized(
     shape = tuple(kernel.variable.shape)
     of_scale = stored_kernels.scale_shape(shape, kernel.axes, kept.granularity)
     made = [
-        Tensor(name, _FLOAT8[kept.weights], shape, lambda: one.kernel().values),
+        Tensor(name, CODES[kept.weights], shape, lambda: one.kernel().values),
         Tensor(name + _SCALE, "F32", of_scale, lambda: one.scales()),
     ]
     scale = kernel.input_scale()
@@ -174,11 +173,7 @@ def _about(kernel: ExportedKernel, scheme: Scheme) -> dict[str, Any]:
 
 
 def _stored(values: Array, scale: Array, about: Any) -> StoredKernel:
-    """Return a `StoredKernel` from the codes, scales and metadata in a file.
-
-    Raises:
-        ValueError: If the metadata do not fit the tensors.
-    """
+    """Return codes, scales and metadata of a file as a kernel, or raise."""
     axes = Axes(tuple(about["summed"]), tuple(about["free"]))
     if sorted(axes.summed + axes.free) != list(range(values.ndim)):
         raise ValueError(f"axes {axes} of {values.ndim}")

@@ -158,6 +158,8 @@ DTYPES = {
 }
 """NumPy dtypes by their names in a header."""
 
+CODES = {str(dtype): name for name, dtype in DTYPES.items()}
+
 _LENGTH = 8
 _LARGEST_HEADER = 100_000_000  # bytes, as in the library
 _METADATA = "__metadata__"

@@ -21,27 +21,20 @@ from keras_policy_ext.kernels import Choice, Conv, Einsum
 
 
 def here() -> BreakEven:
-    """Return the break-even size of this machine, or of the simulated device.
-
-    Where float8 matmuls are emulated, no size gains.
-    """
+    """Return the break-even size of this device, or of the simulated one."""
     backend, device = backends.current.name, backends.engine.device()
     choice = choice_for(Einsum("ab,bc->ac"))
     if choice.native and device.float8:
         return break_even(backend, device)
+    # Where float8 matmuls are emulated, no size gains.
     reason = f"{device.title} has no float8 matmul"
     if device.float8:
         reason = f"matmuls are emulated: {choice.reason}"
     return BreakEven(backend, device.title, None, reason)
 
 
-def choice_for(
-    contraction: Einsum | Conv,
-) -> Choice:
-    """Return the matmul kernel that a compiled step gets for a contraction.
-
-    Scaling is per tensor.
-    """
+def choice_for(contraction: Einsum | Conv) -> Choice:
+    """Return the kernel that computes a contraction in a compiled step."""
     recipe = recipes.get("current")
     plan = make_plan(contraction, recipe, "bfloat16", "float32")
     # `fit` compiles for a GPU on TensorFlow, and a model is converted before.

@@ -461,10 +461,7 @@ class Measured(NamedTuple):
 
 @functools.cache
 def measured() -> tuple[Measured, ...]:
-    """Return the rows of `measured.json`: steps of JAX.
-
-    `integration/benchmarks/break_even.py` writes them.
-    """
+    """Return the rows that `integration/benchmarks/break_even.py` wrote."""
     package = importlib.resources.files("keras_policy_ext.ext.gain")
     text = package.joinpath("measured.json").read_text(encoding="utf-8")
     return tuple(Measured(**row) for row in json.loads(text))

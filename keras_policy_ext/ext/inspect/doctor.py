@@ -168,20 +168,12 @@ def rows() -> list[Cells]:
     ]
 
 
-def _choices(
-    contraction: Einsum | Conv,
-) -> dict[Choice, list[str]]:
+def _choices(contraction: Einsum | Conv) -> dict[Choice, list[str]]:
     """Return, for each kernel choice, the recipes and matmuls that get it."""
     found: dict[Choice, list[str]] = {}
     for recipe in recipes.names():
-        plan = _as_there(
-            make_plan(
-                contraction,
-                devices.for_this_device(recipes.get(recipe)),
-                "bfloat16",
-                "float32",
-            )
-        )
+        there = devices.for_this_device(recipes.get(recipe))
+        plan = _as_there(make_plan(contraction, there, "bfloat16", "float32"))
         of_recipe: dict[Choice, list[str]] = {}
         for matmul in recipes.MATMULS:
             of_recipe.setdefault(plan.choose(matmul)[1], []).append(matmul)
@@ -193,22 +185,17 @@ def _choices(
 
 
 def _as_there(plan: Any) -> Any:
-    """Return a plan; for a simulated device, the plan for an XLA compilation.
-
-    `fit` on a GPU with TensorFlow uses XLA, since TensorFlow has no other
-    float8 matmul.
-    """
+    """Return a plan; on a simulated device, the one for XLA."""
     if devices.pretended() is None:
         return plan
+    # `fit` on a GPU with TensorFlow uses XLA: it has no other float8 matmul.
     return dataclasses.replace(plan, for_xla=True)
 
 
 def frozen_rows() -> list[Cells]:
-    """Return table rows on frozen kernels: scales, inputs, kernel, reason.
-
-    They are for the forward matmul of a Dense layer with a stored kernel.
-    Granularities with the same kernel and reason share a row.
-    """
+    """Return table rows on frozen kernels: scales, inputs, kernel, reason."""
+    # Of the forward matmul of a Dense layer. Granularities with the same kernel
+    # and reason share a row.
     found: dict[tuple[str, Choice], list[str]] = {}
     contraction = CONTRACTIONS["matmul (Dense)"]
     for activations in recipes.ACTIVATIONS:

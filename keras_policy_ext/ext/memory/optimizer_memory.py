@@ -107,17 +107,12 @@ def stock(found: Sequence[Owned]) -> list[Owned]:
 
 
 def bytes_of(found: Sequence[Owned]) -> int | None:
-    """Return the total bytes of optimizers.
-
-    Returns:
-        0 without an optimizer; None if one that is not built does not tell
-        which variables it will create.
-    """
+    """Return the total bytes of optimizers, 0 without one; None if unknown."""
     variables: dict[int, Any] = {}
     for optimizer, model in found:
         if not optimizer.built:
             optimizer = _built_copy(optimizer, model)
-            if optimizer is None:
+            if optimizer is None:  # What it will create is not known.
                 return None
         variables.update({id(v): v for v in optimizer.variables})
     return sum(size_of(v) for v in variables.values())
@@ -134,11 +129,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _built_copy(optimizer: Any, model: keras.Layer) -> Any:
-    """Return a copy of an optimizer, built without allocating memory, or None.
-
-    Returns:
-        The copy; None if its variables need values.
-    """
+    """Return a copy of an optimizer, built without memory, or None."""
     copy = copy_of(optimizer)
     weights = [v for v in model.trainable_variables if not is_state(v)]
     try:
@@ -147,24 +138,20 @@ def _built_copy(optimizer: Any, model: keras.Layer) -> Any:
             copy.build(weights)
             for variable in copy.variables:
                 variable_values.cancel_initialization(variable)
-    except ValueError:
+    except ValueError:  # Its variables need values.
         return None
     return copy
 
 
 def update_of(found: Sequence[Owned], model: keras.Layer) -> Update | None:
-    """Return the update of a model by its optimizer as a function, or None.
-
-    Returns:
-        None without an optimizer, or if its variables need values.
-    """
+    """Return the update of a model by its optimizer as a function, or None."""
     for optimizer, owner in found:
         if owner is not model:
             continue
         if not optimizer.built:
             optimizer = _built_copy(optimizer, model)
         weights = optimizer_variables.known_to_optimizer(optimizer)
-        if weights is None:
+        if weights is None:  # The variables of the optimizer need values.
             return None
         return Update(optimizer.stateless_apply, weights, optimizer.variables)
     return None

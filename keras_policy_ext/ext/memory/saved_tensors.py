@@ -102,11 +102,8 @@ class Origin:
 
 
 def kept_of(origin: Origin, layer: int | None) -> Kept | None:
-    """Return a saved tensor as `Kept`; None if it exists without the step.
-
-    Weights, the batch and constants exist anyway.
-    """
-    if origin.is_given or not origin.sources:
+    """Return a saved tensor as `Kept`; None if it exists without the step."""
+    if origin.is_given or not origin.sources:  # weights, batch or constants
         return None
     of_weights = "weights" in origin.sources and "batch" not in origin.sources
     return Kept(layer, origin.bytes, of_weights)
@@ -162,15 +159,11 @@ class Memory:
     def planned_step(
         self, step: MeasuredStep, update: Update | None
     ) -> int | None:
-        """Return all bytes that the compiler plans for a step and its update.
-
-        None if no compiler plans them.
-        """
+        """Return the bytes planned for a step with its update, or None."""
         return None
 
 
 def of_backend() -> Memory:
     """Return the measurements of the framework that Keras runs on."""
     name = f"{__package__}.{keras.backend.backend()}.saved_tensors"
-    found: Memory = importlib.import_module(name).MEMORY
-    return found
+    return importlib.import_module(name).MEMORY

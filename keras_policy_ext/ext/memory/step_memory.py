@@ -417,18 +417,11 @@ def _check(model: keras.Layer) -> None:
 def _peak(
     form: ModelMemory, forward: int | None, optimizers: list[Owned]
 ) -> int | None:
-    """Return the most bytes of an eager step of `fit`; None if unknown.
-
-    The gradients of a step are there until the next forward pass has ended.
-    What is saved for the backward pass is gone when the optimizer updates.
-
-    Args:
-        form: The form that takes the step.
-        forward: The most bytes of new tensors in the forward pass.
-        optimizers: Those that take the step.
-    """
+    """Return the most bytes of an eager step of `fit`; None if unknown."""
     if forward is None or form.optimizer is None:
         return None
+    # Gradients of a step last until the next forward pass has ended. What the
+    # backward pass needs is gone when the optimizer updates.
     update = optimizer_memory.update_bytes(optimizers)
     if update is None:
         return None
@@ -445,11 +438,7 @@ def _asked(model: keras.Layer, policy: Any) -> dict[str, Any]:
 
 
 def _is_changed(model: keras.Layer, optimizers: list[Owned]) -> bool:
-    """Return True if a step holds less than that of a stock model.
-
-    A layer is in float8 and is not frozen, or an optimizer has moments in one
-    byte or rounds weights at random.
-    """
+    """Return True if a step holds less than that of a stock model."""
     return (
         not all(map(is_frozen, layers_in_float8(model)))
         or optimizer_memory.are_quantized(optimizers)
@@ -461,11 +450,7 @@ def _is_changed(model: keras.Layer, optimizers: list[Owned]) -> bool:
 def _narrow_weights(
     model: keras.Layer, optimizers: list[Owned]
 ) -> Iterator[None]:
-    """In the block, weights say to have the dtype that layers compute in.
-
-    These are float32 weights of layers that compute in bfloat16 or float16, if
-    an optimizer rounds weights at random.
-    """
+    """In the block, weights rounded at random say they have compute dtypes."""
     found = []
     if optimizer_memory.round_at_random(optimizers):
         found = [
@@ -482,11 +467,7 @@ def _narrow_weights(
 def _float32_weights(
     model: keras.Layer, optimizers: list[Owned]
 ) -> Iterator[None]:
-    """In the block, layers and weights are as under a mixed policy.
-
-    These are layers in bfloat16 or float16, if an optimizer rounds weights at
-    random. In the block no layer is in float8.
-    """
+    """In the block, no float8; weights rounded at random are in float32."""
     layers = layers_within(model)
     found: list[Any] = []
     with undone(layers):

@@ -154,10 +154,7 @@ DROPPED: dict[str, dict[str, Any]] = {
     "metrics": _each("fn", ANY),
     "optimizers": _each("is_legacy_optimizer jit_compile", ANY),
 }
-"""Arguments and values that are dropped without a note, by kind of object.
-
-Used only if the Keras 3 class has no such argument.
-"""
+"""What is dropped without a note if a Keras 3 class has no such argument."""
 
 NOTES: dict[str, str] = {
     "RandomCrop": (
@@ -200,13 +197,11 @@ def safe_name(name: str) -> str:
 
 
 def safe_names(names: Iterable[str]) -> dict[str, str]:
-    """Map the layer names of a tf_keras model to distinct Keras 3 names.
-
-    Keras 3 takes no name twice: `a/b` next to `a_b` gets a number.
-    """
+    """Map the layer names of a tf_keras model to distinct Keras 3 names."""
     names = list(names)
     safe = {name: name for name in names if "/" not in name}
     for name in names:
+        # Keras 3 takes no name twice: `a/b` next to `a_b` gets a number.
         new, count = safe_name(name), 0
         while name not in safe and new in safe.values():
             count += 1
@@ -216,24 +211,19 @@ def safe_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def inner_layers(fields: Config | list[Config]) -> list[Config] | None:
-    """Return the layer configs in a model's config; None without layers.
-
-    Before Keras 2.2 the config of a sequential model was a list of layers.
-    """
+    """Return the layer configs in a model's config; None without layers."""
+    # Before Keras 2.2 the config of a sequential model was a list of layers.
     return fields.get("layers") if isinstance(fields, Mapping) else fields
 
 
 def bytecode(value: object) -> list[Any] | None:
-    """Return [code, defaults, closure] if `value` is a function's bytecode.
-
-    This is the form of tf_keras, except that the defaults are a tuple, as
-    Python needs. None for any other value.
-    """
+    """Return [code, defaults, closure] of a function's bytecode, or None."""
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         return None
     code, defaults, closure = value
     if not isinstance(code, str):
         return None
+    # Python needs the defaults as a tuple, which tf_keras has as a list.
     return [code, None if defaults is None else tuple(defaults), closure]
 
 
@@ -363,13 +353,13 @@ def find(config: Config, hint: str, custom_objects: Config) -> Found | None:
     name = _RENAMED.get(name, name)
     if name in _MODELS:
         name = _MODELS[name]
-        return _builtin(getattr(keras, name), "models", "keras", name)
+        return _found(getattr(keras, name), "models", "keras", name)
     module = config.get("module") or ""
     hints = [hint, *(k for k in MODULES if module.endswith(f".{k}"))]
     for kind in [*reversed(hints), *MODULES]:
         cls = getattr(MODULES.get(kind), name, None)
         if inspect.isclass(cls):
-            return _builtin(cls, kind, f"keras.{kind}", name)
+            return _found(cls, kind, f"keras.{kind}", name)
     return None
 
 
@@ -399,11 +389,9 @@ def find_function(name: str, custom_objects: Config) -> object:
 
 
 def base(found: Found, name: str) -> tuple[str, str]:
-    """Return (kind, name) of the Keras class from which a class inherits.
-
-    A custom class also inherits the arguments of its base, and its tf_keras
-    config has them. A built-in class keeps the legacy name.
-    """
+    """Return (kind, name) of the Keras class from which a class inherits."""
+    # A custom class has the arguments of its base too, also in a config. A
+    # built-in class keeps the legacy name.
     if found.kind == "custom" and inspect.isclass(found.cls):
         for cls in found.cls.__mro__:
             for kind, module in MODULES.items():
@@ -433,17 +421,14 @@ def _custom(config: Config, custom_objects: Config) -> Found | None:
     for key in dict.fromkeys([config.get("registered_name"), name, short]):
         cls = key and keras.saving.get_registered_object(key, custom_objects)
         if cls:
-            fields = {
-                "module": None,
-                "class_name": short,
-                "registered_name": key,
-            }
-            return Found(cls, "custom", fields)
+            return _found(cls, "custom", None, short, key)
     return None
 
 
-def _builtin(cls: type, kind: str, module: str, name: str) -> Found:
-    fields = {"module": module, "class_name": name, "registered_name": None}
+def _found(
+    cls: type, kind: str, module: str | None, name: str, key: str | None = None
+) -> Found:
+    fields = {"module": module, "class_name": name, "registered_name": key}
     return Found(cls, kind, fields)
 
 

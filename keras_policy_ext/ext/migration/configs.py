@@ -301,10 +301,7 @@ _BY_SHAPE = ("accuracy", "acc")  # `compile` of Keras 3 tells which one
 def rewrite(
     rewriter: Rewriting, config: Config, model: object
 ) -> dict[str, Any]:
-    """Convert a tf_keras `compile` config to `compile` arguments of Keras 3.
-
-    The outputs are read from the legacy config of the model.
-    """
+    """Convert a `compile` config; `model` is the legacy config of its model."""
     arguments = {key: v for key, v in config.items() if v is not None}
     outputs = _outputs(model)
     if isinstance(arguments.get("loss_weights"), Mapping):
@@ -318,11 +315,9 @@ def rewrite(
 
 
 def plain_metric(config: Config, custom_objects: Config) -> Config:
-    """Return the config of a metric without its `MeanMetricWrapper`.
-
-    HDF5 files wrap every function so, and Keras 3 reads the wrapper
-    differently. Other configs are returned unchanged.
-    """
+    """Return a metric's config without a `MeanMetricWrapper` around it."""
+    # HDF5 files wrap every function so, and Keras 3 reads the wrapper
+    # differently.
     fields = config["config"]
     name = fields.get("fn") if isinstance(fields, Mapping) else None
     if not isinstance(name, str):
@@ -400,10 +395,7 @@ def _named(rewriter: Rewriting, name: str, kind: str, where: str) -> object:
 
 
 def _by_output(metrics: object, outputs: Any) -> object:
-    """Return metrics in Keras 3's form: nested as the outputs of the model.
-
-    Keras 3.12 does not accept a nested list for a model with one output.
-    """
+    """Return metrics in Keras 3's form: nested as the outputs of the model."""
     if isinstance(metrics, str) or _is_object(metrics):
         metrics = [metrics]
     if not isinstance(metrics, (list, tuple)) or not outputs:
@@ -411,7 +403,7 @@ def _by_output(metrics: object, outputs: Any) -> object:
     is_flat = all(isinstance(x, str) or _is_object(x) for x in metrics if x)
     if is_flat and not any(isinstance(x, list) for x in metrics):
         return _like(outputs, [x for x in metrics if x is not None])
-    if len(metrics) == 1:
+    if len(metrics) == 1:  # Keras 3.12 takes no nested list for one output.
         return metrics[0]
     # HDF5 has `[None]` for an output without metrics.
     return [None if x in ([], [None]) else x for x in metrics]
@@ -514,11 +506,8 @@ def optimizer(rewriter: Rewriting, config: Config, where: str) -> Any:
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    """Return a `LossScaleOptimizer`'s arguments except the inner optimizer.
-
-    TensorFlow 2.3 and before save a loss scale object, later versions numbers.
-    """
-    if "loss_scale" in config:
+    """Return a `LossScaleOptimizer`'s arguments except the inner optimizer."""
+    if "loss_scale" in config:  # TensorFlow 2.3 and before; later numbers
         scale = loss_scales.get(config["loss_scale"])
         return {} if scale is None else of_loss_scale(scale)
     wanted = ("dynamic", "initial_scale", "dynamic_growth_steps")

@@ -131,13 +131,11 @@ def array(
 
 
 def member(group: h5py.Group | None, name: str) -> Any:
-    """Return the entry of an HDF5 group at a path such as "a/b", or None.
-
-    None if there is none, or if a soft or external link leads to it.
-    """
+    """Return the entry of an HDF5 group at a path such as "a/b", or None."""
     for part in name.split("/"):
         if group is None or part not in group:
             return None
+        # A soft or external link may lead out of the file.
         link = group.get(part, getlink=True)
         group = group[part] if isinstance(link, h5py.HardLink) else None
     return group

@@ -174,10 +174,7 @@ _OTHER_NAMES = {"abs": "absolute", "pow": "power", "truediv": "true_divide"}
 
 
 def _named_alike(functions: str, *fields: Any) -> dict[str, Counterpart]:
-    """Map TensorFlow functions to the `keras.ops` functions of equal name.
-
-    The names are compared without module and `reduce_`.
-    """
+    """Map functions to `keras.ops` of that name, less module and `reduce_`."""
     return {
         function: Counterpart(_OTHER_NAMES.get(name, name), *fields)
         for function in functions.split()
@@ -381,6 +378,7 @@ def sequential(
             new["config"]["name"] = names[old["config"]["name"]]
     first = fields["layers"][0] if fields["layers"] else {"config": {}}
     shape = first["config"].get("batch_input_shape")
+    # Keras before 2.5 saved the input shape in the first layer instead.
     if shape is not None and not _is_input(first):
         layers.insert(0, _input_layer(first["config"], rewriter.rewrite(shape)))
     return {
@@ -421,11 +419,9 @@ class SavedGraph:
         return {**migrated, "name": name, "inbound_nodes": calls}
 
     def ends(self, ends: object) -> object:
-        """Convert the input or output tensors of the graph to Keras 3.
-
-        tf_keras wrote one tensor as a list of one, and made no other lists of
-        one. Keras 3 treats a tensor and a list of one as different structures.
-        """
+        """Convert the input or output tensors of the graph to Keras 3."""
+        # tf_keras wrote one tensor as a list of one, and no other such lists.
+        # Keras 3 takes a tensor and a list of one for different structures.
         if isinstance(ends, list) and len(ends) == 1:
             (end,) = ends
             ends = end if self._is_tensor(end) else ends
@@ -565,10 +561,7 @@ def _counts_its_making(layer: Config) -> bool:
 
 
 def _input_layer(fields: Config, shape: object) -> dict[str, Any]:
-    """Return the config of an `InputLayer` of this shape, for Sequential.
-
-    Keras before 2.5 saved the input shape in the first layer instead.
-    """
+    """Return the config of an `InputLayer` of this shape, for Sequential."""
     name = classes.safe_name(f"{fields.get('name', 'layer')}_input")
     return {
         "module": "keras.layers",

@@ -164,14 +164,11 @@ def _layer_names(config: object) -> Iterator[str]:
 
 
 def _reserve(names: Iterable[str]) -> None:
-    """Reserve layer names, so that Keras does not generate them again.
-
-    A mask is computed by operations, which Keras names by their class with a
-    count and puts into the graph of a functional model. The mask of a
-    `Concatenate` layer is computed by an operation `Concatenate`, which would
-    get the name that the layer has in the file. A graph takes no name twice
-    (keras 3.12 to 3.15).
-    """
+    """Reserve layer names, so that Keras does not generate them again."""
+    # A mask is computed by operations, which Keras names by class and count and
+    # puts into the graph of a functional model. An operation `Concatenate` for
+    # the mask of such a layer would get the name that the layer has in the
+    # file. A graph takes no name twice (keras 3.12 to 3.15).
     taken: dict[str, set[int]] = {}
     for name in names:
         taken.setdefault(name, set()).add(0)

@@ -36,10 +36,8 @@ def load(model: keras.Model, config: Config, file: files.LegacyFile) -> None:
 def legacy_order(
     layer: keras.Layer, config: Config
 ) -> tuple[Variables, Variables]:
-    """Return (trainable, other) weights of a layer in tf_keras's order.
-
-    The order of nested layers is that of the legacy config.
-    """
+    """Return (trainable, other) weights of a layer in tf_keras's order."""
+    # The order of nested layers is that of the legacy config.
     inner = _nested(layer, config)
     if inner is None:
         return list(layer.trainable_weights), list(layer.non_trainable_weights)
@@ -97,11 +95,7 @@ def _name(config: Config) -> str:
 
 
 def _load_layers(model: keras.Model, config: Config, group: h5py.Group) -> int:
-    """Assign the weights in an HDF5 file, which lists arrays by layer.
-
-    Returns:
-        The number of arrays.
-    """
+    """Assign the weights in an HDF5 file, by layer; return the array count."""
     children = _nested(model, config)
     if children is None:
         raise ValueError(
@@ -147,11 +141,9 @@ def _forward_first(
     weights: Variables,
     saved: list[tuple[str, h5py.Dataset]],
 ) -> tuple[Variables, list[tuple[str, h5py.Dataset]]]:
-    """Sort the weights and arrays of a Bidirectional: forward layer first.
-
-    A direction that was not trainable comes last in the file. This is seen from
-    the names only, not from a config.
-    """
+    """Sort the weights and arrays of a Bidirectional: forward layer first."""
+    # A direction that was not trainable comes last in the file. This is seen
+    # from the names only, not from a config.
     own = {id(x) for x in layer.forward_layer.weights}
     forward = f"forward_{_name(config['config']['layer'])}"
     found = [forward in path.split("/") for path, _ in saved]
@@ -165,13 +157,8 @@ def _forward_first(
 def _load_tree(
     layer: keras.Layer, config: Config, group: h5py.Group | None, where: str
 ) -> int:
-    """Assign the weights in a `.keras` archive to a layer and inner layers.
-
-    Its groups are named by attributes, or by class for layers in a list.
-
-    Returns:
-        The number of arrays.
-    """
+    """Assign the weights in an archive to a layer; return the array count."""
+    # Groups are named by attributes, or by class for layers in a list.
     if group is None:
         return 0  # the number of arrays will tell
     count = _load_own(layer, files.member(group, "vars"), where)
@@ -358,19 +345,14 @@ def _targets(
     trained: list[keras.Variable],
     slot: str,
 ) -> dict[int, keras.Variable]:
-    """Return the optimizer's variables for a slot, by `id` of the weight.
-
-    Keras names them `<path of the variable>_<slot>` and keeps the order of the
-    variables. Two variables of one path are distinguished by the order.
-    """
+    """Return the optimizer's variables for a slot, by `id` of the weight."""
     ending = f"_{slot}"
-    found = [v for v in optimizer.variables if v.name.endswith(ending)]
-    wanted = [v.path.replace("/", "_") + ending for v in trained]
     by_name: dict[str, list[keras.Variable]] = {}
-    for variable in found:
+    for variable in optimizer.variables:
         by_name.setdefault(variable.name, []).append(variable)
+    # Several variables of one path are in the order of the weights.
     return {
         id(variable): by_name[name].pop(0)
-        for variable, name in zip(trained, wanted, strict=True)
-        if by_name.get(name)
+        for variable in trained
+        if by_name.get(name := variable.path.replace("/", "_") + ending)
     }

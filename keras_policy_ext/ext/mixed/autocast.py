@@ -15,10 +15,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext import policies
-from keras_policy_ext._keras import (
-    calls,
-    walking,
-)
+from keras_policy_ext._keras import calls, walking
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.mixed import _keras
 from keras_policy_ext.extending import user_code
@@ -382,8 +379,7 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
             "strict": strict,
         }
         if autocast_exclude is not None:
-            names = exclusion(autocast_exclude)
-            given["autocast_exclude"] = names
+            given["autocast_exclude"] = exclusion(autocast_exclude)
         given = {k: v for k, v in given.items() if v is not None}
         # Not through `__setattr__`: Keras would wrap the tuple to track it.
         self.__dict__.update(given, _autocast_config=given)
@@ -512,13 +508,11 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
     def rematerialized_call(
         self, layer_call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Return a rematerialized call that casts as the first call does.
-
-        The recomputation is in the backward pass, outside of the call's scope.
-        """
+        """Return a rematerialized call that casts as the first call does."""
 
         @functools.wraps(layer_call)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # The backward pass recomputes it, outside of the call's scope.
             with self._call_scope():
                 return layer_call(*args, **kwargs)
 
@@ -532,14 +526,11 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
 
     @property
     def activity_regularizer(self) -> Any:
-        """The regularizer of the layer's outputs; None if there is none.
-
-        During a call it casts to the variable dtype first, since in float16 a
-        sum of squares overflows at 65504.
-        """
+        """The regularizer of the layer's outputs; None if there is none."""
         regularizer = self.__dict__.get("_activity_regularizer")
         if regularizer is None or not self.__dict__.get("_calls", 0):
             return regularizer
+        # Cast first: in float16 a sum of squares overflows at 65504.
         return functools.partial(
             _regularize, regularizer, dtype=self.variable_dtype
         )
@@ -560,24 +551,18 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
         return bool(self.autocast and self.compute_dtype != self.variable_dtype)
 
     def _has_made(self, variable: keras.Variable) -> bool:
-        """Return True if this layer, and no other, created a variable.
-
-        A variable that another layer created has the path of that layer.
-        """
+        """Return True if this layer, and no other, created a variable."""
         if "_cast_arguments" not in self.__dict__:
             return False  # Keras's own constructor is at work.
+        # The variable of another layer has the path of that layer.
         return variable.path in (variable.name, f"{self.path}/{variable.name}")
 
     def _own_variables(self) -> None:
-        """Make all variables of this layer `AutocastVariable`s of the layer.
-
-        Some were not assigned to an attribute, and are not known yet.
-
-        A list may be filled after it was assigned. Keras tracks no new
-        variables once the layer is built, so that calls need no check.
-        """
+        """Make all variables of this layer `AutocastVariable`s of the layer."""
         if "_cast_arguments" not in self.__dict__:
             return  # Keras's own constructor is at work.
+        # Some are in no attribute, or in a list that was filled later. Keras
+        # tracks no new ones once the layer is built: calls need no check.
         for variable in walking.tracked_variables(self):
             if self._has_made(variable):
                 own(variable, self, self._is_mixed())
@@ -610,11 +595,7 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
     def _convert(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert arguments to tensors; cast floats by the layer's settings.
-
-        Symbolic tensors are cast only after Keras has made a node of the
-        layer. Before, each cast would be a node of its own.
-        """
+        """Convert arguments to tensors; cast floats by the layer's settings."""
         if not self.converts_arguments:
             return args, kwargs
         which = self.__dict__["_cast_arguments"]
@@ -634,6 +615,8 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
         cast = cast and self.autocast and keeps
 
         def convert(x: Tensor) -> Any:
+            # Before Keras has made a node of the layer, each cast would be a
+            # node of its own.
             if isinstance(x, keras.KerasTensor) and not symbolic:
                 return x
             new = policy.convert_input(x, cast, dtype)
@@ -680,11 +663,9 @@ def _regularize(regularizer: Any, x: Tensor, *, dtype: str) -> Tensor:
 
 
 def _floating_dtype(x: Tensor) -> str | None:
-    """Return the name of a floating tensor's dtype, or None.
-
-    None also for symbolic tensors and torch's meta tensors: while shapes are
-    inferred on torch, Keras returns variables in their own dtype.
-    """
+    """Return the name of a floating tensor's dtype, or None."""
+    # Shapes are being inferred: on torch Keras then returns variables in their
+    # own dtype, as meta tensors.
     if isinstance(x, keras.KerasTensor) or getattr(x, "is_meta", False):
         return None
     if not hasattr(x, "dtype"):

@@ -17,10 +17,7 @@ from keras_policy_ext.ext.mixed import (
     scaler_settings,
 )
 from keras_policy_ext.ext.mixed.loss_scales import LossScaleDTypePolicy
-from keras_policy_ext.ext.mixed.policy import (
-    global_policy,
-    set_global_policy,
-)
+from keras_policy_ext.ext.mixed.policy import global_policy, set_global_policy
 from keras_policy_ext.policies import of_path
 
 __all__ = [

@@ -19,10 +19,7 @@ from keras_policy_ext.numerics import ROUNDABLE, stochastic_round
 def as_accumulated(
     grads: list[Tensor | None], variables: list[keras.Variable]
 ) -> list[Tensor | None]:
-    """Cast each gradient to the dtype of the variable at that position.
-
-    Keras accumulates in these dtypes.
-    """
+    """Cast gradients to their variables' dtypes, in which Keras accumulates."""
     return [
         grad if grad is None else ops.cast(grad, variable.dtype)
         for grad, variable in zip(grads, variables, strict=True)
@@ -42,10 +39,7 @@ def may_belong(
 def with_scaled_states(
     grads: list[Tensor | None], variables: list[keras.Variable], scale: Any
 ) -> list[Tensor | None]:
-    """Multiply gradients of float8 state by the loss scale; keep others.
-
-    This undoes their division.
-    """
+    """Undo the division of float8 state's gradients by the loss scale."""
     scale = ops.convert_to_tensor(scale)
     return [
         ops.multiply(grad, ops.cast(scale, grad.dtype))
@@ -233,11 +227,8 @@ class Float32Views:
 
 
 def _check_replicas(variable: keras.Variable) -> None:
-    """Raise if a variable has replicas of `tf.distribute`.
-
-    TensorFlow updates those through an interface of its own, which does not
-    accept views.
-    """
+    """Raise if a variable has replicas of `tf.distribute`."""
+    # TensorFlow updates these through an interface that takes no views.
     if hasattr(variable.value, "distribute_strategy"):
         raise NotImplementedError(
             "StochasticRounding cannot update variables that tf.distribute "

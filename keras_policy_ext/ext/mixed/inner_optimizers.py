@@ -110,7 +110,7 @@ def variables_of(
 
 
 def read_inner(
-    config: object, custom_objects: Mapping[str, object] | None = None
+    config: object, custom_objects: Mapping[str, object] | None
 ) -> keras.optimizers.Optimizer:
     """Return the optimizer for the entry `inner_optimizer` in a config."""
     if not isinstance(config, Mapping):

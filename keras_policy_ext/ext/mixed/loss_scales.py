@@ -288,10 +288,7 @@ class LossScaleDTypePolicy(SourceMap):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The loss scale to use; `"auto"` depends on the policy's name.
-
-        It is dynamic for `"mixed_float16"`, otherwise None.
-        """
+        """The loss scale; for `"auto"` dynamic if "mixed_float16", or None."""
         if self._requested != AUTO:
             return self._requested
         return DynamicLossScale() if self.name == "mixed_float16" else None

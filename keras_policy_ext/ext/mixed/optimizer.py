@@ -548,10 +548,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
     ) -> None:
-        """Write the loss scale and the counters to a file's store.
-
-        The wrapped optimizer has its own group in the file.
-        """
+        """Write the loss scale and the counters to a file's store."""
+        # The wrapped optimizer has its own group in the file.
         for name in STATE:
             if self.built:
                 store[name] = ops.convert_to_numpy(getattr(self, name))

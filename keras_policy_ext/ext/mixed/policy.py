@@ -12,10 +12,7 @@ from keras_policy_ext.extending import user_code
 
 
 class _PlainPolicies(type):
-    """A metaclass by which `Policy(name)` returns a Keras dtype policy.
-
-    Every policy is an instance of `Policy`.
-    """
+    """A metaclass: `Policy(name)` and its instances are Keras's policies."""
 
     def __call__(cls, name: str) -> keras.DTypePolicy:
         if not isinstance(name, str):

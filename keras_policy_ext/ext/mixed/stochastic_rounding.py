@@ -15,10 +15,7 @@ from keras_policy_ext import backends
 from keras_policy_ext._keras import optimizer_facts, optimizer_variables
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.mixed import _keras, inner_optimizers
-from keras_policy_ext.ext.mixed.float32_views import (
-    Float32View,
-    Float32Views,
-)
+from keras_policy_ext.ext.mixed.float32_views import Float32View, Float32Views
 
 SEED_KEY = "seed_generator_state"
 """The name of the seed state in a file."""
@@ -148,11 +145,9 @@ class StochasticRounding(keras.optimizers.Optimizer):
     def _groups(
         self, grads: list[Any], variables: list[Any]
     ) -> list[list[tuple[Any, Any]]]:
-        """Return groups of gradients and views that are updated together.
-
-        Each weight of a group has copies in float32. A step that is compiled
-        makes them when it needs them, so all weights are one group there.
-        """
+        """Return groups of gradients and views that are updated together."""
+        # Each weight of a group has copies in float32. A compiled step makes
+        # them when it needs them, so all weights are one group there.
         pairs = list(zip(grads, self._views.of(variables), strict=True))
         if not self.updates_in_groups or any(g is None for g in grads):
             return [pairs] if pairs else []
@@ -169,12 +164,9 @@ class StochasticRounding(keras.optimizers.Optimizer):
 
     @property
     def updates_in_groups(self) -> bool:
-        """True if a step updates weights group by group.
-
-        This takes an eager step, and an optimizer whose update of a weight
-        reads no other weight.
-        """
+        """True if a step updates weights group by group."""
         inner = self.inner_optimizer
+        # An eager step, and an update of a weight that reads no other weight.
         return (
             keras.backend.backend() == "torch"
             and not backends.current.is_compiling()
@@ -252,10 +244,8 @@ class StochasticRounding(keras.optimizers.Optimizer):
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
     ) -> None:
-        """Write the state of the random seed to a file's store.
-
-        The inner optimizer has its own group in the file.
-        """
+        """Write the state of the random seed to a file's store."""
+        # The inner optimizer has its own group in the file.
         store[SEED_KEY] = ops.convert_to_numpy(self.seed_generator.state)
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
@@ -349,10 +339,7 @@ def _checked_seed(seed: object) -> int | None:
 
 
 def _spread(seed: int | None) -> int | None:
-    """Map neighbouring seeds to seeds that are far apart.
-
-    Both are from 0 to 2^31 - 1. On torch Keras adds the number of draws to the
-    seed (3.12 to 3.15): runs with the seeds 1 and 2 would use the same bits,
-    one draw apart.
-    """
+    """Map neighbouring seeds to seeds from 0 to 2^31 - 1 that are far apart."""
+    # On torch Keras adds the number of draws to the seed (3.12 to 3.15): runs
+    # with the seeds 1 and 2 would use the same bits, one draw apart.
     return None if seed is None else seed * 0x9E3779B1 % 2**31

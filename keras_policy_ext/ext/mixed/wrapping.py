@@ -138,14 +138,11 @@ def compile_by(
     auto_scale_loss: bool,
     kwargs: dict[str, Any],
 ) -> None:
-    """Call Keras's `compile` with an optimizer that is already wrapped.
-
-    Keras would wrap any optimizer without a wrapper, and erase a fixed
-    `loss_scale_factor`.
-    """
+    """Call Keras's `compile` with an optimizer that is already wrapped."""
     optimizer = keras.optimizers.get(optimizer)
     name, takes = "auto_scale_loss", inspect.signature(method)
     given = takes.bind(optimizer, *args, **kwargs)
+    # Keras does not wrap: that would erase a fixed `loss_scale_factor`.
     if name in takes.parameters:
         auto_scale_loss = auto_scale_loss and given.arguments.get(name, True)
         given.arguments[name] = False
@@ -216,21 +213,14 @@ def _requested(policy: keras.DTypePolicy) -> set[Any]:
 
 
 def _requested_by(layer: keras.Layer) -> set[Any]:
-    """Return the loss scales that the policy of a layer requests.
-
-    A map is read by path, which a layer gets when it is built.
-    """
-    if not layer.built:
+    """Return the loss scales that the policy of a layer requests."""
+    if not layer.built:  # It has no path yet, by which a map is read.
         return _requested(layer.dtype_policy)
     return _requested(of_path(layer.dtype_policy, layer.path))
 
 
 def _the_one(scales: set[Any], those_who_ask: str = "") -> Any:
-    """Return the only loss scale in a set; AUTO if empty, an error if several.
-
-    Raises:
-        ValueError: If there are several.
-    """
+    """Return the one loss scale in a set, or AUTO; raise if it has several."""
     if len(scales) > 1:
         named = ", ".join(sorted(map(repr, scales)))
         raise ValueError(

@@ -148,7 +148,7 @@ def _quantized(
         q = ops.multiply(backends.current.sqrt(magnitude), factor)
         q = ops.maximum(q, OFFSET * 2.0**-stored.mantissa_bits)
         q = ops.where(magnitude < SMALLEST_NORMAL, 0.0, q)
-    bits = ops.minimum(view(q + OFFSET, "int32"), _bits_of(stored.largest))
+    bits = ops.minimum(view(q + OFFSET, "int32"), bits_of(stored.largest))
     bits = bits + _bits(rows.shape, key, stored.dropped)
     code = ops.right_shift(bits, stored.dropped)
     if stored.signed:
@@ -161,11 +161,9 @@ def _quantized(
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """Return the bits of the largest magnitude in each row, int32 (rows,).
-
-    Integers are compared, which no compiler does in another way. It reduces
-    halves: XLA for a CPU takes twice as long for the whole axis (JAX 0.10).
-    """
+    """Return the bits of the largest magnitude in each row, int32 (rows,)."""
+    # Integers are compared, which no compiler does in another way. It reduces
+    # halves: XLA for a CPU takes twice as long for the whole axis (JAX 0.10).
     bits = view(rows, "int32")
     parts = [bits]
     while parts[0].shape[1] > _LANES:
@@ -179,11 +177,11 @@ def _scales(largest: Tensor, kind: str, form: str) -> Tensor:
     """Return the float32 scales of blocks, of the bits of their amaxes."""
     stored = KINDS[kind]
     limit = LARGEST[kind]
-    known = largest >= _bits_of(SMALLEST_NORMAL)
+    known = largest >= bits_of(SMALLEST_NORMAL)
     if stored.signed:
-        amax = view(ops.minimum(largest, _bits_of(limit)), "float32")
+        amax = view(ops.minimum(largest, bits_of(limit)), "float32")
     else:
-        square = view(ops.minimum(largest, _bits_of(limit**2)), "float32")
+        square = view(ops.minimum(largest, bits_of(limit**2)), "float32")
         amax = backends.current.sqrt(square)
     scale = amax * float(np.float32(1 / (stored.largest - OFFSET)))
     if form == "mx":
@@ -191,7 +189,8 @@ def _scales(largest: Tensor, kind: str, form: str) -> Tensor:
     return ops.where(known, ops.maximum(scale, SMALLEST), 1.0)
 
 
-def _bits_of(number: float) -> int:
+def bits_of(number: float) -> int:
+    """Return the bits of a float32 as an int32."""
     return int(np.float32(number).view(np.int32))
 
 
@@ -226,7 +225,7 @@ def numbers_in_file(
         scale = (scale.astype(np.uint32) << 23).view(np.float32)
     code = np.arange(256, dtype=np.int32)
     bits = (code & 127 if stored.signed else code) << stored.dropped
-    value = (bits | _bits_of(OFFSET)).view(np.float32) - np.float32(OFFSET)
+    value = (bits | bits_of(OFFSET)).view(np.float32) - np.float32(OFFSET)
     if stored.signed:
         value = np.where(code & 128, -value, value)
     blocks = np.repeat(scale, BLOCKS[form])[: codes.size]
@@ -244,7 +243,7 @@ def _numbers(rows: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
     code = ops.cast(rows, "int32")
     magnitude = ops.bitwise_and(code, 0x7F) if stored.signed else code
     bits = ops.left_shift(magnitude, stored.dropped)
-    numbers = view(ops.bitwise_or(bits, _bits_of(OFFSET)), "float32") - OFFSET
+    numbers = view(ops.bitwise_or(bits, bits_of(OFFSET)), "float32") - OFFSET
     numbers = numbers * scale
     if not stored.signed:
         return ops.square(numbers)

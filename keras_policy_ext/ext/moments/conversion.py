@@ -140,10 +140,8 @@ def dequantize(optimizer: Any) -> list[Any]:
 
 
 def _tell_of_traces(changed: list[Any]) -> None:
-    """Warn if a graph of TensorFlow may update slots that were replaced.
-
-    JAX is handed all slots in each step, and PyTorch reads them.
-    """
+    """Warn if a graph of TensorFlow may update slots that were replaced."""
+    # JAX is handed all slots in each step, and PyTorch reads them.
     if keras.backend.backend() != "tensorflow":
         return
     for each in changed:
@@ -191,20 +189,12 @@ def _short(optimizer: object) -> str:
 
 
 def _to_change(optimizer: Any, settings: Settings) -> tuple[list[Any], Any]:
-    """Return the optimizers within to change, and those that have no moments.
-
-    Those that are stored that way already are in neither list.
-
-    Raises:
-        ValueError: If none within has moments, or one cannot be quantized for
-            another reason.
-    """
+    """Return the optimizers to change, and those without moments; or raise."""
     within = targets(optimizer)
     chosen, left, reason = [], [], None
     for each in within:
-        if isinstance(
-            each, QuantizedState
-        ) and each._state_settings == settings.for_optimizer(each):
+        own = each._state_settings if isinstance(each, QuantizedState) else None
+        if own == settings.for_optimizer(each):  # It is stored so already.
             continue
         try:
             _check(each, settings)
@@ -327,11 +317,9 @@ def _check(optimizer: Any, settings: Settings) -> None:
 
 
 def copy_of(optimizer: Any) -> Any:
-    """Return a copy that is not built, for a trial.
-
-    Keras makes no lambda from a config. So a learning rate that is a function
-    or a schedule is another function in the copy.
-    """
+    """Return a copy that is not built, for a trial."""
+    # Keras makes no lambda from a config. So a learning rate that is a function
+    # or a schedule is another function in the copy.
     config = optimizer.get_config()
     made = type(optimizer).from_config(_with_constant_rates(config))
     for each in optimizer_variables.optimizers_within(made):
@@ -375,11 +363,8 @@ def _check_steps(stock: Any, copy: Any, cls: type) -> None:
     except Exception as error:
         reason = f"its step fails: {error}"
     else:
-        for one, other in zip(
-            _keras.own_variables(stock),
-            _keras.own_variables(copy),
-            strict=True,
-        ):
+        slots = map(_keras.own_variables, (stock, copy))
+        for one, other in zip(*slots, strict=True):
             a, b = (np.asarray(ops.convert_to_numpy(v)) for v in (one, other))
             # Of three roundings at random, each by less than an eighth; what
             # is added may cancel.

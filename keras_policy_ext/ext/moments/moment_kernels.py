@@ -55,10 +55,8 @@ class MomentKernels:
             The changed tensors; None if they are not worth parts, or cannot
             be cut here.
         """
-        part, count = (
-            backends.current.numbers_of_a_part,
-            math.prod(written[0].shape),
-        )
+        part = backends.current.numbers_of_a_part
+        count = math.prod(written[0].shape)
         # Places are counted in int32. A gradient may be broadcast. XLA takes
         # longer for a loop over few parts than for the whole.
         fits = 16 * part <= count < 1 << 31
@@ -149,21 +147,15 @@ class MomentKernels:
 def _apart(
     step: Tensor, function: Callable[[], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Return results that XLA computes once, in a branch that is always taken.
-
-    Otherwise it would compute them again for each use, and copy what a loop
-    changes (JAX 0.10, CPU).
-
-    Args:
-        step: Int32 scalar, never negative, which XLA does not know.
-        function: It returns tensors.
-    """
+    """Return results of a function that XLA computes only once."""
+    # In a branch that is always taken, since `step`, int32, is never negative.
+    # XLA does not know it. Otherwise it would compute them again for each use,
+    # and copy what a loop changes (JAX 0.10, CPU).
 
     def zeros() -> list[Tensor]:
         return [ops.zeros_like(x) for x in function()]
 
-    found: list[Tensor] = ops.cond(step >= 0, lambda: list(function()), zeros)
-    return found
+    return ops.cond(step >= 0, lambda: list(function()), zeros)
 
 
 if TYPE_CHECKING:

@@ -70,10 +70,9 @@ class QuantizedState(_keras.KnowsParts, keras.optimizers.Optimizer):
         dtype = keras.backend.standardize_dtype(dtype)
         kind = self._state_settings.kind_of(name, shape, dtype)
         if kind is None:
-            made: keras.Variable = super().add_variable(
+            return super().add_variable(
                 shape, initializer, dtype, aggregation, layout, name
             )
-            return made
         options = {} if layout is None else {"layout": layout}
         with keras.name_scope(self.name, caller=self):
             slot = QuantizedSlot(
@@ -133,11 +132,9 @@ class QuantizedState(_keras.KnowsParts, keras.optimizers.Optimizer):
     def _update_in_parts(
         self, gradient: Tensor, variable: Any, learning_rate: Any
     ) -> bool:
-        """Update a variable part by part, if that is possible and faster.
-
-        A part stays in the cache of a CPU, and there is no float32 copy of a
-        whole slot.
-        """
+        """Update a variable part by part, if that is possible and faster."""
+        # A part stays in the cache of a CPU, and there is no float32 copy of a
+        # whole slot.
         if not updates_elementwise(self):
             return False
         slots = _keras.slots_of_variable(self, variable)
@@ -276,10 +273,7 @@ class QuantizedState(_keras.KnowsParts, keras.optimizers.Optimizer):
     def load_own_variables(
         self, store: Mapping[str, np.ndarray[Any, Any]]
     ) -> None:
-        """Read slots from a file's store; round those that are in float32.
-
-        Slots that the file has in the same form keep their bits.
-        """
+        """Read slots from a file's store; round those in another form."""
         slots, values = read_slots(store)
         own = _keras.own_variables(self)
         wrong = _why_not(values, own)
@@ -318,25 +312,19 @@ def described(cls: type) -> dict[str, Any]:
     else:
         registered = keras.saving.get_registered_name(cls)
         module = cls.__module__
-    return {
-        "module": module,
-        "class_name": name,
-        "registered_name": registered,
-    }
+    return {"module": module, "class_name": name, "registered_name": registered}
 
 
 @functools.cache
 def quantized_class(cls: type) -> Any:
-    """Return the class of optimizers like those of `cls`, with QuantizedState.
-
-    All have one registered name, and are read by `QuantizedState.from_config`,
-    which finds the other class in the config.
-    """
+    """Return the subclass of an optimizer class with QuantizedState."""
     members = {
         "stock_class": cls,
         "__module__": __name__,
         "__doc__": cls.__doc__,
     }
+    # All have one registered name: `QuantizedState.from_config` reads them, and
+    # finds the other class in the config.
     made = type(f"Quantized{cls.__name__}", (QuantizedState, cls), members)
     register = keras.saving.register_keras_serializable
     return register("keras_policy_ext", "QuantizedState")(made)
@@ -372,8 +360,7 @@ def slots_in(store: Mapping[str, Any]) -> dict[str, list[str]]:
             f"this version does not know. Received: {found.get('version')!r}. "
             "Allowed: version 1. Load it with a newer keras_policy_ext."
         )
-    slots: dict[str, list[str]] = found["slots"]
-    return slots
+    return found["slots"]
 
 
 def read_slots(
@@ -430,8 +417,7 @@ def _made(
 ) -> keras.optimizers.Optimizer:
     """Make a class of a config, also of one that is stored in one byte."""
     if STORED not in config:
-        made: keras.optimizers.Optimizer = stock(cls, config, custom_objects)
-        return made
+        return stock(cls, config, custom_objects)
     config = dict(config)
     stored = dict(config.pop(STORED))
     stored.pop("optimizer")

@@ -140,13 +140,9 @@ class Settings:
         if not ends or math.prod(shape) < max(self.minimum_size, 1):
             return None
         kind = named[max(ends, key=len)]
-        if kind == KEPT or not _is_float(dtype):
+        name_of_dtype = keras.backend.standardize_dtype(dtype)
+        if kind == KEPT or not keras.backend.is_float_dtype(name_of_dtype):
             return None
         if any(each.replace("/", "_") in str(name) for each in self.exclude):
             return None
         return kind
-
-
-def _is_float(dtype: Any) -> bool:
-    name = keras.backend.standardize_dtype(dtype)
-    return bool(keras.backend.is_float_dtype(name))

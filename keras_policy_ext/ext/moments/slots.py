@@ -99,9 +99,7 @@ class WeightPart:
 
 
 class QuantizedSlot(
-    variable_values.ComputedVariable,
-    _keras.StoredInParts,
-    keras.Variable,
+    variable_values.ComputedVariable, _keras.StoredInParts, keras.Variable
 ):
     """A slot that is read and assigned as a float variable of its shape.
 

@@ -116,11 +116,9 @@ def _sparsemax(x: Value, axis: int = -1) -> Value:
 
 
 def _sparsemax_is_a_projection() -> bool:
-    """Return True if Keras's sparsemax of (1, 0.5) is (0.75, 0.25).
-
-    This is right, since it adds up to 1. Keras up to 3.15 returns (0.25, 0):
-    its threshold comes from a sum of cumulative sums.
-    """
+    """Return True if Keras's sparsemax of (1, 0.5) is (0.75, 0.25)."""
+    # This is right, since it adds up to 1. Keras up to 3.15 returns (0.25, 0):
+    # its threshold comes from a sum of cumulative sums.
     found = keras.ops.sparsemax(np.asarray([1.0, 0.5], "float32"))
     return bool(np.sum(keras.ops.convert_to_numpy(found)) > 0.5)
 

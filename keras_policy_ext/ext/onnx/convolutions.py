@@ -206,15 +206,7 @@ def _padding(layer: keras.Layer, x: Value) -> dict[str, Any]:
 def _same_padding(
     layer: keras.Layer, x: Value, window: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the attributes for padding "same"; the extra one goes to the end.
-
-    `auto_pad` is used if an unknown size matters. onnxruntime refuses it for
-    convolutions with dilation, which Keras has only without strides. It
-    computes a negative width if a stride is larger than the window.
-
-    Raises:
-        Refused: If a stride is larger than its window and a size is unknown.
-    """
+    """Return the attributes for padding "same", the extra one at the end."""
     first = 2 if layer.data_format == "channels_first" else 1
     sizes = (x.shape or ())[first : first + len(window)]
     steps = list(zip(sizes, window, layer.strides, strict=True))
@@ -225,6 +217,9 @@ def _same_padding(
                 "an unknown size",
                 'inputs of a known size, or padding="valid"',
             )
+        # onnxruntime refuses it with dilation, which Keras has only without
+        # strides. It computes a negative width if a stride is larger than the
+        # window.
         return {"auto_pad": "SAME_UPPER"}
     pads = [
         max(0, width - 1 - (((size or 1) - 1) % stride))

@@ -209,10 +209,7 @@ class OnnxGraph:
 
 
 class Initializers:
-    """The constant tensors of a graph; large data go to disk at once.
-
-    So at most one of them is in memory.
-    """
+    """The constant tensors of a graph; at most one large one is in memory."""
 
     def __init__(self, path: pathlib.Path):
         self.tensors: list[Any] = []
@@ -233,13 +230,10 @@ class Initializers:
         self.tensors.append(tensor)
 
     def finish(self) -> None:
-        """Complete the tensors: copy data from the file, or refer to it.
-
-        If they are too large for a model file, they remain in their own file,
-        which is then part of the model.
-        """
+        """Complete the tensors: copy data from the file, or refer to it."""
         self._file.close()
         total = sum(size for _, size in self._places.values())
+        # The file then stays, as a part of the model.
         outside = total > INLINE_LIMIT
         with self._path.open("rb") as file:
             for tensor in self.tensors:
@@ -258,11 +252,7 @@ class Initializers:
 
 
 class Refused(Exception):
-    """Raised for a layer that cannot be written, with the reason.
-
-    It is raised where the name of the layer is not known. `Walk.call`, which
-    knows it, writes the whole message.
-    """
+    """Raised where a layer cannot be written; `Walk.call` adds its name."""
 
     def __init__(self, reason: str, allowed: str):
         super().__init__(reason)

@@ -18,12 +18,7 @@ from keras_policy_ext._keras import variable_values
 from keras_policy_ext.ext.export import exported_kernels
 from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.ext.export.report import Written
-from keras_policy_ext.ext.onnx.graph import (
-    OnnxGraph,
-    Refused,
-    Value,
-    onnx_type,
-)
+from keras_policy_ext.ext.onnx.graph import OnnxGraph, Refused, Value, onnx_type
 from keras_policy_ext.extending.layers import drop_in_of
 from keras_policy_ext.stored_kernels import BLOCK, Axes, StoredKernel, as_matrix
 
@@ -136,11 +131,9 @@ class Kernels:
 
 
 def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
-    """Add nodes for a kernel in float32, with the summed axes first.
-
-    It is stored in the file as a matrix of summed by kept axes, so that there
-    is one axis for the scales, however many axes the kernel has.
-    """
+    """Add nodes for a kernel in float32, with the summed axes first."""
+    # The file has a matrix of summed by kept axes, so that there is one axis
+    # for the scales, however many axes the kernel has.
     stored = kernel.data
     order = kernel.axes.summed + kernel.axes.free
     if not isinstance(stored, StoredKernel):
@@ -155,10 +148,8 @@ def matrix(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
 def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
     """Add nodes for a convolution kernel in float32: (out, in, *window).
 
-    The kernel in Keras is (*window, in, out).
-
-    A kernel of a transposed convolution, (*window, out, in), is added as
-    (in, out, *window).
+    In Keras it is (*window, in, out). That of a transposed convolution has
+    `out` and `in` exchanged, in both.
     """
     stored = kernel.data
     rank = len(kernel.shape)
@@ -235,15 +226,11 @@ def _variable(layer: keras.Layer) -> keras.Variable:
 
 
 def _dynamic_scale(x: Value, axes: Sequence[int]) -> Value:
-    """Add nodes that compute the scale `amax / 448`, which is never 0.
-
-    The smallest scale is the smallest normal float32.
-
-    A scale of 0 would cause a division of 0 by 0.
-    """
+    """Add nodes that compute the scale `amax / 448`, which is never 0."""
     magnitude = x.op("Abs")
     amax = magnitude.reduce("Max", axes) if len(axes) else magnitude
     scale = amax / formats.get(INPUTS).max
+    # A scale of 0 would cause a division of 0 by 0.
     least = float(np.finfo("float32").smallest_normal)
     return (scale < least).where(least, scale)
 

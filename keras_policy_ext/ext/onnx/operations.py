@@ -338,10 +338,7 @@ def _cut(x: Value, axis: int, entry: int | slice) -> Value:
 
 
 def _promoted(graph: OnnxGraph, operands: Any, floating: bool) -> list[Value]:
-    """Convert operands to one dtype: float32 if any is floating.
-
-    The dtype is also float32 with `floating`, or if operands differ.
-    """
+    """Convert to one dtype: float32 with `floating` or if operands differ."""
     values = graph.values(operands)
     dtypes = {
         each.dtype

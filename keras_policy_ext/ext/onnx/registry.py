@@ -41,14 +41,11 @@ class Context:
 
 
 def layer(*names: str) -> Callable[[Any], Any]:
-    """Register the decorated function as the writer of these Keras layers.
-
-    Names that this Keras does not have are skipped.
-    """
+    """Register the decorated function as the writer of these Keras layers."""
 
     def register(function: Callable[..., Value]) -> Callable[..., Value]:
         for name in names:
-            if hasattr(keras.layers, name):
+            if hasattr(keras.layers, name):  # This Keras may lack some.
                 LAYERS[getattr(keras.layers, name)] = function
         return function
 

@@ -52,11 +52,7 @@ def is_sequential(layer: keras.Layer) -> bool:
 
 
 def check(model: keras.Layer) -> None:
-    """Raise unless a model is a built Functional or Sequential model.
-
-    Raises:
-        ValueError: If it is another model, or is not built.
-    """
+    """Raise ValueError unless a model is built Functional or Sequential."""
     if is_sequential(model) and model.built and model.inputs:
         return
     if is_functional(model) and not isinstance(model, keras.Sequential):
@@ -147,11 +143,7 @@ class Walk:
         self._context = Context(graph, kernels, self.call)
 
     def model(self, model: keras.Layer) -> tuple[list[Any], list[Any]]:
-        """Write a whole model; return ONNX's descriptions of (inputs, outputs).
-
-        Returns:
-            The inputs and outputs of the graph, as ONNX describes them.
-        """
+        """Write a model; return ONNX's descriptions of (inputs, outputs)."""
         inputs = [self._input(tensor) for tensor in model.inputs]
         results = self._run(model, inputs)
         names = getattr(model, "output_names", None) or [

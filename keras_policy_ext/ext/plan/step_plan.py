@@ -407,15 +407,11 @@ def _memory(
     policies: list[Float8DTypePolicy],
     options: dict[str, Any],
 ) -> tuple[memory.ModelMemory, memory.MemoryReport, str]:
-    """Return the memory without float8, that under each policy, and a note.
-
-    Without float8 it is counted under `source`; or, if the model does not work
-    under that policy, in the model's own dtypes, which the note then says.
-    """
+    """Return the memory without float8, that under each policy, and a note."""
     try:
         held = memory.memory(model, tensors, [source, *policies], **options)
         return held[source], held, ""
-    except memory.UnfitPolicyError:
+    except memory.UnfitPolicyError:  # Then in the model's own dtypes.
         held = memory.memory(model, tensors, policies, **options)
     with reverted(model):
         plain = memory.memory(model, tensors, [])
@@ -467,11 +463,7 @@ def _work(
     kernel_bytes: float,
     options: dict[str, Any],
 ) -> _Work:
-    """Return the matmuls of a step, found by tracing the converted model.
-
-    Raises:
-        ValueError: If the model cannot be traced, or nothing is in float8.
-    """
+    """Return the matmuls of a step, traced in float8; raise if none is."""
     has_mode = "training" in inspect.signature(model.call).parameters
     kwargs = {"training": False} if has_mode else {}
 

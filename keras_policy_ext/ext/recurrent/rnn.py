@@ -48,18 +48,14 @@ class Gates(Einsum):
     reads_what_is_quantized: ClassVar[bool] = False
 
     def operand(self, name: str, x: Tensor, asked: Any) -> Tensor:
-        """Return an operand as the tensor to quantize; a kernel by gate.
-
-        A kernel with one scale is not sliced by gate before it is quantized.
-        """
-        # Of a kernel (inputs, gates * units).
+        """Return an operand as the tensor to quantize; a kernel by gate."""
+        # A kernel with one scale is cut by gate after it is quantized.
         if name == "kernel":
             x = x if in_one_scale(asked) else self._cut(x)
         return super().operand(name, x, asked)
 
     def kernel_axes(self, axes: Any, asked: Any) -> tuple[Any, ...]:
         """Convert a list with an entry per kernel axis to `operand`'s axes."""
-        # Where it is cut, of its rows.
         if in_one_scale(asked):
             return tuple(axes)
         rows, columns = axes
@@ -67,11 +63,7 @@ class Gates(Einsum):
         return gates, None if columns else features, units
 
     def read(self, name: str, quantized: Any) -> Any:
-        """Return a quantized operand as the matrix of its first matmul.
-
-        Of a kernel, it is the gates from `first` to before `last`.
-        """
-        # The gates that are multiplied.
+        """Return a quantized operand as a matrix: of a kernel, the gates."""
         if name == "kernel" and in_one_scale(quantized.quantization):
             quantized = quantized.with_values(self._cut(quantized.values))
         return super().read(name, quantized)
@@ -79,17 +71,13 @@ class Gates(Einsum):
     def product(
         self, matmul: str, kernel: Any, a: Any, b: Any, shapes: Any, dtype: str
     ) -> Tensor:
-        """Run a matmul; return the outputs, or the gradient of an operand.
-
-        The gradient of a kernel has zeros for the gates that are not
-        multiplied.
-        """
-        # Of a whole kernel the gradient.
+        """Run a matmul; return the outputs, or the gradient of an operand."""
         inputs, (rows, columns) = shapes
         cut = rows, self.last - self.first, columns // self.count
         result = super().product(matmul, kernel, a, b, (inputs, cut), dtype)
         if matmul != "kernel_grad":
             return result
+        # The gradient of a whole kernel has zeros for the other gates.
         around = (0, 0), (self.first, self.count - self.last), (0, 0)
         return ops.reshape(ops.pad(result, around), (rows, columns))
 
@@ -168,8 +156,7 @@ class Float8Cell(Float8Mixin):
         if self._drops(self.dropout) and training:
             step = inputs if len(inputs.shape) == 2 else inputs[:, 0]
             masks = self.get_dropout_mask(step)
-        kernel = self.kernel
-        x = self._product(kernel, _masked(inputs, masks), training)
+        x = self._product(self.kernel, _masked(inputs, masks), training)
         bias = self._bias()[0]
         return x if bias is None else ops.add(x, bias)
 
@@ -193,10 +180,7 @@ class Float8Cell(Float8Mixin):
         return 0.0 < rate < 1.0
 
     def _recurrent(self, state: Tensor, training: bool | None) -> Tensor:
-        """Apply recurrent dropout to a state.
-
-        Return a list of tensors if each gate has its own mask.
-        """
+        """Apply recurrent dropout; return a list if each gate has its mask."""
         masks = None
         if self._drops(self.recurrent_dropout) and training:
             masks = self.get_recurrent_dropout_mask(state)
@@ -210,20 +194,9 @@ class Float8Cell(Float8Mixin):
         first: int = 0,
         last: int | None = None,
     ) -> Tensor:
-        """Compute `x @ kernel` in float8, for some gates of the kernel.
-
-        These are the gates from `first` to before `last`.
-
-        Args:
-            kernel: (features, gates * units).
-            x: (..., features), or a list of such tensors, one per gate.
-            training: See `call`.
-            first: The first gate.
-            last: The gate after the last one, None for all remaining gates.
-
-        Returns:
-            (..., (last - first) * units).
-        """
+        """Return `x @ kernel` of some gates, (..., (last - first) * units)."""
+        # The kernel is (features, gates * units); x is (..., features), or a
+        # list of such tensors, one per gate.
         last = self.float8_gates if last is None else last
         per_gate = isinstance(x, list)
         if not per_gate and last - first == self.float8_gates:
@@ -261,8 +234,7 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
     ) -> tuple[Tensor, Any]:
         state = self.convert_input(_first(states))
         inner = self._recurrent(state, training)
-        kernel = self.recurrent_kernel
-        inner = self._product(kernel, inner, training)
+        inner = self._product(self.recurrent_kernel, inner, training)
         outputs = ops.add(projected, inner)
         if self.activation is not None:
             outputs = self.activation(outputs)
@@ -294,8 +266,7 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
     ) -> tuple[Tensor, Tensor]:
         """Return the update gate and the candidate, for `reset_after=True`."""
         inner = self._recurrent(state, training)
-        kernel = self.recurrent_kernel
-        inner = self._product(kernel, inner, training)
+        inner = self._product(self.recurrent_kernel, inner, training)
         bias = self._bias()[1]
         if bias is not None:
             inner = ops.add(inner, bias)
@@ -341,8 +312,7 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
     ) -> tuple[Tensor, Any]:
         state, carry = (self.convert_input(x) for x in states)
         inner = self._recurrent(state, training)
-        kernel = self.recurrent_kernel
-        inner = self._product(kernel, inner, training)
+        inner = self._product(self.recurrent_kernel, inner, training)
         gates = ops.split(ops.add(projected, inner), 4, axis=-1)
         into, forget, candidate, out = gates
         carry = self.recurrent_activation(forget) * carry
@@ -352,10 +322,7 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
 
 
 def _masked(x: Tensor, masks: Any) -> Any:
-    """Multiply a tensor by dropout masks.
-
-    Return a list of tensors if each gate has its own mask.
-    """
+    """Multiply by dropout masks; return a list if each gate has its own."""
     if masks is None:
         return x
     if isinstance(masks, (list, tuple)):

@@ -97,11 +97,9 @@ class Recorder:
             raise
 
     def save(self) -> None:
-        """Save the model as it is now; a recording begins with it.
-
-        The one before is kept until the next loss is good: if not, the step
-        before this save may have been the one that broke the weights.
-        """
+        """Save the model as it is now; a recording begins with it."""
+        # The save before is kept until the next loss is good: if not, the step
+        # before this save may have been the one that broke the weights.
         if not self._end.alive:
             return
         start = time.perf_counter()
@@ -151,10 +149,7 @@ class Recorder:
         return self.step_of_copy(arrays, loss)
 
     def step_of_copy(self, arrays: Any, loss: Any) -> bool:
-        """Tell of a step, as `step`, with a copy of the batch in NumPy arrays.
-
-        The arrays are kept, and must not be changed.
-        """
+        """Tell of a step like `step`; the NumPy arrays must stay unchanged."""
         value = np.asarray(ops.convert_to_numpy(loss))
         if value.size != 1:
             raise ValueError(

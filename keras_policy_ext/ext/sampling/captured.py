@@ -31,11 +31,7 @@ from keras_policy_ext.extending.models import (
     path_of,
 )
 from keras_policy_ext.recipes import Recipe
-from keras_policy_ext.seams import (
-    WEIGHTED_SUM,
-    ContractionCall,
-    on_contraction,
-)
+from keras_policy_ext.seams import WEIGHTED_SUM, ContractionCall, on_contraction
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -84,11 +80,8 @@ class Batch:
 
 
 def as_parts(batch: Any) -> Any:
-    """Return a batch of a data loader, which may be a list, as a tuple.
-
-    Keras's `fit` reads such a list so. In other places a list is several
-    inputs.
-    """
+    """Return a batch of a data loader, which may be a list, as a tuple."""
+    # Keras's `fit` reads such a list so. Elsewhere a list is several inputs.
     return tuple(batch) if isinstance(batch, list) else batch
 
 
@@ -281,9 +274,7 @@ def marked_gradients(
         of marking; None if the loss does not depend on it. (JAX: zeros.)
     """
     name = f"{__package__}.{keras.backend.backend()}"
-    found: tuple[Any, list[Tensor | None]]
-    found = importlib.import_module(name).marked_gradients(run, step_by_step)
-    return found
+    return importlib.import_module(name).marked_gradients(run, step_by_step)
 
 
 def _uses(
@@ -305,11 +296,8 @@ def _uses(
 
 
 def loss_of(model: keras.Layer, batch: Batch, loss: Loss | None) -> float:
-    """Return the loss of a forward pass, as `captured` computes it.
-
-    The seeds are the same too: dropout drops the same values. The model and
-    its states stay unchanged.
-    """
+    """Return the loss of a forward pass, as `captured` computes it."""
+    # The seeds are the same too: dropout drops the same values.
     with _unchanged(model), _losses_collected(model):
         return _number(_loss(model, batch, loss)[0])
 

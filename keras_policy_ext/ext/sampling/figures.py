@@ -78,10 +78,7 @@ class Figures:
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal-to-quantization-noise ratio, dB; None if nothing changes.
-
-        It is `10 log10(Σ x² / Σ (x - q)²)`.
-        """
+        """The signal-to-quantization-noise ratio in dB; None without noise."""
         signal = self.powers[1]
         if not self.noise or not signal:
             return None

@@ -91,6 +91,18 @@ def cell_of(text: str, style: str = "") -> str:
     return f"<td{attribute}>{html.escape(text)}</td>"
 
 
+def in_percent(fraction: float) -> str:
+    """Return a fraction in percent, such as "0 %", "<0.1 %" or "12.3 %"."""
+    if not fraction:
+        return "0 %"
+    return "<0.1 %" if fraction < 0.001 else f"{100 * fraction:.1f} %"
+
+
+def name_of(layer: str, kernel: str) -> str:
+    """Return the name of a layer, with that of a kernel not named `kernel`."""
+    return layer if kernel == "kernel" else f"{layer} {kernel}"
+
+
 def line_plot(points: Sequence[tuple[float, float]], log: bool = False) -> str:
     """Return a small plot as SVG, with the least and the largest value.
 

@@ -109,11 +109,8 @@ class Samples:
         return list(self._rows(self.last_step, self._last))
 
     def last_of_layers(self) -> list[Row]:
-        """Return the rows of the last sample, and of layers without figures.
-
-        The row of such a layer has the reason as its note, and neither kernel
-        nor operand.
-        """
+        """Return the rows of the last sample, and of layers without figures."""
+        # The row of such a layer has the reason as its note, and no kernel.
         empty = dict.fromkeys(FIGURES)
         start = {"step": self.last_step}
         return self.last() + [
@@ -130,7 +127,7 @@ class Samples:
         """Return a figure of each operand in the last sample, without NaN."""
         if self._last is None:
             return np.zeros(0)
-        found: np.ndarray = self._last.numbers[:, FIGURES.index(name)]
+        found = self._last.numbers[:, FIGURES.index(name)]
         return found[~np.isnan(found)]
 
     def curve(self, key: Key, *names: str) -> list[tuple[float, float]]:

@@ -121,10 +121,8 @@ def _are_shapes(x: Any) -> bool:
 
 
 def map_arrays(function: Callable[[Any], Any], nested: Any) -> Any:
-    """Apply a function to each array of nested ones; None stays None.
-
-    A model may have an optional input.
-    """
+    """Apply a function to each array of nested ones; None stays None."""
+    # A model may have an optional input.
     return keras.tree.map_structure(
         lambda x: None if x is None else function(x), nested
     )

@@ -103,16 +103,12 @@ def eight_bit_rules(
 
 
 def _blocks(paths: list[str]) -> list[Block | None]:
-    """Return the block of each path; None for a path outside of all.
-
-    A number counts blocks if another path has another number in its place.
-    The outermost such number counts. Keras numbers layers of one name from
-    the second on, as in "block" and "block_1".
-    """
+    """Return the block of each path; None for a path outside of all."""
     numbers: dict[str, set[str]] = {}
     for path in paths:
         for prefix, number in _numbers(path):
             numbers.setdefault(prefix, set()).add(number)
+    # Keras numbers layers of one name from the second on: "block", "block_1".
     firsts = {
         prefix[:-1]
         for prefix, several in numbers.items()
@@ -123,9 +119,11 @@ def _blocks(paths: list[str]) -> list[Block | None]:
             numbers.setdefault(prefix + "_", set()).add(number)
     found = []
     for path in paths:
+        # A number counts blocks if another path has another one in its place.
+        # The outermost such number counts.
         counted = [x for x in _numbers(path) if len(numbers[x[0]]) > 1]
-        several = sorted([*counted, *_firsts(path, firsts)], key=_length)
-        found.append(several[0] if several else None)
+        several = [*counted, *_firsts(path, firsts)]
+        found.append(min(several, key=lambda x: len(x[0]), default=None))
     return found if any(found) else [(path, "") for path in paths]
 
 
@@ -137,10 +135,6 @@ def _firsts(path: str, firsts: set[str]) -> list[Block]:
     """Return the first blocks that a path is in, which have no number."""
     within = [x for x in firsts if f"{path}/".startswith(f"{x}/")]
     return [(each, _WITHOUT_NUMBER) for each in within]
-
-
-def _length(block: Block) -> int:
-    return len(block[0])
 
 
 def _numbers(path: str) -> Iterable[Block]:

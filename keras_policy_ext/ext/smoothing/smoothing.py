@@ -246,14 +246,11 @@ def _found(
     outputs: list[Array],
     seen: dict[int, _Call],
 ) -> list[Pair]:
-    """Return the pairs for which the product follows the factor, and only it.
-
-    If something else follows one of the factors, each pair is tried alone.
-    """
+    """Return the pairs where the product, and only it, follows the factor."""
     if not tried:
         return []
     follows, others = _probed(model, batch, tried, outputs, seen)
-    if others and len(tried) > 1:
+    if others and len(tried) > 1:  # Something else follows one of the factors.
         alone = [_found(model, batch, [p], outputs, seen) for p in tried]
         return [pair for each in alone for pair in each]
     return [] if others else follows
@@ -266,11 +263,7 @@ def _probed(
     outputs: list[Array],
     seen: dict[int, _Call],
 ) -> tuple[list[Pair], bool]:
-    """Multiply factors; return the pairs that follow, and if others do.
-
-    The second layer of a pair returns what it did before, so that nothing
-    after it follows.
-    """
+    """Multiply factors; return the pairs that follow, and if others do."""
     ups = {id(up): up for up, _ in tried}
     downs = {id(down): (up, down) for up, down in tried}
     follows: list[Pair] = []
@@ -283,7 +276,7 @@ def _probed(
             wanted = call.inputs * _probe(call.inputs.shape[-1])
             if wanted.any() and np.array_equal(_array(inputs), wanted):
                 follows.append(downs[id(layer)])
-            result = call.outputs
+            result = call.outputs  # As before: nothing after it follows.
         else:
             others |= not np.array_equal(_array(inputs), call.inputs)
             result = run(inputs)
@@ -333,8 +326,7 @@ def _probe(size: int) -> Array:
 
 def _array(x: Any) -> Array:
     """Return a tensor as float32 numbers, which hold those of 16 bits."""
-    found: Array = ops.convert_to_numpy(ops.cast(x, "float32"))
-    return found
+    return ops.convert_to_numpy(ops.cast(x, "float32"))
 
 
 def _arrays(outputs: Any) -> list[Array]:

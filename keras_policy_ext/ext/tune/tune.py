@@ -366,15 +366,7 @@ def _offered(
     recipes: list[Recipe],
     scale: float,
 ) -> tuple[float, list[list[Option]], dict[str, str]]:
-    """Return the loss without rounding, and the options of each layer.
-
-    Returns:
-        The loss; the options, a list for each layer with one for each recipe;
-        and the layers without options, with the reasons.
-
-    Raises:
-        ValueError: If the loss is not finite, or there are no options.
-    """
+    """Return (unrounded loss, options by layer and recipe, layers without)."""
     with converted(model, NOTHING_ROUNDED):
         found = captured(model, batch, loss)
         plain = found.value / scale
@@ -484,11 +476,7 @@ def _loss_scale(model: Any) -> float:
 
 
 def _largest(offered: list[list[Option]]) -> tuple[int, Effect]:
-    """Return the number of the recipe that changes the loss most.
-
-    Returns:
-        The number, and what the recipe does if all layers have it.
-    """
+    """Return (place of the recipe of most effect, its effect in all layers)."""
     found = []
     for several in zip(*offered, strict=True):
         effects = [option.effect for option in several]
@@ -505,18 +493,9 @@ def _calibrated(
     samples: int,
     rise: Callable[[Any], tuple[float, Report]],
 ) -> tuple[list[list[_Item]], int]:
-    """Return the options of each layer with the numbers of a budget.
-
-    Args:
-        offered: The options.
-        recipes: Their recipes.
-        samples: The number of samples in the batch.
-        rise: Returns by how much the loss of the batch rises under a policy,
-            and the report of `convert`.
-
-    Returns:
-        The options, and the multiplications of the model for a sample.
-    """
+    """Return options with a budget's numbers, and multiplications a sample."""
+    # `rise` returns the rise of the loss under a policy, and `convert`'s
+    # report.
     number, effect = _largest(offered)
     measured, report = rise(recipes[number])
     unit = _unit(samples / 2, effect, measured)
@@ -533,13 +512,9 @@ def _calibrated(
 
 
 def _unit(unit: float, effect: Effect, measured: float) -> float:
-    """Return the loss for each unit of `Effect.squares`.
-
-    Args:
-        unit: The loss if it is a mean of negative log likelihoods.
-        effect: What a recipe does to the loss of the batch.
-        measured: What the loss rose by.
-    """
+    """Return the loss for each unit of `Effect.squares`, `unit` if unknown."""
+    # `unit` is that of a mean of negative log likelihoods; `measured` the rise
+    # of the loss under a recipe with this effect.
     if not effect.squares:
         return unit
     found = (measured - effect.first) / effect.squares
@@ -559,18 +534,7 @@ class _Step(NamedTuple):
 def _chosen(
     layers: list[list[_Item]], kind: str, limit: float, total: int, loss: float
 ) -> list[int | None]:
-    """Return the place of the option of each layer; None for no rounding.
-
-    Args:
-        layers: The options of each layer.
-        kind: What the budget counts.
-        limit: Its number.
-        total: The multiplications of the model.
-        loss: The magnitude of its loss.
-
-    Raises:
-        ValueError: If the budget cannot be met.
-    """
+    """Return the place of each layer's option, None unrounded; or raise."""
     counts = kind == "multiplications"
     rows = [
         [(x.multiplications if counts else x.saved, x.loss) for x in row]

@@ -207,11 +207,9 @@ class Autopilot(BaseReport):
         return changes
 
     def _renew(self, steered: _Steered, found: WatchWarning) -> bool:
-        """Begin a history that is of other values anew; return whether it is.
-
-        One that was begun anew before is wrong for another reason.
-        """
+        """Begin a history of other values anew; return whether it is."""
         key = found.kernel, found.operand
+        # One that was begun anew before is wrong for another reason.
         is_new = key not in steered.renewed
         if found.sign != "scale" or steered.is_out or not is_new:
             return False
@@ -252,8 +250,7 @@ class Autopilot(BaseReport):
         if steered.finer:
             recipe = self._finer
         out = dict.fromkeys(steered.out, "high_precision")
-        changed: Recipe = dataclasses.replace(recipe, **out)
-        return changed
+        return dataclasses.replace(recipe, **out)
 
     def _note(self, steered: _Steered, what: str, reason: str) -> None:
         self.decisions.append(

@@ -77,20 +77,16 @@ class Float8Monitor(keras.callbacks.Callback):
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Count the steps before, and take a sample if it is time for one.
-
-        Not when they end: Keras then waits for the loss of each execution.
-        """
+        """Count the steps before, and take a sample if it is time for one."""
+        # Not when they end: Keras then waits for the loss of each execution.
         if self.watch is not None and batch:
             self.watch.step(self._data, batch - self._batch)
         self._batch = batch
 
     def _last_steps(self) -> int:
-        """Return the number of steps in the last execution of an epoch.
-
-        If Keras does not know the number of batches, it is taken as complete.
-        """
+        """Return the number of steps in the last execution of an epoch."""
         count: int = self.model.steps_per_execution
+        # If Keras does not know it, the execution is taken as complete.
         known: int | None = (self.params or {}).get("steps")
         return count if known is None else min(count, known - self._batch)
 

@@ -54,12 +54,7 @@ from keras_policy_ext.extending.models import (
     layers_in_float8,
     path_of,
 )
-from keras_policy_ext.recipes import (
-    OPERANDS,
-    Quantization,
-    Recipe,
-    matmuls_of,
-)
+from keras_policy_ext.recipes import OPERANDS, Quantization, Recipe, matmuls_of
 
 MOST_WARNINGS = 1000
 
@@ -222,14 +217,7 @@ class Watch:
     def _resize_gradients(
         self, uses: list[Use], key: tuple[str, str]
     ) -> float | None:
-        """Make output gradients as large as in the last training step.
-
-        A recipe without histories finds its scales in what it is given. A
-        layer that has left float8 keeps the factor from before.
-
-        Returns:
-            The scale of the gradients in that step; None if there is none.
-        """
+        """Resize output gradients as in the last step; return its scale."""
         found = [x.outputs_grad for x in uses if x.outputs_grad is not None]
         found = [x for x in found if 0 not in x.shape]
         if self.is_of_training or not (uses[0].state and found):
@@ -241,6 +229,8 @@ class Watch:
         scale, newest = (float(x.max()) for x in observed["outputs_grad"])
         amax = max(float(ops.max(ops.abs(x))) for x in found)
         is_out = id(layer) in self.judged_as
+        # A recipe without histories finds its scales in what it is given. A
+        # layer that has left float8 keeps the factor from before.
         if newest and amax and math.isfinite(amax) and not is_out:
             self._sizes[key] = newest / amax
         for use in uses:
@@ -381,14 +371,8 @@ def _figures(
     recipe: Recipe | None = None,
     given: float | None = None,
 ) -> tuple[Quantization | None, list[Figures]]:
-    """Return how an operand is quantized, and its figures in each use.
-
-    Args:
-        uses: The uses of a kernel.
-        operand: The operand.
-        recipe: A recipe; None for that of the layer.
-        given: The scale of the operand; None to ask the recipe.
-    """
+    """Return how an operand is quantized, and its figures in each use."""
+    # By `recipe` or the layer's own; with the scale `given` or the recipe's.
     found: list[Figures] = []
     quantization = None
     for use in differing(uses, operand):

@@ -38,14 +38,7 @@ WORDS = {
 """The words for operands in sentences."""
 
 #: What a recipe can do something about.
-OF_PRECISION = (
-    "saturated",
-    "scale",
-    "shared",
-    "underflow",
-    "noise",
-    "growth",
-)
+OF_PRECISION = ("saturated", "scale", "shared", "underflow", "noise", "growth")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,7 +322,7 @@ class Rules:
                 f"beside the largest one, {figures.amax:.3g}.",
             )
         if seen.operand != "kernel":
-            yield from self._growing(around, seen, figures, past)
+            yield from self._growing(seen, figures, past)
         sqnr = figures.sqnr_db
         if sqnr is not None and sqnr < limits.sqnr_db:
             cause = "The format has too few bits for these values."
@@ -501,11 +494,7 @@ class Rules:
         )
 
     def _growing(
-        self,
-        around: Around,
-        seen: Seen,
-        figures: Figures,
-        past: Sequence[_Then],
+        self, seen: Seen, figures: Figures, past: Sequence[_Then]
     ) -> Iterator[_Sign]:
         if not past:
             return
@@ -565,11 +554,8 @@ def _first_nonfinite(
 
 
 def _start(step: int, rms: float, past: Sequence[_Then], lowest: _Then) -> int:
-    """Return the step since which a kernel grew faster than 2 % a step.
-
-    That of its lowest sample if it never did.
-    """
-    since = lowest.step
+    """Return the step since which a kernel grew faster than 2 % a step."""
+    since = lowest.step  # if it never did
     for at, value in [*((then.step, then.rms) for then in past), (step, rms)]:
         is_slow = value <= lowest.rms * SLOW ** (at - lowest.step)
         if at < lowest.step or is_slow:
@@ -582,18 +568,11 @@ def _start(step: int, rms: float, past: Sequence[_Then], lowest: _Then) -> int:
 def _rise(
     around: Around, past: Sequence[_Then]
 ) -> tuple[_Then | None, int, float]:
-    """Return where the learning rate rose fourfold from a sample to the next.
-
-    A rise in proportion to the number of steps is that of a warm-up, and counts
-    for nothing.
-
-    Returns:
-        The sample before, None if it did not rise so; the step of the one
-        after, and its rate.
-    """
+    """Return (sample before a fourfold rise or None, step after, its rate)."""
     rates = [(then.step, then.learning_rate) for then in past]
     rates.append((around.step, around.learning_rate))
     for before, (since, rate) in zip(past, rates[1:], strict=True):
+        # A rise in proportion to the number of steps is that of a warm-up.
         most = 4 * before.learning_rate * since / before.step
         if 0 < most <= rate:
             return before, since, rate

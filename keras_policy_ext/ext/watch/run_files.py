@@ -76,10 +76,7 @@ class RowFile:
 
 
 def _end_last_line(path: pathlib.Path) -> None:
-    """Remove a last line that was not written to its end.
-
-    A whole one of JSON, to which only the newline is missing, gets it.
-    """
+    """Remove a last line that was not written to its end."""
     with path.open("rb+") as file:
         before = max(file.seek(0, os.SEEK_END) - _LONGEST, 0)
         file.seek(before)
@@ -94,7 +91,7 @@ def _end_last_line(path: pathlib.Path) -> None:
             except (ValueError, RecursionError):
                 pass
             else:
-                file.write(b"\n")
+                file.write(b"\n")  # Only the newline was missing.
                 return
         file.truncate(before + start)
 

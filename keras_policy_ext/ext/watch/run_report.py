@@ -8,7 +8,9 @@ from typing import Any
 
 from keras_policy_ext.ext.sampling.page import (
     cell_of,
+    in_percent,
     line_plot,
+    name_of,
     page,
     shade,
     table_of_operands,
@@ -165,8 +167,7 @@ def _level(row: Row) -> float:
 
 
 def _name(row: Row) -> str:
-    layer, kernel = (str(row[key]) for key in KEYS[:2])
-    return layer if kernel == "kernel" else f"{layer} {kernel}"
+    return name_of(*(str(row[key]) for key in KEYS[:2]))
 
 
 def _note(row: Row) -> str:
@@ -179,7 +180,5 @@ def _text(name: str, value: float | None) -> str:
     if value is None:
         return "–"
     if name in _FRACTIONS:
-        if not value:
-            return "0 %"
-        return "<0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
+        return in_percent(value)
     return f"{value:.1f}" if name == "sqnr_db" else f"{value:.3g}"

@@ -22,7 +22,13 @@ from keras_policy_ext.ext.sampling.captured import (
     note_of,
 )
 from keras_policy_ext.ext.sampling.figures import Figures, measured, total
-from keras_policy_ext.ext.sampling.page import page, shade, table_of_operands
+from keras_policy_ext.ext.sampling.page import (
+    in_percent,
+    name_of,
+    page,
+    shade,
+    table_of_operands,
+)
 from keras_policy_ext.ext.sampling.recipes_compared import (
     NOTHING_ROUNDED,
     read_recipes,
@@ -31,12 +37,7 @@ from keras_policy_ext.ext.sampling.recipes_compared import (
 from keras_policy_ext.extending import user_code
 from keras_policy_ext.extending.changes import converted
 from keras_policy_ext.extending.models import check_is_layer, path_of
-from keras_policy_ext.recipes import (
-    OPERANDS,
-    Quantization,
-    Recipe,
-    matmuls_of,
-)
+from keras_policy_ext.recipes import OPERANDS, Quantization, Recipe, matmuls_of
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 
@@ -169,8 +170,8 @@ class WhatIf(BaseReport):
                         for operand in OPERANDS
                     ),
                     _decibels(min(own, key=_level).sqnr_db),
-                    _percent(max(e.saturated_fraction for e in own)),
-                    _percent(max(e.underflow_fraction for e in own)),
+                    in_percent(max(e.saturated_fraction for e in own)),
+                    in_percent(max(e.underflow_fraction for e in own)),
                 ]
             )
         title = "Median SQNR by operand, and the worst of all layers"
@@ -196,7 +197,7 @@ class WhatIf(BaseReport):
             items = items[:number]
         cells = [
             [
-                _name(layer, kernel),
+                name_of(layer, kernel),
                 operand,
                 *(_decibels(row[recipe].sqnr_db) for recipe in self.recipes),
                 *([_note(row.values())] if has_notes else []),
@@ -215,7 +216,7 @@ class WhatIf(BaseReport):
             [f"<th>{html.escape(each)}</th>" for each in self.recipes],
             (
                 (
-                    _name(layer, kernel),
+                    name_of(layer, kernel),
                     operand,
                     _note(row.values()),
                     "".join(_cell(row[recipe]) for recipe in self.recipes),
@@ -235,9 +236,9 @@ class WhatIf(BaseReport):
 def _cell(entry: QuantizedOperand) -> str:
     title = (
         f"{entry.matmul}: amax {entry.amax:.3g}, "
-        f"saturated {_percent(entry.saturated_fraction)}, "
-        f"underflow {_percent(entry.underflow_fraction)}, "
-        f"zeros {_percent(entry.zero_fraction)}"
+        f"saturated {in_percent(entry.saturated_fraction)}, "
+        f"underflow {in_percent(entry.underflow_fraction)}, "
+        f"zeros {in_percent(entry.zero_fraction)}"
     )
     return (
         f'<td style="{shade(entry.sqnr_db)}" title="{html.escape(title)}">'
@@ -256,16 +257,6 @@ def _median(entries: Iterable[QuantizedOperand]) -> str:
 
 def _decibels(level: float | None) -> str:
     return "–" if level is None else f"{level:.1f}"
-
-
-def _percent(fraction: float) -> str:
-    if not fraction:
-        return "0 %"
-    return "<0.1 %" if fraction < 0.001 else f"{100 * fraction:.1f} %"
-
-
-def _name(layer: str, kernel: str) -> str:
-    return layer if kernel == "kernel" else f"{layer} {kernel}"
 
 
 def _note(row: Iterable[QuantizedOperand]) -> str:

@@ -21,11 +21,9 @@ class Symbols:
         self._variables: dict[int, keras.Variable] = {}
 
     def stand_in(self, layer: keras.Layer) -> Any:
-        """Return a copy of a layer whose weights are symbolic tensors.
-
-        Layers and lists of layers in it are replaced too. Kernels and
-        embeddings are those without LoRA adapters.
-        """
+        """Return a copy of a layer whose weights are symbolic tensors."""
+        # Layers and lists of layers in it are replaced too. Kernels and
+        # embeddings are those without LoRA adapters.
         return _SymbolicStandIn(layer, self)
 
     def tensor(self, variable: keras.Variable) -> Any:

@@ -72,10 +72,7 @@ class ShardCast:
     """
 
     def __init__(
-        self,
-        quantization: Quantization,
-        source: ScaleSource,
-        state: Tensor,
+        self, quantization: Quantization, source: ScaleSource, state: Tensor
     ):
         self.quantization = quantization
         self._source, self._state = source, state
@@ -131,8 +128,7 @@ class ShardCast:
         else:
             amax = _largest(amax, group)
         now = Amax(amax, True, lambda x: x)
-        found: Tensor = source.scale("kernel", self.quantization, now, known)
-        return found
+        return source.scale("kernel", self.quantization, now, known)
 
 
 def _largest(amax: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -335,11 +331,7 @@ class GatheredKernel(torch.Tensor):
         return read, marked, held.amax
 
 
-_ALIASES = {
-    _aten.detach.default,
-    _aten.alias.default,
-    _aten.as_strided.default,
-}
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default}
 """The operations by which `fully_shard` makes a parameter of it."""
 
 

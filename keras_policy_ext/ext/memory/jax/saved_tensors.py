@@ -54,10 +54,8 @@ _CALLS = frozenset(
 
 
 def kept(step: MeasuredStep) -> Measured:
-    """List the forward tensors that the compiled backward pass of a step reads.
-
-    Each is counted once. XLA may save less: it recomputes what is cheap.
-    """
+    """List each forward tensor that the compiled backward pass reads, once."""
+    # XLA may save less: it recomputes what is cheap.
     forward, backward, outputs = _programs(step)
     origins = _origins(forward.jaxpr, _inputs(step, forward.jaxpr))[outputs:]
     users = _users(backward.jaxpr, [True] * len(backward.jaxpr.outvars))
@@ -215,12 +213,7 @@ def _results(equation: Any, operands: list[Origin]) -> list[Origin]:
 def _users(
     jaxpr: Jaxpr, wanted: Sequence[bool]
 ) -> list[list[tuple[int, int | None]]]:
-    """List, for each input of a program, the equations that read it.
-
-    An equation is given by its place and its layer.
-
-    Operations that no wanted result needs are left out, as in XLA.
-    """
+    """List for each input of a program (place, layer) of its readers."""
     needed = {
         id(variable)
         for variable, is_wanted in zip(jaxpr.outvars, wanted, strict=True)
@@ -229,7 +222,7 @@ def _users(
     users: dict[int, list[tuple[int, int | None]]] = {}
     for place, equation in reversed(list(enumerate(jaxpr.eqns))):
         results = [id(variable) in needed for variable in equation.outvars]
-        if not any(results):
+        if not any(results):  # XLA leaves it out too.
             continue
         layer = layer_of(str(equation.source_info.name_stack))
         for variable in _read(equation, results):
@@ -295,7 +288,6 @@ class JaxMemory(Memory):
 
     @override
     def planned_bytes(self, step: MeasuredStep) -> int:
-        # XLA compiles whatever JAX traces.
         return planned(step)
 
     @override

@@ -69,18 +69,13 @@ def kept(step: MeasuredStep) -> Measured:
 def _traced(
     step: MeasuredStep,
 ) -> tuple[Any, dict[str, Origin], list[Tensor], int]:
-    """Trace the forward and the backward pass of a step in one graph.
-
-    Returns:
-        The graph; the origins of its inputs, by tensor name; the gradients;
-        and the number of operations of the forward pass.
-    """
+    """Return (graph, origins of inputs, gradients, forward operations)."""
     found: list[Any] = []
 
     def run(values: list[Tensor], batch: Any) -> list[Tensor]:
         outputs = step.call(values, batch, _inside)
         graph = tf.compat.v1.get_default_graph()
-        count = len(graph.get_operations())
+        count = len(graph.get_operations())  # of the forward pass
         pairs = zip(values, step.trained, strict=True)
         trained = [value for value, is_trained in pairs if is_trained]
         gradients = tf.gradients(outputs, trained)
@@ -215,14 +210,12 @@ def _reads(
     gradients: list[Tensor],
     functions: _Functions,
 ) -> list[tuple[Any, Tensor]]:
-    """List pairs of a gradient operation and a forward tensor it reads.
-
-    Operations that no gradient depends on are left out, as in TensorFlow.
-    """
+    """List pairs of a gradient operation and a forward tensor it reads."""
     wanted = {tensor.name for tensor in gradients}
     found = []
     for operation in reversed(operations):
         results = [tensor.name in wanted for tensor in operation.outputs]
+        # TensorFlow leaves out what no gradient depends on, too.
         if operation.name in forward or not any(results):
             continue
         used = functions.used(operation, results)

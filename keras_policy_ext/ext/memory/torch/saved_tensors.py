@@ -36,15 +36,6 @@ _ORIGIN = "keras_policy_ext_origin"
 """The attribute of a storage that holds its `Origin`."""
 
 
-def kept(step: MeasuredStep) -> Measured:
-    """List the tensors that autograd saves in a step, each memory once.
-
-    If a layer cannot be called on tensors without data, it is called on zeros.
-    """
-    with _unchanged(step.held):
-        return _kept(step)
-
-
 def _kept(step: MeasuredStep) -> Measured:
     if FakeTensorMode is not None:
         # A layer may do anything with its tensors, and fail in any way.
@@ -54,6 +45,7 @@ def _kept(step: MeasuredStep) -> Measured:
                 found, most = _saved(step, mode.from_tensor)
             by = "saved tensors of PyTorch, without numbers"
             return Measured(found, by, most)
+    # A layer that cannot be called on tensors without data is called on zeros.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         found, most = _saved(step, torch.detach)
     return Measured(found, "saved tensors of PyTorch, of a forward pass", most)
@@ -74,12 +66,7 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _saved(step: MeasuredStep, taken: Any) -> tuple[list[Kept], int]:
-    """Run a forward pass on zeros.
-
-    Returns:
-        The tensors that autograd saves, and the most bytes of new tensors at
-        one time.
-    """
+    """Return what a pass on zeros saves, and its most bytes of new tensors."""
     for tensor in step.held:
         _given(tensor, "weights")
     values = [
@@ -103,19 +90,6 @@ def _saved(step: MeasuredStep, taken: Any) -> tuple[list[Kept], int]:
         for value in (*values, *step.held):
             vars(value.untyped_storage()).pop(_ORIGIN, None)
     return list(saved.kept.values()), sources.most
-
-
-def most_held(function: Callable[[], Any], given: Sequence[Tensor]) -> int:
-    """Return the most bytes of new tensors in a call; see `Memory`."""
-    for tensor in given:
-        _given(tensor, "others")
-    try:
-        with _Sources() as sources:
-            function()
-    finally:
-        for tensor in given:
-            vars(tensor.untyped_storage()).pop(_ORIGIN, None)
-    return sources.most
 
 
 class _SavedByAutograd:
@@ -212,14 +186,22 @@ class TorchMemory(Memory):
 
     @override
     def kept(self, step: MeasuredStep) -> Measured:
-        return kept(step)
+        with _unchanged(step.held):
+            return _kept(step)
 
     @override
     def most_held(
         self, function: Callable[[], Any], given: Sequence[Tensor]
     ) -> int | None:
-        with torch.no_grad():
-            return most_held(function, given)
+        for tensor in given:
+            _given(tensor, "others")
+        try:
+            with torch.no_grad(), _Sources() as sources:
+                function()
+        finally:
+            for tensor in given:
+                vars(tensor.untyped_storage()).pop(_ORIGIN, None)
+        return sources.most
 
 
 MEMORY = TorchMemory()

@@ -28,17 +28,13 @@ from keras_policy_ext.ext.moments.codes import (
     OFFSET,
     SMALLEST,
     SMALLEST_NORMAL,
+    bits_of,
 )
 from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
 from keras_policy_ext.extending import user_code
 
-
-def _bits(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
-
-
 _MANTISSA = 0x007FFFFF
-_NORMAL = _bits(SMALLEST_NORMAL)
+_NORMAL = bits_of(SMALLEST_NORMAL)
 
 
 def quantized(
@@ -59,7 +55,7 @@ def quantized(
         x.clamp_min_(OFFSET * 2.0**-code.mantissa_bits)
         bits.bitwise_and_(mask)
     x.add_(OFFSET)
-    bits.clamp_max_(_bits(code.largest))
+    bits.clamp_max_(bits_of(code.largest))
     if key is None:
         bits.add_(1 << (code.dropped - 1))
     else:
@@ -86,7 +82,7 @@ def numbers(codes: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
     if code.signed:
         sign = bits.bitwise_and(0x80).bitwise_left_shift_(24)
         bits.bitwise_and_(0x7F)
-    bits.bitwise_left_shift_(code.dropped).bitwise_or_(_bits(OFFSET))
+    bits.bitwise_left_shift_(code.dropped).bitwise_or_(bits_of(OFFSET))
     found = bits.view(torch.float32).sub_(OFFSET).mul_(scale.unsqueeze(1))
     if code.signed:
         bits.bitwise_or_(sign)
@@ -98,7 +94,7 @@ def _scales(largest: Tensor, kind: str, form: str) -> Tensor:
     """Return the scales of blocks, of the bits of their largest magnitudes."""
     code, limit = KINDS[kind], LARGEST[kind]
     limit = limit if code.signed else limit**2
-    amax = largest.clamp_max(_bits(limit)).view(torch.float32)
+    amax = largest.clamp_max(bits_of(limit)).view(torch.float32)
     if not code.signed:
         amax = amax.double().sqrt_().float()
     scale = amax * float(np.float32(1 / (code.largest - OFFSET)))
@@ -203,13 +199,9 @@ def _triton_kernels(x: Tensor) -> Any:
 @torch.compiler.disable
 @functools.cache
 def _triton_moments() -> Any:
-    """Return the module of Triton's kernels for moments, or None.
-
-    It is tried once per process. Without it, moments are quantized by some
-    sixty small kernels, with the same bits.
-    """
+    """Return the module of Triton's kernels for moments, or None."""
     if importlib.util.find_spec("triton") is None:
-        return None
+        return None  # Some sixty small kernels then compute the same bits.
     try:
         from keras_policy_ext.ext.moments.torch import (
             triton_codes as triton_moments,

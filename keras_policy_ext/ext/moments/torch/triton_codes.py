@@ -21,6 +21,7 @@ from keras_policy_ext.ext.moments.codes import (
     OFFSET,
     SMALLEST,
     SMALLEST_NORMAL,
+    bits_of,
 )
 from keras_policy_ext.numerics import key_of_use
 
@@ -32,14 +33,8 @@ NUMBERS = 2048
 _GOLDEN = tl.constexpr(GOLDEN)
 _OFFSET = tl.constexpr(OFFSET)
 _SMALLEST = tl.constexpr(SMALLEST)
-
-
-def _bits(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
-
-
-_OFFSET_BITS = tl.constexpr(_bits(OFFSET))
-_NORMAL_BITS = tl.constexpr(_bits(SMALLEST_NORMAL))
+_OFFSET_BITS = tl.constexpr(bits_of(OFFSET))
+_NORMAL_BITS = tl.constexpr(bits_of(SMALLEST_NORMAL))
 
 
 def quantized(
@@ -154,8 +149,8 @@ def quantize_constants(
     stored, limit = KINDS[kind], LARGEST[kind]
     return {
         **dequantize_constants(kind, form, size),
-        "LIMIT_BITS": _bits(limit if stored.signed else limit**2),
-        "LARGEST_BITS": _bits(stored.largest),
+        "LIMIT_BITS": bits_of(limit if stored.signed else limit**2),
+        "LARGEST_BITS": bits_of(stored.largest),
         "FACTOR": float(np.float32(1 / (stored.largest - OFFSET))),
         "LEAST": OFFSET * 2.0**-stored.mantissa_bits,
         "RANDOM": is_random,
