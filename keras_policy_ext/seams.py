@@ -188,13 +188,20 @@ def on_contraction(handler: ContractionHandler) -> Iterator[None]:
     """In the block, call `handler` for each contraction of a float8 layer.
 
     A function that was compiled before the block runs as it was compiled. One
-    that a compiler traces in the block keeps what the handler computes, also
-    after the block; its operands have no values.
+    that JAX or TensorFlow traces in the block keeps what the handler computes,
+    also after the block; its operands have no values. In what torch.compile
+    compiles no handler is called.
+
+    Contractions that the handler computes itself, such as those of a layer that
+    it calls, are not handled.
 
     Args:
         handler: Called with a `ContractionCall`, before it runs. What it
             returns is the result: `call.run()`, or another tensor of the same
             shape and dtype.
+
+    Raises:
+        TypeError: If `handler` cannot be called.
 
     Examples:
         >>> layer = kpe.layers.Dense(4, dtype="float8_from_float32")
@@ -208,8 +215,13 @@ def on_contraction(handler: ContractionHandler) -> Iterator[None]:
         True
     """
     global open_blocks
+    if not callable(handler):
+        raise TypeError(
+            f"`handler` cannot be called. Received: {handler!r}. Allowed: a "
+            "function of a ContractionCall, such as `lambda call: call.run()`."
+        )
     block = _Block(handler)
-    token = _handlers.set((*_handlers.get(), block))
+    _handlers.set((*_handlers.get(), block))
     with _OPEN_BLOCKS:
         open_blocks += 1
     try:
@@ -218,12 +230,13 @@ def on_contraction(handler: ContractionHandler) -> Iterator[None]:
         with _OPEN_BLOCKS:
             open_blocks -= 1
         block.is_open = False
-        _handlers.reset(token)
+        # Not by a token: blocks may end in another order, or elsewhere.
+        _handlers.set(tuple(x for x in _handlers.get() if x.is_open))
 
 
 def handlers() -> tuple[ContractionHandler, ...]:
     """Return the handlers of this thread and task; the innermost is last."""
-    if not open_blocks:
+    if not open_blocks or products.is_handling():
         return ()
     return tuple(x.handler for x in _handlers.get() if x.is_open)
 
@@ -255,8 +268,9 @@ def handled(
         handlers(),
     )
     *outer, handler = handlers()
-    # Or a product of its own would be recognised as the layer's, and handled.
-    with products.outside_of_layers():
+    # Or a product of its own would be recognised as the layer's, and handled;
+    # nor are layers handled that it calls.
+    with products.handling(), products.outside_of_layers():
         return handler(dataclasses.replace(call, _outer=tuple(outer)))
 
 
@@ -273,7 +287,8 @@ def on_operation(
     They are called inside of layers, however a layer imports the operation.
     Operations outside of a layer, such as those of a loss, are not seen, nor
     are functions of a framework that a layer calls itself. A function that was
-    compiled before runs as it was compiled.
+    compiled before runs as it was compiled, and in what torch.compile compiles
+    no handler is called.
 
     Args:
         handlers: Handlers by names of operations, as in `keras.ops`; for
@@ -285,6 +300,10 @@ def on_operation(
 
     Returns:
         A context manager.
+
+    Raises:
+        TypeError: If `handlers` is not a dict of functions by tuples of names.
+        ValueError: If the backend has no function of such a name.
 
     Examples:
         >>> layer = keras.layers.Dense(4, use_bias=False)
@@ -298,7 +317,22 @@ def on_operation(
         >>> seen
         ['matmul']
     """
-    return products.on_operation(handlers)
+    given = dict(handlers)
+    for names, handler in given.items():
+        if isinstance(names, str) or not callable(handler):
+            raise TypeError(
+                "`handlers` is not a dict of functions by tuples of names. "
+                f"Received: {names!r}: {handler!r}. Allowed: for instance "
+                '{("matmul",): handler}, or {PRODUCTS: handler}.'
+            )
+    if unknown := products.without_function([n for x in given for n in x]):
+        raise ValueError(
+            "No operation of Keras's backend has such a name. Received: "
+            f"{', '.join(map(repr, unknown))}. Allowed: functions of "
+            "`keras.ops` that the backend has under the same name, such as "
+            "'matmul'. Those that are made of others are seen as their parts."
+        )
+    return products.on_operation(given)
 
 
 # Changes of whole models
@@ -325,8 +359,9 @@ class Follower:
     """The base class of those that follow changes of models; it does nothing.
 
     A change is all or nothing: if anything raises in it, `after` included, the
-    layers and optimizers of the model are restored. So `after` may change
-    these, and has nothing to undo.
+    layers and optimizers of the model have their former classes, attributes
+    and variables again. Numbers that `after` assigned to a variable are not
+    restored, nor is what does not belong to the model.
 
     Attributes:
         takes_optimizer_option: Whether it acts on the argument `optimizer` of
@@ -382,7 +417,15 @@ def register_follower(follower: _F) -> _F:
 
     Returns:
         The follower.
+
+    Raises:
+        TypeError: If it is not a `Follower`.
     """
+    if not isinstance(follower, Follower):
+        raise TypeError(
+            f"Not a follower. Received: {follower!r}. Allowed: an instance of "
+            "a class that derives from `kpe.seams.Follower`."
+        )
     _followers.append(follower)
     return follower
 

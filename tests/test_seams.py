@@ -246,6 +246,135 @@ def test_what_a_handler_of_operations_computes_is_not_handled():
     np.testing.assert_allclose(found, 2 * numpy(layer(X)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("seam", ["contractions", "operations"])
+def test_layers_that_a_handler_calls_are_not_handled(seam):
+    """The handler would be called for them again, without end."""
+    layer, inner, seen = dense(), dense(), []
+
+    def calling(call):
+        seen.append(call.layer)
+        inner(X)
+        return call.run()
+
+    def calling_in_an_operation(layer, run, name, args, kwargs):
+        seen.append(layer)
+        inner(X)
+        return run(*args, **kwargs)
+
+    block = {
+        "contractions": lambda: seams.on_contraction(calling),
+        "operations": lambda: seams.on_operation(
+            {("cast", "convert_to_tensor"): calling_in_an_operation}
+        ),
+    }[seam]
+    expected = numpy(layer(X))
+    with block():
+        found = numpy(layer(X))
+    assert seen and all(each is layer for each in seen)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_handled_operation_still_calls_handlers_of_contractions():
+    model = keras.Sequential([keras.Input(X.shape[1:]), Products()])
+    kpe.convert(model, "float8/current_from_float32")
+    seen = []
+
+    def note(layer, run, name, args, kwargs):
+        model(X)  # Computed by the handler: its contraction is not handled.
+        return run(*args, **kwargs)
+
+    with (
+        seams.on_contraction(passing(seen)),
+        seams.on_operation({seams.PRODUCTS: note}),
+    ):
+        model(X)
+    assert [call.name for call in seen] == ["kernel"]
+
+
+def contraction_block(seen, word):
+    def note(call):
+        seen.append(word)
+        return call.run()
+
+    return seams.on_contraction(note)
+
+
+def operation_block(seen, word):
+    def note(layer, run, name, args, kwargs):
+        seen.append(word)
+        return run(*args, **kwargs)
+
+    return seams.on_operation({seams.PRODUCTS: note})
+
+
+BLOCKS = pytest.mark.parametrize("block", [contraction_block, operation_block])
+
+
+@BLOCKS
+def test_blocks_may_end_in_another_order(block):
+    """Two generators, each with a block, do so."""
+    model = keras.Sequential([keras.Input(X.shape[1:]), Products()])
+    kpe.convert(model, "float8/current_from_float32")
+    seen = []
+    first, second = block(seen, "first"), block(seen, "second")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    model(X)
+    assert seen == ["second"]
+    second.__exit__(None, None, None)
+    model(X)
+    assert seen == ["second"]
+
+
+@BLOCKS
+def test_a_block_may_end_in_another_context(block):
+    """As that of a generator does, if another thread or task closes it."""
+    model = keras.Sequential([keras.Input(X.shape[1:]), Products()])
+    kpe.convert(model, "float8/current_from_float32")
+    seen = []
+    opened = block(seen, "opened")
+    opened.__enter__()
+    contextvars.Context().run(opened.__exit__, None, None, None)
+    model(X)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("block", "error", "words"),
+    [
+        (lambda: seams.on_contraction(3), TypeError, "`handler` cannot be"),
+        (
+            lambda: seams.on_operation({"matmul": print}),
+            TypeError,
+            "not a dict of functions by tuples",
+        ),
+        (
+            lambda: seams.on_operation({seams.PRODUCTS: 3}),
+            TypeError,
+            "not a dict of functions by tuples",
+        ),
+        (
+            lambda: seams.on_operation({("matmull",): print}),
+            ValueError,
+            "No operation .* 'matmull'",
+        ),
+    ],
+)
+def test_handlers_that_would_never_be_called_are_refused(block, error, words):
+    with pytest.raises(error, match=words), block():
+        pass
+    assert seams.open_blocks == 0
+
+
+@pytest.mark.parametrize("follower", [seams.Follower, object(), print])
+def test_what_is_no_follower_is_refused(follower):
+    before = seams.followers()
+    with pytest.raises(TypeError, match="Not a follower"):
+        seams.register_follower(follower)
+    assert seams.followers() == before
+
+
 def test_a_block_that_has_ended_is_not_opened_by_another():
     layer = kpe.layers.Dense(3, dtype="float8/current_from_float32")
     plain, seen = keras.layers.Dense(3, use_bias=False), []
@@ -332,4 +461,20 @@ def test_a_block_of_another_thread_breaks_no_graph():
     with seams.on_contraction(lambda call: call.run() * 0):
         outside = contextvars.Context()
         found = outside.run(lambda: numpy(compiled(x)))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch has torch.compile")
+@pytest.mark.full
+def test_what_torch_compile_compiles_is_not_handled():
+    """The documentation says so."""
+    import torch
+
+    layer = kpe.layers.Dense(16, dtype="float8/current_from_float32")
+    x, seen = torch.ones(16, 16), []
+    expected = numpy(layer(x))
+    compiled = torch.compile(layer, backend="eager")
+    with seams.on_contraction(passing(seen)):
+        found = numpy(compiled(x))
+    assert not seen
     np.testing.assert_array_equal(found, expected)

@@ -106,6 +106,26 @@ _blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
     "handlers of operations", default=()
 )
 
+_handling: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "a handler computes", default=False
+)
+
+
+def is_handling() -> bool:
+    """Return True while a handler of a block computes, except what it runs."""
+    return _handling.get()
+
+
+@contextlib.contextmanager
+def handling(is_on: bool = True) -> Iterator[None]:
+    """In the block, call no handlers of blocks; with False, call them again."""
+    token = _handling.set(is_on)
+    try:
+        yield
+    finally:
+        _handling.reset(token)
+
+
 _is_compiling: Callable[[], bool] = bool
 """Returns True while torch.compile traces; always False by default."""
 
@@ -161,7 +181,7 @@ def on_operation(handlers: Mapping[tuple[str, ...], Handler]) -> Iterator[None]:
     own = {name: x for names, x in handlers.items() for name in names}
     block = _Block(own)
     with wrapped(own):
-        token = _blocks.set((*_blocks.get(), block))
+        _blocks.set((*_blocks.get(), block))
         with _LOCK:
             _open_blocks += 1
         try:
@@ -169,9 +189,10 @@ def on_operation(handlers: Mapping[tuple[str, ...], Handler]) -> Iterator[None]:
         finally:
             with _LOCK:
                 _open_blocks -= 1
-            # A task that was started in the block goes on with a copy.
+            # A task that was started in the block goes on with a copy. Not
+            # by a token: blocks may end in another order, or elsewhere.
             block.is_open = False
-            _blocks.reset(token)
+            _blocks.set(tuple(x for x in _blocks.get() if x.is_open))
 
 
 @contextlib.contextmanager
@@ -202,6 +223,16 @@ def modules() -> list[Any]:
     present = [each for each in (home, *places) if each is not None]
     # `backend` itself has the `cast` that layers call.
     return present if _backend is None else [*present, _backend]
+
+
+def without_function(names: Iterable[str]) -> list[str]:
+    """Return the names of operations for which no function can be wrapped."""
+    homes = modules()
+    return [
+        name
+        for name in names
+        if name != ENTRIES and not any(hasattr(home, name) for home in homes)
+    ]
 
 
 def follow(cls: type) -> None:
@@ -298,18 +329,22 @@ def _through_blocks(
     if of_watch and (is_watched or getattr(_thread, "follows", False)):
         run = _handled(of_watch, layer, stock, name)
     of_blocks = [x.handlers[name] for x in _blocks.get() if x.offers(name)]
-    if not of_blocks:
+    if not of_blocks or is_handling():
         return run(*args, **kwargs)
 
     def in_the_layer(*args: Any, **kwargs: Any) -> Any:
-        with keras.name_scope(getattr(layer, "name", "layer"), caller=layer):
+        with (
+            handling(False),
+            keras.name_scope(getattr(layer, "name", "layer"), caller=layer),
+        ):
             return run(*args, **kwargs)
 
     through_all: Operation = in_the_layer
     for handler in of_blocks:
         through_all = _handled(handler, layer, through_all, name)
-    # What a handler computes itself is of no layer, or it would be handled too.
-    with outside_of_layers():
+    # What a handler computes itself is of no layer, or it would be handled too;
+    # nor are layers handled that it calls.
+    with handling(), outside_of_layers():
         return through_all(*args, **kwargs)
 
 
