@@ -127,6 +127,7 @@ __all__ = [
     "autocast_scope",
     "autopilot",
     "backends",
+    "bench",
     "calibrate",
     "callbacks",
     "carry_policy",
@@ -204,6 +205,7 @@ if TYPE_CHECKING:
         widen,
     )
     from keras_policy_ext.ext.audit.audit import audit
+    from keras_policy_ext.ext.bench.bench import bench
     from keras_policy_ext.ext.calibrate.calibration import calibrate
     from keras_policy_ext.ext.inspect.inspection import inspect
     from keras_policy_ext.ext.memory.step_memory import memory

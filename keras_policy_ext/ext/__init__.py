@@ -15,6 +15,7 @@ NAMES = {
         "audit": "audit.audit",
         "autocast_scope": "mixed.autocast",
         "autopilot": "watch.autopilot",
+        "bench": "bench.bench",
         "calibrate": "calibrate.calibration",
         "conversion.calibrate": "calibrate.calibration",
         "conversion.Smoothed": "smoothing.smoothing",

@@ -24,6 +24,13 @@ from keras_policy_ext.reports import BaseReport
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS, wrapped
 
+_BENCH = """\
+Measure here how fast a training step of one Dense layer is in float8. The
+layer has as many inputs as outputs, in mixed_bfloat16, and SGD updates it.
+Steps with and without float8 are timed in turn. `keras_policy_ext.bench`
+measures a model of yours.
+"""
+
 _DEMO = """\
 Train a small transformer for next-character prediction three times, in
 float32, mixed_bfloat16 and float8, from the same weights on the same batches;
@@ -241,6 +248,26 @@ def _sizes(text: str) -> int | tuple[int, ...]:
         )
     first, *rest = map(int, text.split(","))
     return (first, *rest) if rest else first
+
+
+def _bench(given: Given) -> Callable[[], object]:
+    from keras_policy_ext.ext.bench import bench
+
+    sizes = given.get("size", bench.usual_sizes())
+    rows, chosen = (
+        given.get("rows"),
+        given.get("recipe", ["delayed", "current"]),
+    )
+
+    def run() -> None:
+        for size in sizes:
+            report = bench.bench_dense(
+                size, rows or size, chosen, given["rounds"]
+            )
+            print(f"Dense {size} × {size}, {rows or size} rows")
+            print(report.table(full=True))
+
+    return run
 
 
 def _demo(given: Given) -> Callable[[], object]:
@@ -464,6 +491,18 @@ def _commands() -> tuple[_Command, ...]:
     # A table: a line or two for each option.
     # fmt: off
     return (
+        _Command(_bench, _BENCH,
+                 "measure whether a layer is faster in float8 here", (
+            _repeated("--size", "N", "inputs and outputs of the layer; may be "
+                      "given again. Without it, 4096 and 8192, on a CPU 1024",
+                      type=_at_least(1)),
+            _option("--rows", "N", "examples in a batch; without it, as many "
+                    "as inputs", type=_at_least(1)),
+            _repeated("--recipe", "SPEC", "a recipe to measure; may be given "
+                      "again. Without it, delayed and current", type=_recipe),
+            _option("--rounds", "N", "times that each is measured",
+                    type=_at_least(1), default=20),
+        )),
         _Command(_demo, _DEMO,
                  "train in float32, bfloat16 and float8 and compare", (
             _option("--text", "FILE", "UTF-8 text to learn from; without it "

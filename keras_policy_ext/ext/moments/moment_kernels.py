@@ -21,8 +21,8 @@ from keras_policy_ext._types import Tensor
 
 #: The module of each framework that has the kernels, as `KERNELS`.
 _MODULES = {
-    "jax": "keras_policy_ext.ext.moments.jax.codes",
-    "tensorflow": "keras_policy_ext.ext.moments.tensorflow.codes",
+    "jax": "keras_policy_ext.ext.moments.jax",
+    "tensorflow": "keras_policy_ext.ext.moments.tensorflow",
     "torch": "keras_policy_ext.ext.moments.torch.codes",
 }
 

@@ -40,6 +40,7 @@ def test_help_names_the_commands(capsys):
 @pytest.mark.parametrize(
     "command",
     [
+        "bench",
         "demo",
         "doctor",
         "export",
@@ -94,6 +95,8 @@ def test_doctor_tells_of_a_device_that_is_elsewhere(capsys):
     [
         ([], "a command is missing. `keras-policy-ext --help`"),
         (["train"], "invalid choice: 'train'"),
+        (["bench", "--size", "0"], "an integer of 1 or more"),
+        (["bench", "--recipe", "magic"], "'magic' is not a recipe. Allowed"),
         (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
         (["doctor", "--device", "h300"], "Did you mean h800 or h200 or h100?"),
         (["demo", "--steps", "0"], "an integer of 1 or more"),

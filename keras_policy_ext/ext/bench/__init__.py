@@ -1,0 +1,1 @@
+"""Measures here whether training steps are faster in float8."""
