@@ -35,10 +35,10 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
 from keras_policy_ext.recipes import Recipe, scales_whole_tensors
 
-#: Float32 holds all integers below.
+#: Float32 holds all integers below this number.
 _EXACT_INTEGERS = 2**24
 
-#: The attribute of the root of a call that has the states used so far.
+#: An attribute of `calls.root_of_call()`: the ids of states used so far.
 _STATES_USED = "_float8_states_used"
 
 
@@ -67,6 +67,8 @@ class Float8Controller:
         # the values, if each key has a scale.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
+        # Of the recipe: whether each matrix of a bank may have a scale, whether
+        # amaxes have histories, and whether kernels have a state.
         self._scales_each_matrix = self._has_histories = False
         self._has_state = False
         # No path: the first look resolves the policy.
@@ -94,13 +96,13 @@ class Float8Controller:
             self.layer.float8_trains or not policy.recipe.trains
         )
         self.policy = policy if follows else None
-        recipes = (
-            recipes_of_activations(policy.recipe) if follows else (None,) * 3
-        )
-        self.recipe_of_activations = recipes[0]
-        self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
-        self._has_state = follows and has_state(policy.recipe)
         recipe: Any = policy.recipe if follows else None
+        (
+            self.recipe_of_activations,
+            self.recipe_of_weighted_sum,
+            self.limit_of_values,
+        ) = recipes_of_activations(recipe) if follows else (None, None, None)
+        self._has_state = follows and has_state(recipe)
         self._scales_each_matrix = follows and scales_whole_tensors(recipe)
         self._has_histories = follows and bool(recipe.history_length)
         self._path = self.layer.path
@@ -108,6 +110,7 @@ class Float8Controller:
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
         """Prepare the state for another policy, or raise ValueError."""
         layer = self.layer
+        # Looked up in a map of Keras, and in the rules of a float8 policy.
         policy = policies.as_float8(of_path(policy, layer.path))
         if isinstance(policy, Float8DTypePolicy):
             policy = policy.for_path(layer.path)
@@ -145,7 +148,7 @@ class Float8Controller:
         """
         layer = self.layer
         contracted = self._kernels_to_contract()
-        entries: dict[str, np.ndarray] = {}
+        entries: dict[str, np.ndarray] = {}  # Amaxes, as a file has them.
         if hasattr(layer, "float8_state"):
             layer.float8_state.save_own_variables(entries)
             built_layers.detach(layer, "float8_state")
@@ -193,7 +196,7 @@ class Float8Controller:
         self.layer.float8_state.add(kernel, recipe, axis)
 
     def _kernels_to_contract(self) -> list[keras.Variable]:
-        """Return the kernels of the layer that have a state, in order."""
+        """Return `contracted`; of a layer before float8, what it would be."""
         if self.kernel_paths:
             return self.contracted
         layer = self.layer
@@ -217,7 +220,8 @@ class Float8Controller:
 
         Arguments and errors are those of `Float8Mixin.float8_einsum`. `moved`
         says how the kernel is moved before. `run` is called with the plan and
-        what it multiplies, in place of `contractions.run` and of handlers.
+        what it multiplies, in place of `contractions.run` and of handlers: so
+        a handler of `seams.on_contraction` gets them by `seams.Planned.of`.
         """
         layer = self.layer
         policy: Any = self.policy
@@ -241,7 +245,7 @@ class Float8Controller:
                 (inputs, kernel),
                 (inputs.shape, read.shape),
                 dtype,
-                functools.partial(self.contract, *given, seams.Planned.of),
+                functools.partial(self.contract, *given, run=seams.Planned.of),
             )
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
@@ -260,7 +264,7 @@ class Float8Controller:
             contraction = self._of_bank(
                 contraction, kernel, variable, compiling
             )
-        state, slot = (), 0
+        state, slot = (), 0  # A tuple of one matrix, or empty.
         if self._has_state:
             state, slot = self._state_of(
                 kernel, variable, value, training, compiling
@@ -272,10 +276,10 @@ class Float8Controller:
             contraction,
             policy.recipe,
             dtype,
-            keras.backend.standardize_dtype(value.dtype),
-            training,
-            slot,
-            framework.gathering_of(kernel) if moved is None else None,
+            kernel_dtype=keras.backend.standardize_dtype(value.dtype),
+            training=training,
+            slot=slot,
+            gathering=framework.gathering_of(kernel) if moved is None else None,
         )
         layer.float8_state.last_call.plan = plan
         run = run or contractions.run
@@ -286,7 +290,7 @@ class Float8Controller:
         # With histories only if the state has one for each matrix.
         if not (self._scales_each_matrix and self._has_histories):
             return self._scales_each_matrix
-        return state is not None and state.matrices > 1
+        return state is not None and state.matrix_count > 1
 
     def _of_bank(
         self,
@@ -295,8 +299,8 @@ class Float8Controller:
         state: StateVariable | None,
         compiling: bool,
     ) -> Any:
-        """Return a contraction that scales each matrix of the kernel alone."""
-        matrices = 1 if state is None else state.matrices
+        """Return the contraction of a bank; unchanged if the kernel is none."""
+        matrices = 1 if state is None else state.matrix_count
         # torch.compile leaves caches out.
         with_bank = contractions.with_bank
         if not compiling:
@@ -344,7 +348,7 @@ class Float8Controller:
     ) -> Tensor:
         """Contract two activations in float8, scaled by their own amaxes."""
         recipe, operands = self.recipe_of_activations, (first, second)
-        return self._contract_scaled(
+        return self._contract_two_activations(
             seams.SCORES, recipe, contraction, *operands, dtype
         )
 
@@ -356,17 +360,16 @@ class Float8Controller:
         dtype: str,
     ) -> Tensor:
         """Contract weights and values in float8; no scale covers two keys."""
-        # Unless the recipe has one scale per tensor, which covers all keys.
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
         given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
-        if limit is None:
-            return self._contract_scaled(*given, dtype)
+        if limit is None:  # The recipe has one scale per tensor, for all keys.
+            return self._contract_two_activations(*given, dtype)
         # A product of a probability and a scale can be too small for float16.
         wide_dtype = "float32" if dtype == "float16" else dtype
-        outputs = self._contract_scaled(*given, wide_dtype, limit)
+        outputs = self._contract_two_activations(*given, wide_dtype, limit)
         return ops.cast(outputs, dtype)
 
-    def _contract_scaled(
+    def _contract_two_activations(
         self,
         name: str,
         recipe: Recipe,
@@ -377,10 +380,12 @@ class Float8Controller:
         limit: float | None = None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
-        """Contract two activations; with `limit`, fold scales of keys first.
+        """Contract two operands that are no weights of the layer.
 
-        `contractions.fold` moves the scale of each key from the values, then
-        at most `limit`, to the weights. `run` is as for `contract`.
+        With `limit`, the second one is values of attention: `contractions.fold`
+        divides those of each key by a scale, then at most `limit`, and the
+        weights get it as a factor. `name` and `run` are as for `seams.handled`
+        and `contract`.
         """
         compiling = backends.current.is_compiling()
         if (
@@ -393,13 +398,13 @@ class Float8Controller:
             return seams.handled(
                 self.layer,
                 name,
-                None,
+                None,  # No weight.
                 contraction,
                 (first, second),
                 (first.shape, second.shape),
                 dtype,
                 functools.partial(
-                    self._contract_scaled, *given, seams.Planned.of
+                    self._contract_two_activations, *given, run=seams.Planned.of
                 ),
             )
         if limit is not None:
@@ -410,7 +415,7 @@ class Float8Controller:
                 limit,
             )
         plan = contractions.make_plan(
-            contraction, recipe, dtype, dtype, training=False
+            contraction, recipe, dtype, kernel_dtype=dtype, training=False
         )
         self.layer.float8_state.last_call.plan = plan
         run = run or contractions.run
@@ -435,17 +440,16 @@ class Float8Controller:
         # No optimizer updates the state with the kernel: correct a copy.
         if variable.left_out and framework.steps_take_values:
             matrix = variable.kept_up(value, matrix)
-        observes = framework.may_take_gradients()
-        observes = observes and training is not False
-        if not observes:
-            return (matrix,), 0
+        if not framework.may_take_gradients() or training is False:
+            return (matrix,), 0  # Nothing is observed: any slot will do.
         if variable.counts_steps:
-            # The number of the kernel in the call, in a copy of the state.
+            # In a copy, kernels of a call have numbers, to round differently.
             row = numbered_row(matrix.shape[1], number_of(variable))
             matrix = ops.add(matrix, ops.convert_to_tensor([row], "float32"))
         return (matrix,), variable.next_slot()
 
     def _unknown_kernel(self, kernel: keras.Variable) -> str:
+        """Return an error message: the layer has no state for a kernel."""
         owners = ", ".join(self.layer.float8_state.owners) or "none"
         got = getattr(
             kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
@@ -471,7 +475,7 @@ def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
 
 def new_state(layer: keras.Layer) -> Float8State:
     """Return an empty `Float8State` for a layer."""
-    saved_weights.watch()
+    saved_weights.wrap_set_weights()
     state = Float8State(layer.trainable)
     state.belong_to(layer)
     built_layers.skip_in_quantize(state)
@@ -491,7 +495,7 @@ def number_of(state: StateVariable) -> int:
     root = calls.root_of_call()
     if root is None:
         return zlib.crc32(state.kernel.path.encode()) % _EXACT_INTEGERS
-    # A tuple: torch.compile lets no dict change here.
+    # A tuple: torch.compile does not follow a dict that changes here.
     used: tuple[int, ...] = getattr(root, _STATES_USED, ())
     if id(state) not in used:
         used = (*used, id(state))

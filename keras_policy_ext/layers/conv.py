@@ -52,9 +52,9 @@ class _Float8Conv(_Convolves):
         padding = self.padding
         if padding == "causal":  # Of `Conv1D` alone.
             widths = [(0, 0), (0, 0), (0, 0)]
-            axis = 1 if self.data_format == "channels_last" else 2
+            steps_axis = 1 if self.data_format == "channels_last" else 2
             padded = self.dilation_rate[0] * (self.kernel_size[0] - 1)
-            widths[axis] = (padded, 0)  # In front alone.
+            widths[steps_axis] = (padded, 0)  # Before the first step alone.
             inputs = ops.pad(inputs, widths)
             padding = "valid"
         contraction = contractions.Conv(
@@ -65,7 +65,7 @@ class _Float8Conv(_Convolves):
             contraction, inputs, kernel, training
         )
         if self.lora_enabled:
-            arguments = contraction.arguments
+            arguments = contraction.arguments  # Those of `ops.conv`.
             x = ops.add(x, lora.conv_adapter(self, inputs, arguments))
         return x
 
@@ -111,7 +111,7 @@ class _Float8SeparableConv(_Convolves):
             data_format=self.data_format,
             dilation_rate=self.dilation_rate,
         )
-        ones = (1,) * self.rank
+        ones = (1,) * self.rank  # Strides, dilation, and size of the kernel.
         contraction = contractions.Conv(ones, "valid", ones, self.data_format)
         return self.float8_controller.contract(
             contraction, x, self.pointwise_kernel, training

@@ -459,7 +459,7 @@ class Float8Mixin(
 
     def count_params(self) -> int:
         """Return the number of parameters, without float8 state."""
-        # Within a summary the stock method leaves it out itself.
+        # Keras's method counts state too, except while it prints a summary.
         return sum(math.prod(v.shape) for v in self.weights if not is_state(v))
 
     def set_weights(self, weights: list[np.ndarray]) -> None:
@@ -556,6 +556,7 @@ class Float8Mixin(
     ) -> None:
         """Call `stock` to quantize this layer; raise if it is in float8."""
         stock_calls.refuse_quantize(self, mode)
+        # The check refuses subclasses of the stock layer, which a drop-in is.
         type_check = type_check and type(self) not in drop_ins().values()
         stock(mode, type_check=type_check, **kwargs)
 
@@ -577,7 +578,7 @@ class Float8Mixin(
             layer_call, args, kwargs
         )
         recomputed = super().rematerialized_call(bound, *args, **kwargs)
-        return lambda *args, **kwargs: recomputed(*tensors)
+        return lambda *_args, **_kwargs: recomputed(*tensors)
 
     def quantized_build(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing in float8: `add_weight` has created the state."""

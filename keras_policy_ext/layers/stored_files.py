@@ -42,7 +42,7 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
         store[each.name] = stored.codes
         store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
         if each.inputs_scale is not None:
-            # float32: an error if someone cast it.
+            # It raises if someone has cast the scale to another dtype.
             scale = ops.convert_to_numpy(each.inputs_scale.as_stored)
             store[entries.INPUTS_SCALE.format(name=each.name)] = scale
 
@@ -140,8 +140,7 @@ def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
         raise saved.damaged(f"{name!r} of shape {shape}")
     if stored is None:
         return value
-    static = variable.inputs_scale is not None
     stored = dataclasses.replace(stored, axes=variable.axes)
-    return stored, saved.read(
-        entries.INPUTS_SCALE, name=name
-    ) if static else None
+    if variable.inputs_scale is None:
+        return stored, None
+    return stored, saved.read(entries.INPUTS_SCALE, name=name)

@@ -65,7 +65,7 @@ def undone(things: Iterable[Any]) -> Iterator[None]:
     """On exit of the block, restore layers as `unchanged_on_error` does."""
     with contextlib.suppress(_Over), unchanged_on_error(things):
         yield
-        raise _Over
+        raise _Over  # As an error would, so that all is restored.
 
 
 class _Over(Exception):
@@ -136,10 +136,10 @@ def _refill(contents: list[_Content]) -> None:
         contents, now, strict=True
     ):
         if len(present) == len(entries):  # Then nothing may have changed.
-            pairs: Any = (present, entries)
-            if issubclass(base, dict):
-                pairs = map(itertools.chain.from_iterable, pairs)
-            if all(map(operator.is_, *pairs)):
+            both: Any = (present, entries)
+            if issubclass(base, dict):  # Compare keys and values.
+                both = map(itertools.chain.from_iterable, both)
+            if all(map(operator.is_, *both)):
                 continue
         base.clear(container)
         for entry in entries:

@@ -47,7 +47,7 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
     Raises:
         ValueError: If the history length of a policy in it is < 1.
     """
-    if not files.count(path, KerasWeights.in_group):
+    if not files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
     config = json.dumps(
@@ -72,7 +72,7 @@ def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
 
     It yields the path, or that of a temporary `.weights.h5` file.
     """
-    if not files.count(path, KerasWeights.in_group):
+    if not files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
     with (
@@ -155,12 +155,12 @@ def load_model(
         with frozen_when_built(weights):
             model = made()
         if freezing.shares_stored_kernels(model):
-            # In floats: other holders of a kernel would go on to read zeros.
+            # Build it in floats: other holders of a kernel would read zeros.
             model = made()
         freeze_as_saved(model, weights)
         if compile and compiled:
             model.compile_from_config(compiled)
-        files.load(model, weights)
+        files.load(model, weights)  # Also of the optimizer.
     _load_assets(model, path)
     return model
 
@@ -203,6 +203,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
     layers = walking.layers_within(model)
     if any(id(x) in by_id and freezing.lacks_form(x) for x in layers):
         candidates.survey(model)  # It records their products.
+    # The block updates an optimizer to the variables that the model has then.
     with training.continued(model), training.replicas(model):
         for layer in walking.layers_within(model):
             saved = by_id.get(id(layer))
@@ -322,7 +323,7 @@ def _noting(
 ) -> Iterator[None]:
     """In the block, a layer that loads weights only records what it finds."""
 
-    def note(store: Any) -> None:
+    def note(store: Any) -> None:  # In place of the method.
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
             stored_files.check_rank(saved)
