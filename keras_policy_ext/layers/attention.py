@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import keras
 
 from keras_policy_ext._keras import attention as stock_attention
-from keras_policy_ext._keras import calls, walking
-from keras_policy_ext.layers import by_operation
+from keras_policy_ext._keras import calls, products, walking
 from keras_policy_ext.layers.attention_products import Attention
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
@@ -140,10 +139,9 @@ class _Float8Attention(Float8Mixin):
             scores, weighted_sum = stock_attention.products_of(self)
             roles = (scores, SCORES), (weighted_sum, WEIGHTED_SUM)
             controller.attention = Attention(roles=roles, widens_float16=True)
-            by_operation.follow(type(self))
-        stock_attention.replace_attention(
-            self, self._attend if wanted else None
-        )
+            products.follow(type(self))
+        attend = self._attend if wanted else None
+        stock_attention.replace_attention(self, attend)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         """Compute attention as Keras does, by two products."""

@@ -40,9 +40,6 @@ OTHER = "other"
 _ROLES_OF_SUMS = (SUM, SWAPPED)
 """The role of a product whose first, or second, operand a softmax made."""
 
-_FLASH_POSITION = 7
-"""The place of `flash_attention` in the call of `dot_product_attention`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
@@ -134,7 +131,7 @@ def attends(layer: keras.Layer) -> bool:
 
 
 @contextlib.contextmanager
-def _numbering(layer: keras.Layer) -> Iterator[None]:
+def _numbered_call(layer: keras.Layer) -> Iterator[None]:
     """In the block, a call of a layer, number its products."""
     outer_call = getattr(_thread, "call", None)
     _thread.call = _Call(layer)
@@ -145,13 +142,11 @@ def _numbering(layer: keras.Layer) -> Iterator[None]:
         _thread.call = outer_call
 
 
-def numbering_products(
-    layer: keras.Layer,
-) -> contextlib.AbstractContextManager[None]:
+def numbering(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
     """Return a block for the call of a layer that numbers its products."""
     # Only if the layer needs that, since torch.compile breaks its graph there.
     if attends(layer) and layer.float8_controller.attention.needs_order:
-        return _numbering(layer)
+        return _numbered_call(layer)
     return contextlib.nullcontext()
 
 
@@ -284,7 +279,7 @@ def softmax(
 def _notes_softmax() -> bool:
     """Return True if the results of a softmax are to be noted now.
 
-    That is while `convert` traces a layer, and within `numbering_products`.
+    That is while `convert` traces a layer, and within `numbering`.
     """
     in_call = getattr(_thread, "call", None) is not None
     return in_call or products.recorder() is not None
@@ -295,7 +290,7 @@ def attend(
 ) -> Any:
     """Run `dot_product_attention`: by its two products if in float8."""
     note = products.recorder()
-    given = args[_FLASH_POSITION] if len(args) > _FLASH_POSITION else None
+    given = args[7] if len(args) > 7 else None  # By position, the eighth.
     needs_flash = kwargs.get("flash_attention", given)
     if note is not None:
         note(layer, Fused(needs_flash=bool(needs_flash)))

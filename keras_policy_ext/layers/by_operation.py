@@ -104,7 +104,7 @@ _RECORDED: weakref.WeakKeyDictionary[Any, Recorded] = (
     weakref.WeakKeyDictionary()
 )
 
-_FORMS: dict[type, type] = {}
+_FORMS: dict[type, type] = {}  # The form of each class of layers.
 
 # Threads that convert layers of one class at a time get one form.
 _MAKING_A_FORM = threading.Lock()
@@ -142,7 +142,6 @@ def can_attend(layer: keras.Layer) -> bool:
 
 
 def _own_products(layer: keras.Layer) -> list[RecordedProduct]:
-    """Return the products of a layer with weights of its own."""
     return [each for each in products_of(layer) if each.owner is None]
 
 
@@ -155,11 +154,9 @@ def foreign_kernels(
     layer: keras.Layer,
 ) -> list[tuple[keras.Layer, keras.Variable]]:
     """Return (owner, weight) of each foreign weight in a float8 product."""
-    found = [each.foreign for each in products_of(layer)]
-    pairs = [pair for pair in found if pair is not None]
-    return list(
-        {id(weight): (owner, weight) for owner, weight in pairs}.values()
-    )
+    foreign = (each.foreign for each in products_of(layer))
+    by_weight = {id(pair[1]): pair for pair in foreign if pair is not None}
+    return list(by_weight.values())
 
 
 def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
@@ -174,14 +171,9 @@ def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
     with _MAKING_A_FORM:
         if cls not in _FORMS:
             form = _new_form(cls)
-            follow(form)
+            products.follow(form)
             _FORMS[cls] = form
         return _FORMS[cls]
-
-
-def follow(cls: type) -> None:
-    """Recognise the products in the calls of layers of this class."""
-    products.follow(cls)
 
 
 def _new_form(cls: type[keras.Layer]) -> type:
@@ -191,7 +183,7 @@ def _new_form(cls: type[keras.Layer]) -> type:
     def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         # Keras opens this scope, except where PyTorch recomputes a call.
         scope = keras.name_scope(self.name, caller=self)
-        with scope, attention_products.numbering_products(self):
+        with scope, attention_products.numbering(self):
             return cls.call(self, *args, **kwargs)
 
     def from_config(form: type, config: dict[str, Any]) -> Any:
@@ -254,11 +246,12 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
             if each.path == kernel.path and not each.is_moved:
                 if each.equation == CONVOLUTION:
                     *others, channels = range(len(kernel.shape))
-                    return Axes(tuple(others), (channels,))
+                    return Axes(summed=tuple(others), free=(channels,))
                 _, second, out = equations.split(each.equation)
                 axes = range(len(second))
                 summed = tuple(i for i in axes if second[i] not in out)
-                return Axes(summed, tuple(i for i in axes if i not in summed))
+                free = tuple(i for i in axes if i not in summed)
+                return Axes(summed=summed, free=free)
         return super().float8_axes(layer, kernel)
 
     @classmethod
@@ -346,9 +339,9 @@ def _product(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
-    product = _recognised(name, args, kwargs)
+    product = _product_with_weight(name, args, kwargs)
     if product is None:
-        return _of_activations(layer, stock, name, args, kwargs)
+        return _multiply_activations(layer, stock, name, args, kwargs)
     compute = functools.partial(stock, *args, **kwargs)
     return _multiply(layer, compute, *product)
 
@@ -358,7 +351,7 @@ def _convolve(
 ) -> Any:
     """Run a convolution: in float8 if its kernel is a kernel of the layer."""
     compute = functools.partial(stock, *args, **kwargs)
-    product = _recognised_convolution(args, kwargs)
+    product = _convolution_with_weight(args, kwargs)
     if product is None:
         return compute()
     return _multiply(layer, compute, *product)
@@ -401,14 +394,10 @@ def _multiply(
         contraction, inputs = _split_by_matrix(
             layer, kernel, contraction, inputs, tuple(operand.shape)
         )
+    training = None  # As in the call of the layer.
     with attention_products.leaving_out(layer):
         return layer.float8_controller.contract(
-            contraction,
-            inputs,
-            kernel,
-            training=None,  # As in the call of the layer.
-            dtype=dtype,
-            moved=origin.moved,
+            contraction, inputs, kernel, training, dtype, moved=origin.moved
         )
 
 
@@ -419,10 +408,10 @@ def _split_by_matrix(
     inputs: Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
-    """Return a product with a bank as one for each matrix, where needed.
+    """Return the einsum and its inputs; with a bank, one product per matrix.
 
-    That is where each matrix has its own scales, or a tile would cover two.
-    `shape` is that of the kernel. Returns the equation, and the inputs for it.
+    But only where each matrix has its own scales, or a tile would cover two.
+    `shape` is that of the kernel.
     """
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
@@ -432,13 +421,13 @@ def _split_by_matrix(
     if not (has_own_scales or _crosses_matrices(contraction, shape, recipe)):
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)
-    # Each matrix gets the inputs, which all of them multiply.
+    # All matrices multiply the same inputs: each one gets a copy.
     inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
     inputs = ops.repeat(inputs, shape[0], axis=0)
     return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
 
 
-def _of_activations(
+def _multiply_activations(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a product of two activations: in float8 if it is one of attention."""
@@ -450,8 +439,7 @@ def _of_activations(
     ranks = tuple(len(getattr(x, "shape", ())) for x in operands)
     explicit = _explicit(name, equation, ranks, swapped=False)
     are_float = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
-    is_of_weights = any(_origin_of(x) for x in operands)
-    if explicit is None or is_of_weights:
+    if explicit is None or any(_origin_of(x) for x in operands):
         return stock(*args, **kwargs)
     if not (all(ranks) and all(are_float)):
         return stock(*args, **kwargs)
@@ -476,12 +464,16 @@ def _is_bank(contraction: Einsum) -> bool:
 def _crosses_matrices(
     contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
 ) -> bool:
-    """Return True if a tile would lie in two matrices of a bank."""
+    """Return True if a tile would lie in two matrices of a bank.
+
+    In a matmul the columns of all matrices are one axis, one matrix after the
+    other. The kernel has it, free in `forward`; `inputs_grad` contracts it.
+    """
     first, second, _ = equations.split(contraction.equation)
-    columns = math.prod(  # Of one matrix; those of the next one follow.
+    columns = math.prod(  # Of one matrix.
         n for c, n in zip(second[1:], shape[1:], strict=True) if c not in first
     )
-    sizes = []  # Of tiles along the columns, which `inputs_grad` contracts.
+    sizes = []  # Of tiles along this axis.
     for operand, matmul in (
         ("kernel", "forward"),
         ("kernel", "inputs_grad"),
@@ -503,13 +495,10 @@ def _bank_axis(equation: str) -> int | None:
     return bank_axis(equation)
 
 
-def _recognised(
+def _product_with_weight(
     name: str, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Einsum] | None:
-    """Return the inputs, kernel, its origin and the einsum of a product.
-
-    None if it is not one of an activation with a weight, perhaps moved.
-    """
+    """Return (inputs, kernel, its origin, einsum) of a product, or None."""
     operation = _operation(name, args, kwargs)
     if operation is None:
         return None
@@ -528,14 +517,12 @@ def _recognised(
         first, second = second, first
     if not keras.backend.is_float_dtype(_dtype_of(first)):
         return None
-    kernel_shape = tuple(second.shape)
-    broadcast_axes, explicit = _without_broadcast(
-        explicit, tuple(first.shape), kernel_shape
-    )
-    if broadcast_axes:
-        first = ops.squeeze(first, broadcast_axes)
+    shapes = tuple(first.shape), tuple(second.shape)
+    broadcast, explicit = _without_broadcast(explicit, *shapes)
+    if broadcast:
+        first = ops.squeeze(first, axis=broadcast)
     try:
-        contraction = contraction_of(explicit, tuple(first.shape), kernel_shape)
+        contraction = contraction_of(explicit, tuple(first.shape), shapes[1])
     except ValueError:  # The kernel has sizes of 1 that are broadcast.
         return None
     origin: Any = origins[0] or origins[1]
@@ -561,22 +548,12 @@ def _without_broadcast(
     return axes, f"{kept},{second}->{out}"
 
 
-_CONV_ARGUMENTS = (
-    "inputs",
-    "kernel",
-    "strides",
-    "padding",
-    "data_format",
-    "dilation_rate",
-)
-"""The arguments of `keras.ops.conv`, in order."""
-
-
-def _recognised_convolution(
+def _convolution_with_weight(
     args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Conv] | None:
-    """Return the inputs, kernel, its origin and the convolution; or None."""
-    given = {**dict(zip(_CONV_ARGUMENTS, args, strict=False)), **kwargs}
+    """Return (inputs, kernel, its origin, convolution) of a call, or None."""
+    names = "inputs", "kernel", "strides", "padding", "data_format"
+    given = dict(zip((*names, "dilation_rate"), args, strict=False)) | kwargs
     inputs, kernel = given.get("inputs"), given.get("kernel")
     origin = _origin_of(kernel)
     if origin is None or _origin_of(inputs) is not None:
@@ -660,8 +637,8 @@ def _operation(
         return None
     first, second, *axes = given
     summed = axes[0] if axes else kwargs.get("axes", 2)
-    text = _of_axes(summed, len(first.shape), len(second.shape))
-    return None if text is None else (text, (first, second))
+    equation = _of_axes(summed, len(first.shape), len(second.shape))
+    return None if equation is None else (equation, (first, second))
 
 
 def _equation(name: str, first: int, second: int) -> str:
@@ -694,10 +671,7 @@ def _of_axes(axes: Any, first: int, second: int) -> str | None:
 
 
 class Noted(NamedTuple):
-    """A product with a weight, noted while a model is traced.
-
-    `equation` and `is_moved` are as of `RecordedProduct`.
-    """
+    """A traced product with a weight; fields are as of `RecordedProduct`."""
 
     variable: keras.Variable
     equation: str

@@ -55,7 +55,12 @@ def to_float8_class(
     form = type(layer)
     if not isinstance(layer, Float8Mixin):
         form = _form(layer)
-    _check_built(layer)
+    if not layer.built:
+        raise ValueError(
+            f"Layer {layer.name!r} has no weights yet. Received: a layer "
+            "that is not built. Allowed: a built one. Build it, or call it "
+            "on data, first."
+        )
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
             if form is not type(layer):
@@ -123,12 +128,3 @@ def _form(layer: keras.Layer) -> type:
             "the policy of this layer, or derive its class from Float8Mixin."
         )
     return form
-
-
-def _check_built(layer: keras.Layer) -> None:
-    if not layer.built:
-        raise ValueError(
-            f"Layer {layer.name!r} has no weights yet. Received: a layer "
-            "that is not built. Allowed: a built one. Build it, or call it "
-            "on data, first."
-        )

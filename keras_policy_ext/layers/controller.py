@@ -89,9 +89,10 @@ class Float8Controller:
 
     def resolve_policy(self) -> None:
         """Look up and store the float8 policy for the layer's path."""
-        # Not in each step: torch.compile takes a policy, which is a mapping,
+        # Not done in each step: torch.compile takes a policy, a mapping,
         # for one of another class, and would leave float8 out (torch 2.13).
         policy = policy_of(self.layer)
+        # A layer that cannot train in float8 follows policies that freeze it.
         follows = isinstance(policy, Float8DTypePolicy) and (
             self.layer.float8_trains or not policy.recipe.trains
         )
@@ -228,13 +229,9 @@ class Float8Controller:
         dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
         framework = backends.current
         compiling = framework.is_compiling()
-        # First: a graph of torch.compile would guard the number of blocks.
-        if (
-            run is None
-            and not compiling
-            and seams.open_blocks
-            and seams.handlers()
-        ):
+        # `compiling` first, or torch.compile's graph would guard `open_blocks`.
+        may_be_handled = run is None and not compiling and seams.open_blocks
+        if may_be_handled and seams.handlers():
             given = contraction, inputs, kernel, training, dtype, bias, moved
             read = kernel if moved is None else moved
             return seams.handled(
@@ -259,18 +256,16 @@ class Float8Controller:
         is_known = isinstance(training, (bool, int, np.bool_))
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
-        variable = layer.float8_state.of(kernel)
-        if self.scales_each_matrix(variable):
-            contraction = self._of_bank(
-                contraction, kernel, variable, compiling
-            )
-        state, slot = (), 0  # A tuple of one matrix, or empty.
+        state = layer.float8_state.of(kernel)
+        if self.scales_each_matrix(state):
+            contraction = self._of_bank(contraction, kernel, state, compiling)
+        matrices, slot = (), 0  # The matrix of the state, if there is one.
         if self._has_state:
-            state, slot = self._state_of(
-                kernel, variable, value, training, compiling
+            matrices, slot = self._state_of(
+                kernel, state, value, training, compiling
             )
         if moved is not None:
-            # On TensorFlow it is a variable, which has no `ndim`: read it.
+            # Read: on TensorFlow the value is a variable, without `ndim`.
             value = moved.move(value[...])
         plan = contractions.make_plan(
             contraction,
@@ -283,7 +278,7 @@ class Float8Controller:
         )
         layer.float8_state.last_call.plan = plan
         run = run or contractions.run
-        return run(plan, inputs, value, *state, bias=bias)
+        return run(plan, inputs, value, *matrices, bias=bias)
 
     def scales_each_matrix(self, state: StateVariable | None) -> bool:
         """Return True if each matrix of a bank has a scale; by its state."""
@@ -347,10 +342,8 @@ class Float8Controller:
         dtype: str,
     ) -> Tensor:
         """Contract two activations in float8, scaled by their own amaxes."""
-        recipe, operands = self.recipe_of_activations, (first, second)
-        return self._contract_two_activations(
-            seams.SCORES, recipe, contraction, *operands, dtype
-        )
+        given = self.recipe_of_activations, contraction, first, second
+        return self._contract_two_activations(seams.SCORES, *given, dtype)
 
     def contract_weighted_sum(
         self,
@@ -382,18 +375,14 @@ class Float8Controller:
     ) -> Any:
         """Contract two operands that are no weights of the layer.
 
-        With `limit`, the second one is values of attention: `contractions.fold`
-        divides those of each key by a scale, then at most `limit`, and the
-        weights get it as a factor. `name` and `run` are as for `seams.handled`
-        and `contract`.
+        With `limit`, they are weights and values of attention. Before these are
+        quantized, `contractions.fold` divides the values of each key by a scale
+        and multiplies the weights by it: the values are at most `limit` then.
+        `name` and `run` are as for `seams.handled` and `contract`.
         """
         compiling = backends.current.is_compiling()
-        if (
-            run is None
-            and not compiling
-            and seams.open_blocks
-            and seams.handlers()
-        ):
+        may_be_handled = run is None and not compiling and seams.open_blocks
+        if may_be_handled and seams.handlers():
             given = name, recipe, contraction, first, second, dtype, limit
             return seams.handled(
                 self.layer,
@@ -443,8 +432,8 @@ class Float8Controller:
         if not framework.may_take_gradients() or training is False:
             return (matrix,), 0  # Nothing is observed: any slot will do.
         if variable.counts_steps:
-            # In a copy, kernels of a call have numbers, to round differently.
-            row = numbered_row(matrix.shape[1], number_of(variable))
+            # Kernels of a call have numbers, to round differently; in a copy.
+            row = numbered_row(matrix.shape[1], number_in_call(variable))
             matrix = ops.add(matrix, ops.convert_to_tensor([row], "float32"))
         return (matrix,), variable.next_slot()
 
@@ -487,7 +476,7 @@ def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else ops.add(x, bias)
 
 
-def number_of(state: StateVariable) -> int:
+def number_in_call(state: StateVariable) -> int:
     """Return how many other kernels were used before in this call.
 
     Outside of a call, return a hash of the kernel's path.

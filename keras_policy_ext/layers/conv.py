@@ -61,9 +61,8 @@ class _Float8Conv(_Convolves):
             self.strides, padding, self.dilation_rate, self.data_format
         )
         kernel = variable_values.stored_kernel(self)
-        x = self.float8_controller.contract(
-            contraction, inputs, kernel, training
-        )
+        contract = self.float8_controller.contract
+        x = contract(contraction, inputs, kernel, training)
         if self.lora_enabled:
             arguments = contraction.arguments  # Those of `ops.conv`.
             x = ops.add(x, lora.conv_adapter(self, inputs, arguments))
@@ -90,7 +89,7 @@ class _Float8ConvTranspose(_Convolves):
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # Its kernel has the filters before the channels, unlike other kernels.
         *window, filters, channels = range(len(kernel.shape))
-        return Axes((*window, channels), (filters,))
+        return Axes(summed=(*window, channels), free=(filters,))
 
 
 class _Float8SeparableConv(_Convolves):

@@ -153,7 +153,8 @@ class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
         summed += [x for x in second if x not in first + out]
         free = [letter for letter in out if letter in second]
         return Axes(
-            tuple(map(second.index, summed)), tuple(map(second.index, free))
+            summed=tuple(map(second.index, summed)),
+            free=tuple(map(second.index, free)),
         )
 
     @classmethod

@@ -49,7 +49,6 @@ def drop_ins() -> dict[type, Any]:
 
 def drop_in_of(cls: type) -> Any:
     """Return the float8 class of a stock class, or of a subclass; or None."""
-    # `_FORMS` also has forms of users' classes.
     return next((_FORMS[base] for base in cls.__mro__ if base in _STOCK), None)
 
 

@@ -93,7 +93,6 @@ def contraction_of(equation: str, first: Shape, second: Shape) -> Einsum:
 
 
 known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
-"""Return `contraction_of`, cached: the same object for equal arguments."""
 
 
 def contraction_of_tensors(

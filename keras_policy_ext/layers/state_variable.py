@@ -43,8 +43,7 @@ _MOVED = (
 SUFFIX = "_amax"
 """The suffix of a state variable's name; a LayoutMap for kernels skips it."""
 
-STEPS_SUFFIX = "_steps"
-"""The suffix of the name of a state that counts steps."""
+STEPS_SUFFIX = "_steps"  # Of a state that counts steps.
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
@@ -210,9 +209,9 @@ class StateVariable(
 
     @override
     def assigned_beside(self) -> None:
-        # A loop may assign kernels and states in any order: the kernel is
-        # ahead where it was assigned more often. Where no graph keeps the
-        # state, it catches up when it is read next: see `value`, `look_at`.
+        # The kernel was assigned. A loop may assign kernels and states in any
+        # order: the kernel is ahead where it was assigned more often. Where no
+        # graph keeps the state, `value` or `look_at` lets it catch up.
         self._kernel_ahead += 1
         if (
             self._kernel_ahead > 0
@@ -228,9 +227,7 @@ class StateVariable(
 
     def look_at(self, kernel: Tensor) -> None:
         """Update the state if other code has changed the kernel's tensor."""
-        if self._watched_kernel != id(
-            self.kernel
-        ):  # This is a copy of another.
+        if self._watched_kernel != id(self.kernel):  # In a copy of a layer.
             self._watch()
         framework = backends.current
         if framework.steps_take_values or not self._looks_at_kernel:
@@ -301,11 +298,9 @@ class StateVariable(
         """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
-        raised = contractions.catching_up(
-            self.recipe, beyond, self.matrix_count
-        )
-        amax = self.amax_of(kernel)  # Of whole kernels: the same on replicas.
-        return backends.current.settle_here(raised, amax, matrix)
+        fit = contractions.catching_up(self.recipe, beyond, self.matrix_count)
+        amax = self.amax_of(kernel)  # The same on all replicas.
+        return backends.current.settle_here(fit, amax, matrix)
 
     def amax_of(self, kernel: Tensor) -> Tensor:
         """Return the amax of a kernel; (matrices,) if each has a history."""

@@ -50,10 +50,7 @@ def of_floating_tensors(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return a layer's call as a function of floating tensors, and these.
-
-    The other arguments are bound.
-    """
+    """Return a layer's call as a function of floating tensors, and these."""
     leaves = keras.tree.flatten((args, kwargs))
     differentiable = [
         keras.ops.is_tensor(leaf) and is_floating(leaf.dtype) for leaf in leaves

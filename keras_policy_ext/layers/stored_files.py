@@ -63,7 +63,7 @@ def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
             "not its weights alone."
         )
     check_rank(saved)
-    adapt(layer, saved)
+    enable_saved_lora(layer, saved)
     pairs = _pairs(layer, saved)
     values = [_checked(each, saved, name) for each, name in pairs]
     for (each, _), value in zip(pairs, values, strict=True):
@@ -86,7 +86,7 @@ def check_rank(saved: FrozenWeights) -> None:
         raise saved.damaged(f"adapters of shapes {shapes} for a rank of {rank}")
 
 
-def adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
+def enable_saved_lora(layer: keras.Layer, saved: FrozenWeights) -> None:
     """Enable LoRA on a layer if the file has LoRA adapters for it."""
     lora = saved.lora
     if lora and not getattr(layer, "lora_enabled", False):

@@ -62,7 +62,7 @@ class StoredCodes(keras.Variable):
     """The variable of a stored kernel's codes, uint8, in the kernel's shape."""
 
     # The variable that dequantizes the codes, while the layer is being built.
-    read: StoredVariable | None = None
+    decoded_by: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
         super().__init__(
@@ -264,8 +264,8 @@ def read_as_numbers(layer: keras.Layer) -> None:
     """Replace codes in a layer's attributes by their `StoredVariable`s."""
     # The layer still tracks the codes, since they were assigned first.
     for name, value in list(vars(layer).items()):
-        if isinstance(value, StoredCodes) and value.read is not None:
-            vars(layer)[name], value.read = value.read, None
+        if isinstance(value, StoredCodes) and value.decoded_by is not None:
+            vars(layer)[name], value.decoded_by = value.decoded_by, None
 
 
 def in_place_of_codes(
@@ -352,7 +352,7 @@ def codes_of_new_weight(
     variable = add_stored(layer, name, weight.shape, recipe, axes)
     layer.float8_controller.kernel_paths += (variable.path,)
     codes = variable.codes
-    codes.read = variable
+    codes.decoded_by = variable
     built_layers.track(layer, codes)
     return codes
 
@@ -437,7 +437,7 @@ def store(
         stored=None if isinstance(stored, Axes) else stored,
         inputs_scale=scale,
     )
-    variable.codes.read = variable
+    variable.codes.decoded_by = variable
     built_layers.replace_variable(layer, kernel, variable.codes)
     read_as_numbers(layer)
     return variable

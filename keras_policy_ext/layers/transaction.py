@@ -21,7 +21,7 @@ from keras_policy_ext._keras import built_layers, variable_values
 
 # The methods of these classes are used, not those of the subclasses of Keras
 # and TensorFlow, which would track what is put back as if it were new.
-_BASES = (dict, list, set)
+_BASES = (collections.OrderedDict, dict, list, set)
 
 _Content = tuple[Any, Any, list[Any]]
 """A list, dict or set; its built-in type; its entries."""
@@ -78,6 +78,7 @@ class _Memory:
     def __init__(self, thing: Any):
         self._thing = thing
         self._class = type(thing)
+        # Where Keras lists the variables and layers of the thing.
         objects, containers = built_layers.bookkeeping(thing)
         controller = vars(thing).get("float8_controller")
         objects = [*objects, *([] if controller is None else [controller])]
@@ -116,16 +117,12 @@ def _contents_of(things: Iterable[Any]) -> list[_Content]:
     contents: list[_Content] = []
     for each in things:
         # By its type: an `ObjectProxy` says to be what it stands for.
-        cls = type(each)
-        if not issubclass(cls, _BASES):
-            continue
-        if issubclass(cls, dict):
-            ordered = issubclass(cls, collections.OrderedDict)
-            base: Any = collections.OrderedDict if ordered else dict
-            contents.append((each, base, list(base.items(each))))
-        else:
-            base = list if issubclass(cls, list) else set
-            contents.append((each, base, list(base.__iter__(each))))
+        bases = [base for base in _BASES if issubclass(type(each), base)]
+        if bases:
+            base: Any = bases[0]
+            is_dict = issubclass(base, dict)
+            entries = base.items(each) if is_dict else base.__iter__(each)
+            contents.append((each, base, list(entries)))
     return contents
 
 

@@ -348,7 +348,6 @@ def _refused(path: PathLike, archive: zipfile.ZipFile) -> ValueError | None:
 
 
 def _not_whole(path: PathLike, fault: str) -> str:
-    """Return the text of an error about a damaged archive."""
     return (
         f"This `.keras` file is damaged or truncated. Received: "
         f"{str(path)!r}: {fault}. Allowed: a file as `model.save` wrote it. "

@@ -124,6 +124,7 @@ def policies_of_models(model: Any) -> dict[str, Any]:
         policy = each.dtype_policy
         is_float8 = isinstance(policy, policies.Float8DTypePolicy)
         can_follow = is_float8 or is_plain(policy)
+        # With the mixin, the state in the file has the policy.
         if can_follow and not isinstance(each, Float8Mixin):
             policy = keras.dtype_policies.serialize(policy)
             if policy not in distinct:

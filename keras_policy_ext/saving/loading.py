@@ -109,8 +109,8 @@ def load_whole(
 ) -> keras.Model | None:
     """Load a file with frozen layers, or bytes of a float8 model; else None.
 
-    Keras's loader fails on frozen layers, and `copy.deepcopy` and `pickle` make
-    the bytes, which would lose float8. None leaves other files to that loader,
+    Keras's loader fails on frozen layers. `copy.deepcopy` and `pickle` make the
+    bytes: a copy should not lose float8. Other files are left to that loader,
     after which `warn_of_lost_float8` warns. The source is a folder, an open
     `.keras` file, or the bytes of such a file.
     """
@@ -249,6 +249,7 @@ def _load_as_saved(
     with training.continued(model), training.replicas(model):
         for each in saved_layers:
             _restore_float8(*each)
+        # Then what has such layers in it: composites like LSTM, and backbones.
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
@@ -286,16 +287,13 @@ def _load_and_capture(
 def _checked(
     place: Candidate, arrays: dict[str, np.ndarray]
 ) -> tuple[Any, SavedState, Float8DTypePolicy | None, str]:
-    """Check what a file has about a layer, before any layer is changed.
-
-    Returns:
-        The layer, and its state, float8 policy and `attention` in the file.
-    """
+    """Return a layer, and its state, policy and `attention` in a file."""
+    # All is checked before any layer is changed.
     layer = place.layer
     saved = SavedState.of(arrays, f"{path_of(layer)}/{GROUP}")
     policy = saved.policy(source_policy_of(layer))
     policy_to_follow = policy or float8_policy_of(layer)
-    if policy_to_follow is not None:  # Read now, to raise for damage.
+    if policy_to_follow is not None:
         saved.kernels([policy_to_follow.recipe] * len(place.kernels))
     return layer, saved, policy, saved.attention
 
@@ -425,7 +423,7 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
             "`cls.from_preset`; then call `keras_policy_ext.freeze`."
         )
     numbers = files.check_weights(weights)
-    for name in _CONFIGS:
+    for name in _CONFIGS:  # Keras reads these; they are checked here.
         if (folder / name).is_file():
             _input_files.json_in((folder / name).read_bytes(), folder / name)
     with (
