@@ -553,7 +553,8 @@ def _convolution_with_weight(
 ) -> tuple[Any, Any, _Origin, Conv] | None:
     """Return (inputs, kernel, its origin, convolution) of a call, or None."""
     names = "inputs", "kernel", "strides", "padding", "data_format"
-    given = dict(zip((*names, "dilation_rate"), args, strict=False)) | kwargs
+    given = dict(zip((*names, "dilation_rate"), args, strict=False))
+    given.update(kwargs)
     inputs, kernel = given.get("inputs"), given.get("kernel")
     origin = _origin_of(kernel)
     if origin is None or _origin_of(inputs) is not None:

@@ -338,7 +338,8 @@ def codes_of_new_weight(
     given = inspect.signature(keras.layers.Layer.add_weight).bind(
         layer, *args, **kwargs
     )
-    shape, name = given.arguments.get("shape"), kwargs.get("name")
+    # Not of `given`: the method may be replaced by one of other parameters.
+    shape, name = (*args, kwargs.get("shape"))[0], kwargs.get("name")
     dtype = keras.backend.standardize_dtype(
         given.arguments.get("dtype") or layer.variable_dtype
     )
