@@ -52,9 +52,7 @@ def to_float8_class(
         TypeError: If its class may compute something else.
     """
     policy = policies.get(layer.dtype_policy if policy is None else policy)
-    form = type(layer)
-    if not isinstance(layer, Float8Mixin):
-        form = _form(layer)
+    form = type(layer) if isinstance(layer, Float8Mixin) else _form(layer)
     if not layer.built:
         raise ValueError(
             f"Layer {layer.name!r} has no weights yet. Received: a layer "
