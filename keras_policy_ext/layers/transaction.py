@@ -116,13 +116,14 @@ def _contents_of(things: Iterable[Any]) -> list[_Content]:
     """Return a copy of the entries of each list, dict and set among things."""
     contents: list[_Content] = []
     for each in things:
-        # By its type: an `ObjectProxy` says to be what it stands for.
-        bases = [base for base in _BASES if issubclass(type(each), base)]
-        if bases:
-            base: Any = bases[0]
-            is_dict = issubclass(base, dict)
-            entries = base.items(each) if is_dict else base.__iter__(each)
-            contents.append((each, base, list(entries)))
+        base: Any
+        for base in _BASES:
+            # By its type: an `ObjectProxy` says to be what it stands for.
+            if issubclass(type(each), base):
+                is_dict = issubclass(base, dict)
+                entries = base.items(each) if is_dict else base.__iter__(each)
+                contents.append((each, base, list(entries)))
+                break
     return contents
 
 
