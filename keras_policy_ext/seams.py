@@ -94,13 +94,11 @@ class Planned(NamedTuple):
 
     def run(self) -> Tensor:
         """Compute the outputs; no handler is called."""
-        plan, *operands = self[:3]
+        plan, inputs, kernel, state, bias = self
         if not isinstance(plan, contractions.FrozenPlan):
-            return contractions.run(
-                plan, *operands, *self.state, bias=self.bias
-            )
-        outputs = contractions.run_frozen(plan, *operands, *self.state)
-        return outputs if self.bias is None else ops.add(outputs, self.bias)
+            return contractions.run(plan, inputs, kernel, *state, bias=bias)
+        outputs = contractions.run_frozen(plan, inputs, kernel, *state)
+        return outputs if bias is None else ops.add(outputs, bias)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +125,8 @@ class ContractionCall:
     operands: tuple[Tensor, Any]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: str
-    _plan: Callable[[], Planned]
+    _plan: Callable[[], Planned]  # Makes `planned`, and keeps it.
+    # The handlers that are still to be called; the next one is last.
     _outer: tuple[ContractionHandler, ...]
 
     @property
@@ -152,9 +151,9 @@ class ContractionCall:
         if not self._outer:
             return (planned or self.planned).run()
         *outer, handler = self._outer
-        plan = self._plan if planned is None else lambda: planned
+        make_plan = self._plan if planned is None else lambda: planned
         return handler(
-            dataclasses.replace(self, _plan=plan, _outer=tuple(outer))
+            dataclasses.replace(self, _plan=make_plan, _outer=tuple(outer))
         )
 
 
@@ -256,6 +255,7 @@ def handled(
     The arguments are as in `ContractionCall`; `plan` is called once at most.
     """
     first, second = operands
+    *outer, handler = handlers()  # The innermost is called first.
     call = ContractionCall(
         layer,
         name,
@@ -265,13 +265,12 @@ def handled(
         (tuple(shapes[0]), tuple(shapes[1])),
         dtype,
         functools.cache(plan),
-        handlers(),
+        tuple(outer),
     )
-    *outer, handler = handlers()
-    # Or a product of its own would be recognised as the layer's, and handled;
-    # nor are layers handled that it calls.
+    # Else a product that the handler computes would count as the layer's; nor
+    # are layers handled that it calls.
     with products.handling(), products.outside_of_layers():
-        return handler(dataclasses.replace(call, _outer=tuple(outer)))
+        return handler(call)
 
 
 # Operations of Keras

@@ -97,7 +97,8 @@ def __getattr__(name: str) -> Any:
     if _extensions.has(f"layers.{name}"):
         return _extensions.get(f"layers.{name}")
     if name in __all__ and not hasattr(keras.layers, name):
-        return _extensions.get(f"layers.{name}")  # It raises.
+        # It raises: no installed extension has the name.
+        return _extensions.get(f"layers.{name}")
     return getattr(keras.layers, name)
 
 

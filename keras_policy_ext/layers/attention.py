@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import keras
 
 from keras_policy_ext._keras import attention as stock_attention
-from keras_policy_ext._keras import calls, walking
-from keras_policy_ext.layers import by_operation
+from keras_policy_ext._keras import calls, products, walking
 from keras_policy_ext.layers.attention_products import Attention
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
@@ -53,7 +52,7 @@ class _Float8Attention(Float8Mixin):
                 )
             super().__init__(*args, **kwargs)
             if attention is not None:
-                # The signature behind the mixin is that of the stock layer.
+                # By position or name: as the stock constructor takes it.
                 stock = inspect.signature(super(Float8Mixin, self).__init__)
                 if stock.bind(*args, **kwargs).arguments.get("flash_attention"):
                     raise ValueError(
@@ -73,14 +72,14 @@ class _Float8Attention(Float8Mixin):
         """Build the projections; swap them to float8 under a float8 policy."""
         super().build(query_shape, value_shape, key_shape)
         self._resolve_float8_policy()  # Path and equations are known now.
-        inner = walking.layers_within(self)[1:]
-        policies = map(held_policy, inner)
+        _, *sublayers = walking.layers_within(self)
+        policies = map(held_policy, sublayers)
         if not any(isinstance(x, Float8DTypePolicy) for x in policies):
             return
-        for layer in inner:
+        for layer in sublayers:
             if type(layer) in drop_ins():
                 to_float8_class(layer)
-            else:
+            else:  # Such as a softmax: not rematerialized a second time.
                 calls.rematerialize_with_outer(layer)
 
     @property
@@ -115,7 +114,8 @@ class _Float8Attention(Float8Mixin):
     def get_config(self) -> dict[str, Any]:
         """Return the stock layer's config, with `attention` if it is set."""
         config = super().get_config()
-        # A user's subclass may not take it; `texts_for_file` stores it too.
+        # The constructor of a class that a user derived from the stock layer
+        # may not take it. `texts_for_file` stores it for all classes.
         original = original_of(type(self))
         takes_it = original is None or original in drop_ins()
         if self._float8_attention is None or not takes_it:
@@ -123,10 +123,10 @@ class _Float8Attention(Float8Mixin):
         return {**config, "attention": self._float8_attention}
 
     def texts_for_file(self) -> dict[str, str]:
-        texts = super().texts_for_file()
-        if self._float8_attention is None:
-            return texts
-        return {**texts, ATTENTION: self._float8_attention}
+        """Return the strings to save with this layer, `attention` too."""
+        mode = self._float8_attention
+        attention = {} if mode is None else {ATTENTION: mode}
+        return {**super().texts_for_file(), **attention}
 
     def _resolve_float8_policy(self) -> None:
         """Decide too whether the products of two activations are in float8."""
@@ -135,14 +135,13 @@ class _Float8Attention(Float8Mixin):
         controller.attention = None
         is_own = stock_attention.has_own_attention(self, _Float8Attention)
         wanted = self._float8_attention and controller.policy and not is_own
-        if wanted and self.weights:
+        if wanted and self.weights:  # Only a built layer has equations.
             scores, weighted_sum = stock_attention.products_of(self)
             roles = (scores, SCORES), (weighted_sum, WEIGHTED_SUM)
-            controller.attention = Attention(roles, widens_float16=True)
-            by_operation.follow(type(self))
-        stock_attention.replace_attention(
-            self, self._attend if wanted else None
-        )
+            controller.attention = Attention(roles=roles, widens_float16=True)
+            products.follow(type(self))
+        attend = self._attend if wanted else None
+        stock_attention.replace_attention(self, attend)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         """Compute attention as Keras does, by two products."""
@@ -152,11 +151,11 @@ class _Float8Attention(Float8Mixin):
 def _attention_drop_in(cls: LayerClass) -> LayerClass:
     """Register an attention class as `drop_in` does, with `attention`."""
     layer: Any = drop_in(cls)
-    *parameters, rest = layer.__signature__.parameters.values()
+    *parameters, kwargs = layer.__signature__.parameters.values()
     attention = inspect.Parameter(
         "attention", inspect.Parameter.KEYWORD_ONLY, default=None
     )
-    layer.__signature__ = inspect.Signature([*parameters, attention, rest])
+    layer.__signature__ = inspect.Signature([*parameters, attention, kwargs])
     return layer
 
 

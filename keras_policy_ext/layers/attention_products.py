@@ -37,7 +37,7 @@ SWAPPED = "weighted sum, values first"
 OTHER = "other"
 """With `SCORES` and `SUM`, the roles of a product of two activations."""
 
-_OF_OPERAND = (SUM, SWAPPED)
+_ROLES_OF_SUMS = (SUM, SWAPPED)
 """The role of a product whose first, or second, operand a softmax made."""
 
 
@@ -57,32 +57,34 @@ class Attention:
     @property
     def is_recognised(self) -> bool:
         """True if a product in it can be computed in float8."""
+        # Unless it is flash, fused attention is computed by two products.
         can_split = self.is_fused and not self.needs_flash
-        return can_split or any(self.of(each) for each, _ in self.roles)
+        return can_split or any(self.roles_of(each) for each, _ in self.roles)
 
     @property
     def needs_order(self) -> bool:
         """True if products with one equation have several roles."""
-        return any(len(self.of(each)) > 1 for each, _ in self.roles)
+        return any(len(self.roles_of(each)) > 1 for each, _ in self.roles)
 
     @property
     def reason_in_floats(self) -> str | None:
         """Why products in it stay in floats; None if none does."""
-        others = [e for e in dict(self.roles) if not self.of(e)]
+        distinct = dict.fromkeys(each for each, _ in self.roles)
+        unknown = [each for each in distinct if not self.roles_of(each)]
         if self.needs_flash:
             return (
                 "it calls keras.ops.dot_product_attention with "
                 "flash_attention=True, one kernel that is not float8"
             )
-        if others:
+        if unknown:
             return (
                 "it multiplies two activations in a product that is neither "
                 "recognised as scores, whose values reach a softmax, nor as a "
-                f"sum weighted by the result of one ({', '.join(others)})"
+                f"sum weighted by the result of one ({', '.join(unknown)})"
             )
         return None
 
-    def of(self, equation: str) -> tuple[str, ...]:
+    def roles_of(self, equation: str) -> tuple[str, ...]:
         """Return the roles of products with an equation; () for no float8."""
         roles = dict.fromkeys(r for e, r in self.roles if e == equation)
         return () if OTHER in roles else tuple(roles)
@@ -92,8 +94,8 @@ class Multiplied(NamedTuple):
     """A product of two activations, as it is noted while a model is traced."""
 
     equation: str  # Explicit, with one letter per axis.
-    # The number of the operand that a softmax made; None for none.
-    weights: int | None
+    # Which operand a softmax made: 0 or 1, the first; None for none.
+    softmax_operand: int | None
 
 
 class Softmax(NamedTuple):
@@ -110,6 +112,8 @@ _PROBABILITIES: TensorNotes[bool] = TensorNotes()
 """Tensors that a softmax made, perhaps moved, cast or masked."""
 
 _thread = threading.local()
+"""`call`: the `_Call` in progress whose products are numbered, or None;
+`left_out`: the layer of `_left_out`, or None."""
 
 
 class _Call:
@@ -127,8 +131,8 @@ def attends(layer: keras.Layer) -> bool:
 
 
 @contextlib.contextmanager
-def _call(layer: keras.Layer) -> Iterator[None]:
-    """Follow products in the block, of one call of a layer."""
+def _numbered_call(layer: keras.Layer) -> Iterator[None]:
+    """In the block, a call of a layer, number its products."""
     outer_call = getattr(_thread, "call", None)
     _thread.call = _Call(layer)
     try:
@@ -138,31 +142,29 @@ def _call(layer: keras.Layer) -> Iterator[None]:
         _thread.call = outer_call
 
 
-def call_of(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
-    """Return a block for the call of a layer, in which products are counted."""
+def numbering(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
+    """Return a block for the call of a layer that numbers its products."""
     # Only if the layer needs that, since torch.compile breaks its graph there.
     if attends(layer) and layer.float8_controller.attention.needs_order:
-        return _call(layer)
+        return _numbered_call(layer)
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _none(layer: keras.Layer) -> Iterator[None]:
+def _left_out(layer: keras.Layer) -> Iterator[None]:
     """In the block, no product of this layer is one of attention."""
-    outer_layer = getattr(_thread, "none", None)
-    _thread.none = layer
+    outer_layer = getattr(_thread, "left_out", None)
+    _thread.left_out = layer
     try:
         yield
     finally:
-        _thread.none = outer_layer
+        _thread.left_out = outer_layer
 
 
-def none_in(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
+def leaving_out(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
     """Return a block in which no product of a layer is one of attention."""
     # For the emulation of a contraction, which multiplies by `keras.ops` too.
-    if attends(layer):
-        return _none(layer)
-    return contextlib.nullcontext()
+    return _left_out(layer) if attends(layer) else contextlib.nullcontext()
 
 
 def multiply(
@@ -176,15 +178,16 @@ def multiply(
     `stock` computes the product as Keras does. The equation is explicit, with
     one letter per axis. Operands are floating, none made of a weight alone.
     """
-    weights = None
-    if _follows():
-        numbers = (n for n in (0, 1) if _PROBABILITIES.of(operands[n]))
-        weights = next(numbers, None)
+    softmax_operand = None
+    if _notes_softmax():
+        of_softmax = (n for n in (0, 1) if _PROBABILITIES.get(operands[n]))
+        softmax_operand = next(of_softmax, None)
+    product = Multiplied(equation, softmax_operand)
     note = products.recorder()
-    if note is not None:
-        mark = note(layer, Multiplied(equation, weights))
+    if note is not None:  # It returns what marks the result in the trace.
+        mark = note(layer, product)
         return mark(operands, stock())
-    role = _role_in_call(layer, equation, weights)
+    role = _role_in_call(layer, product)
     dtype = keras.backend.result_type(*(x.dtype for x in operands))
     if role is None or layer.float8_policy is None:
         return stock()
@@ -194,57 +197,54 @@ def multiply(
         keras.backend.standardize_dtype(x.dtype) == "float16" for x in operands
     )
     if has_float16 and layer.float8_controller.attention.widens_float16:
+        # The softmax of wide scores is float32; the layer computes in float16.
         dtype = "float32" if role == SCORES else "float16"
     if role == SCORES:
         compute = layer.float8_activations_einsum
         return compute(equation, *operands, dtype)
     if role == SWAPPED:
-        first, second, out = equations.split(equation)
-        equation, operands = f"{second},{first}->{out}", operands[::-1]
+        values, weights, out = equations.split(equation)
+        equation, operands = f"{weights},{values}->{out}", operands[::-1]
     return layer.float8_weighted_sum(equation, *operands, dtype)
 
 
-def _role_in_call(
-    layer: keras.Layer, equation: str, weights: int | None
-) -> str | None:
+def _role_in_call(layer: keras.Layer, product: Multiplied) -> str | None:
     """Return the role of a product in the call of a layer, or None."""
-    if getattr(_thread, "none", None) is layer:
+    if getattr(_thread, "left_out", None) is layer:
         return None
     attention = layer.float8_controller.attention
     call = getattr(_thread, "call", None)
-    number = None
+    expected = None  # The (equation, role) at this place of the traced call.
     if call is not None and call.layer is layer:
-        number = call.products
+        expected = next(iter(attention.roles[call.products :]), None)
         call.products += 1
-    possible = attention.of(equation)
+    possible = attention.roles_of(product.equation)
     if len(possible) < 2:
         return possible[0] if possible else None
     # Scores and sums have this equation: it has to be the same product as in
     # the traced call, and a sum has to read the result of a softmax again.
-    roles = attention.roles
-    expected = roles[number] if number in range(len(roles)) else None
-    role = SCORES if weights is None else _OF_OPERAND[weights]
-    return role if expected == (equation, role) else None
+    operand = product.softmax_operand
+    role = SCORES if operand is None else _ROLES_OF_SUMS[operand]
+    return role if expected == (product.equation, role) else None
 
 
 def role_in_attention(product: Multiplied, reaches_softmax: bool) -> str:
     """Return the role of a traced product, such as `SCORES` or `OTHER`."""
-    # What a softmax reads are scores.
-    if product.weights is None:
+    if product.softmax_operand is None:
         return SCORES if reaches_softmax else OTHER
     *operands, outputs = equations.split(product.equation)
-    of_weights = operands[product.weights]
-    of_values = operands[1 - product.weights]
+    weights = operands.pop(product.softmax_operand)
+    (values,) = operands
     # `float8_weighted_sum` refuses values with an axis that is in no other
     # term: they would be summed along it, and a key would have several scales.
-    if set(of_values) - set(of_weights + outputs):
+    if set(values) - set(weights + outputs):
         return OTHER
-    return _OF_OPERAND[product.weights]
+    return _ROLES_OF_SUMS[product.softmax_operand]
 
 
 def pass_on(operands: Sequence[Tensor], result: Tensor) -> None:
     """Note that a result is made of the result of a softmax, if it is."""
-    if _follows() and any(_PROBABILITIES.of(x) for x in operands):
+    if _notes_softmax() and any(map(_PROBABILITIES.get, operands)):
         _PROBABILITIES.set(result, True)
 
 
@@ -254,11 +254,11 @@ def pass_on(operands: Sequence[Tensor], result: Tensor) -> None:
 def run_and_pass_on(
     _layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Run an operation that sets some entries of its operand."""
+    """Run `dropout` or `where`: entries of an operand are set, as by a mask."""
     result = stock(*args, **kwargs)
-    # Of `where`, the first operand is the condition; it is skipped.
+    positional = args[1:3] if name == "where" else args[:2]  # No condition.
     named = [kwargs[k] for k in ("inputs", "x1", "x2") if k in kwargs]
-    operands = [*args[name == "where" :][:2], *named]
+    operands = [*positional, *named]
     pass_on([x for x in operands if x is not result], result)
     return result
 
@@ -269,16 +269,17 @@ def softmax(
     """Run a softmax, and note what made its result."""
     result, note = stock(*args, **kwargs), products.recorder()
     if note is not None and args:
-        result = note(layer, Softmax())(args[:1], result)
-    if _follows():
+        mark = note(layer, Softmax())  # Marks the result in the trace.
+        result = mark(args[:1], result)
+    if _notes_softmax():
         _PROBABILITIES.set(result, True)
     return result
 
 
-def _follows() -> bool:
+def _notes_softmax() -> bool:
     """Return True if the results of a softmax are to be noted now.
 
-    That is while `convert` traces a layer, and within `call_of`.
+    That is while `convert` traces a layer, and within `numbering`.
     """
     in_call = getattr(_thread, "call", None) is not None
     return in_call or products.recorder() is not None
@@ -289,10 +290,10 @@ def attend(
 ) -> Any:
     """Run `dot_product_attention`: by its two products if in float8."""
     note = products.recorder()
-    # By position, `flash_attention` is the eighth argument.
-    needs_flash = kwargs.get("flash_attention", (*args, *[None] * 8)[7])
+    given = args[7] if len(args) > 7 else None  # By position, the eighth.
+    needs_flash = kwargs.get("flash_attention", given)
     if note is not None:
-        note(layer, Fused(bool(needs_flash)))
+        note(layer, Fused(needs_flash=bool(needs_flash)))
     in_float8 = note is None and attends(layer) and not needs_flash
     if not in_float8 or layer.float8_policy is None:
         return stock(*args, **kwargs)
@@ -329,7 +330,7 @@ def dot_product(
     if dtype not in COMPUTE_DTYPES or any(len(x.shape) != 4 for x in tensors):
         return None
     if not (heads and key_heads) or heads % key_heads:
-        return None
+        return None  # An unknown number of heads, or one that Keras refuses.
     query, key, value = (ops.cast(x, dtype) for x in tensors)
     if heads > key_heads:  # Several heads of queries share one of keys.
         groups = heads // key_heads

@@ -71,7 +71,7 @@ class RecordedProduct:
 
     @property
     def foreign(self) -> tuple[keras.Layer, keras.Variable] | None:
-        """The other layer and its weight; None without a float weight."""
+        """The other layer and its weight; None if it is gone, or frozen."""
         owner = None if self.owner is None else self.owner()
         own = [] if owner is None else walking.own_weights(owner)
         for weight in own:
@@ -104,7 +104,7 @@ _RECORDED: weakref.WeakKeyDictionary[Any, Recorded] = (
     weakref.WeakKeyDictionary()
 )
 
-_FORMS: dict[type, type] = {}
+_FORMS: dict[type, type] = {}  # The form of each class of layers.
 
 # Threads that convert layers of one class at a time get one form.
 _MAKING_A_FORM = threading.Lock()
@@ -123,6 +123,7 @@ def record_of(layer: keras.Layer) -> Recorded | None:
 def products_of(layer: keras.Layer) -> tuple[RecordedProduct, ...]:
     """Return the products of a layer that can be computed in float8."""
     record = _RECORDED.get(layer)
+    # What a branch runs may be left out of a trace, with its products.
     if record is None or record.branch:
         return ()
     return tuple(
@@ -141,7 +142,6 @@ def can_attend(layer: keras.Layer) -> bool:
 
 
 def _own_products(layer: keras.Layer) -> list[RecordedProduct]:
-    """Return the products of a layer with weights of its own."""
     return [each for each in products_of(layer) if each.owner is None]
 
 
@@ -154,8 +154,9 @@ def foreign_kernels(
     layer: keras.Layer,
 ) -> list[tuple[keras.Layer, keras.Variable]]:
     """Return (owner, weight) of each foreign weight in a float8 product."""
-    foreign = [x.foreign for x in products_of(layer) if x.owner is not None]
-    return list({id(x[1]): x for x in foreign if x is not None}.values())
+    foreign = (each.foreign for each in products_of(layer))
+    by_weight = {id(pair[1]): pair for pair in foreign if pair is not None}
+    return list(by_weight.values())
 
 
 def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
@@ -170,14 +171,9 @@ def form_by_operation(layer: keras.Layer, attention: bool = True) -> Any:
     with _MAKING_A_FORM:
         if cls not in _FORMS:
             form = _new_form(cls)
-            follow(form)
+            products.follow(form)
             _FORMS[cls] = form
         return _FORMS[cls]
-
-
-def follow(cls: type) -> None:
-    """Recognise the products in the calls of layers of this class."""
-    products.follow(cls)
 
 
 def _new_form(cls: type[keras.Layer]) -> type:
@@ -185,13 +181,13 @@ def _new_form(cls: type[keras.Layer]) -> type:
 
     @functools.wraps(cls.call)
     def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        # Open already, but where PyTorch computes a call again for gradients.
+        # Keras opens this scope, except where PyTorch recomputes a call.
         scope = keras.name_scope(self.name, caller=self)
-        with scope, attention_products.call_of(self):
+        with scope, attention_products.numbering(self):
             return cls.call(self, *args, **kwargs)
 
     def from_config(form: type, config: dict[str, Any]) -> Any:
-        # What was recorded is of one layer: a copy begins as `cls`.
+        # Products were recorded of one layer: its copies have the class `cls`.
         return cls.from_config(config)
 
     return new_form(
@@ -213,13 +209,13 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
                 was recognised.
         """
         record = record_of(self)
-        products = None if record is None else record.attention
+        recorded = None if record is None else record.attention
         if attention is not None and not can_attend(self):
             raise ValueError(
                 "in its call no product of two activations was recognised "
                 "whose result reaches a softmax, or with the result of one"
             )
-        self.float8_controller.attention = products if attention else None
+        self.float8_controller.attention = recorded if attention else None
 
     def texts_for_file(self) -> dict[str, str]:
         """Return the strings to save with this layer, such as a policy."""
@@ -250,11 +246,12 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
             if each.path == kernel.path and not each.is_moved:
                 if each.equation == CONVOLUTION:
                     *others, channels = range(len(kernel.shape))
-                    return Axes(tuple(others), (channels,))
+                    return Axes(summed=tuple(others), free=(channels,))
                 _, second, out = equations.split(each.equation)
                 axes = range(len(second))
                 summed = tuple(i for i in axes if second[i] not in out)
-                return Axes(summed, tuple(i for i in axes if i not in summed))
+                free = tuple(i for i in axes if i not in summed)
+                return Axes(summed=summed, free=free)
         return super().float8_axes(layer, kernel)
 
     @classmethod
@@ -274,25 +271,26 @@ class ByOperation(Float8Mixin, keras.layers.Layer):
 class _Origin:
     """The variable that a tensor was made of, and how it was moved."""
 
-    # Weak: the tensor may be that of the variable.
-    held: weakref.ref[keras.Variable]
+    # Weak: the tensor may be that of the variable, which it would keep alive.
+    reference: weakref.ref[keras.Variable]
     # None if its elements are in their places.
     moved: MovedKernel | None = None
 
     @property
     def variable(self) -> Any:
         """The variable; None once it is gone."""
-        return self.held()
+        return self.reference()
 
 
 _ORIGINS: TensorNotes[_Origin] = TensorNotes()
+"""The origin of each tensor that a recognised operation made of a variable."""
 
 
-def _origin(x: object) -> _Origin | None:
+def _origin_of(x: object) -> _Origin | None:
     """Return what an operand was made of; None if of no variable."""
     if isinstance(x, keras.Variable):
         return _Origin(weakref.ref(x))
-    origin = _ORIGINS.of(x)
+    origin = _ORIGINS.get(x)
     return None if origin is None or origin.variable is None else origin
 
 
@@ -308,30 +306,32 @@ def _move(
     if not args or result is args[0]:
         return result
     attention_products.pass_on(args[:1], result)
-    origin = _origin(args[0])
+    origin = _origin_of(args[0])
     if origin is None or isinstance(result, keras.Variable):
         return result
-    if name not in products.CASTS:
-        earlier, rest = origin.moved, args[1:]
-        # `__getitem__` of a variable is no function of tensors.
-        operation = operator.getitem if name == products.ENTRIES else stock
+    if name in products.CASTS:
+        _ORIGINS.set(result, origin)
+        return result
+    earlier, rest = origin.moved, args[1:]
+    # `__getitem__` of a variable takes no tensor, which `move` will get.
+    operation = operator.getitem if name == products.ENTRIES else stock
 
-        def move(x: Tensor) -> Any:
-            moved = earlier.move(x) if earlier else x
-            return operation(moved, *rest, **kwargs)
+    def move(x: Tensor) -> Any:
+        moved = earlier.move(x) if earlier else x
+        return operation(moved, *rest, **kwargs)
 
-        if isinstance(result, (list, tuple)):  # Of `split`.
-            for n, part in enumerate(result):
-                moved = MovedKernel(tuple(part.shape), _part(move, n))
-                _ORIGINS.set(part, _Origin(origin.held, moved))
-            return result
-        moved = MovedKernel(tuple(result.shape), move)
-        origin = _Origin(origin.held, moved)
-    _ORIGINS.set(result, origin)
+    if isinstance(result, (list, tuple)):  # Of `split`.
+        for n, part in enumerate(result):
+            moved = MovedKernel(tuple(part.shape), _part(move, n))
+            _ORIGINS.set(part, _Origin(origin.reference, moved))
+        return result
+    moved = MovedKernel(tuple(result.shape), move)
+    _ORIGINS.set(result, _Origin(origin.reference, moved))
     return result
 
 
 def _part(move: Callable[[Tensor], Any], number: int) -> Any:
+    """Return a function that moves a tensor, and takes one of the results."""
     return lambda x: move(x)[number]
 
 
@@ -339,9 +339,9 @@ def _product(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a product: in float8 if an operand is a kernel of the layer."""
-    product = _recognised(name, args, kwargs)
+    product = _product_with_weight(name, args, kwargs)
     if product is None:
-        return _of_activations(layer, stock, name, args, kwargs)
+        return _multiply_activations(layer, stock, name, args, kwargs)
     compute = functools.partial(stock, *args, **kwargs)
     return _multiply(layer, compute, *product)
 
@@ -351,7 +351,7 @@ def _convolve(
 ) -> Any:
     """Run a convolution: in float8 if its kernel is a kernel of the layer."""
     compute = functools.partial(stock, *args, **kwargs)
-    product = _recognised_convolution(args, kwargs)
+    product = _convolution_with_weight(args, kwargs)
     if product is None:
         return compute()
     return _multiply(layer, compute, *product)
@@ -370,14 +370,13 @@ def _multiply(
     `stock` computes the product as Keras does. `operand` is the kernel as the
     product reads it, and `origin` its variable.
     """
-    note = products.recorder()
-    if note is not None:
+    note, kernel = products.recorder(), origin.variable
+    if note is not None:  # While `convert` records products, none is computed.
         equation = CONVOLUTION
         if isinstance(contraction, Einsum):
             equation = contraction.equation
-        note(layer, Noted(origin.variable, equation, origin.moved is not None))
+        note(layer, Noted(kernel, equation, is_moved=origin.moved is not None))
         return stock()
-    kernel = origin.variable
     count = _COUNT.get()
     if count is not None and isinstance(contraction, Einsum):
         count(contraction.equation, tuple(inputs.shape), operand.shape, kernel)
@@ -392,12 +391,13 @@ def _multiply(
     ):
         return stock()
     if isinstance(contraction, Einsum):
-        shape = tuple(operand.shape)
-        product = layer, kernel, contraction, inputs, shape
-        contraction, inputs = _split_by_matrix(*product)
-    with attention_products.none_in(layer):
+        contraction, inputs = _split_by_matrix(
+            layer, kernel, contraction, inputs, tuple(operand.shape)
+        )
+    training = None  # As in the call of the layer.
+    with attention_products.leaving_out(layer):
         return layer.float8_controller.contract(
-            contraction, inputs, kernel, None, dtype, moved=origin.moved
+            contraction, inputs, kernel, training, dtype, moved=origin.moved
         )
 
 
@@ -408,9 +408,10 @@ def _split_by_matrix(
     inputs: Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
-    """Return a product with a bank as one for each matrix, where needed.
+    """Return the einsum and its inputs; with a bank, one product per matrix.
 
-    That is where each matrix has its own scales, or a tile would cover two.
+    But only where each matrix has its own scales, or a tile would cover two.
+    `shape` is that of the kernel.
     """
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
@@ -420,13 +421,13 @@ def _split_by_matrix(
     if not (has_own_scales or _crosses_matrices(contraction, shape, recipe)):
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)
-    # Each matrix gets the inputs, which all of them multiply.
+    # All matrices multiply the same inputs: each one gets a copy.
     inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
     inputs = ops.repeat(inputs, shape[0], axis=0)
     return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
 
 
-def _of_activations(
+def _multiply_activations(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
     """Run a product of two activations: in float8 if it is one of attention."""
@@ -435,12 +436,12 @@ def _of_activations(
     if operation is None or not is_wanted:
         return stock(*args, **kwargs)
     equation, operands = operation
-    first, second = (len(getattr(x, "shape", ())) for x in operands)
-    explicit = _explicit(name, equation, first, second, swapped=False)
+    ranks = tuple(len(getattr(x, "shape", ())) for x in operands)
+    explicit = _explicit(name, equation, ranks, swapped=False)
     are_float = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
-    if explicit is None or any(_origin(x) for x in operands):
+    if explicit is None or any(_origin_of(x) for x in operands):
         return stock(*args, **kwargs)
-    if not (first and second and all(are_float)):
+    if not (all(ranks) and all(are_float)):
         return stock(*args, **kwargs)
     try:
         contraction_of(explicit, *(tuple(x.shape) for x in operands))
@@ -463,12 +464,16 @@ def _is_bank(contraction: Einsum) -> bool:
 def _crosses_matrices(
     contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
 ) -> bool:
-    """Return True if a tile would lie in two matrices of a bank."""
+    """Return True if a tile would lie in two matrices of a bank.
+
+    In a matmul the columns of all matrices are one axis, one matrix after the
+    other. The kernel has it, free in `forward`; `inputs_grad` contracts it.
+    """
     first, second, _ = equations.split(contraction.equation)
-    columns = math.prod(
+    columns = math.prod(  # Of one matrix.
         n for c, n in zip(second[1:], shape[1:], strict=True) if c not in first
     )
-    tiles = []
+    sizes = []  # Of tiles along this axis.
     for operand, matmul in (
         ("kernel", "forward"),
         ("kernel", "inputs_grad"),
@@ -477,8 +482,8 @@ def _crosses_matrices(
         quantization = recipe.quantization(operand, matmul)
         if quantization is not None:
             tile = quantization.tile
-            tiles.append(tile.free if matmul == "forward" else tile.contracted)
-    return any(columns % size for size in tiles if size is not None)
+            sizes.append(tile.free if matmul == "forward" else tile.contracted)
+    return any(columns % size for size in sizes if size is not None)
 
 
 def _bank_axis(equation: str) -> int | None:
@@ -490,22 +495,22 @@ def _bank_axis(equation: str) -> int | None:
     return bank_axis(equation)
 
 
-def _recognised(
+def _product_with_weight(
     name: str, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Einsum] | None:
-    """Return inputs, operand, its origin and equation of a product, or None."""
+    """Return (inputs, kernel, its origin, einsum) of a product, or None."""
     operation = _operation(name, args, kwargs)
     if operation is None:
         return None
     equation, operands = operation
-    origins = [_origin(x) for x in operands]
+    origins = [_origin_of(x) for x in operands]
     if sum(each is not None for each in origins) != 1:
         return None  # A product of two activations, or of two weights.
     first, second = operands
     if any(len(getattr(x, "shape", ())) == 0 for x in operands):
         return None
     ranks = len(first.shape), len(second.shape)
-    explicit = _explicit(name, equation, *ranks, swapped=origins[1] is None)
+    explicit = _explicit(name, equation, ranks, swapped=origins[1] is None)
     if explicit is None:
         return None  # No einsum equation says what the operation computes.
     if origins[0] is not None:
@@ -513,9 +518,9 @@ def _recognised(
     if not keras.backend.is_float_dtype(_dtype_of(first)):
         return None
     shapes = tuple(first.shape), tuple(second.shape)
-    spread, explicit = _without_broadcast(explicit, *shapes)
-    if spread:
-        first = ops.squeeze(first, spread)
+    broadcast, explicit = _without_broadcast(explicit, *shapes)
+    if broadcast:
+        first = ops.squeeze(first, axis=broadcast)
     try:
         contraction = contraction_of(explicit, tuple(first.shape), shapes[1])
     except ValueError:  # The kernel has sizes of 1 that are broadcast.
@@ -526,38 +531,37 @@ def _recognised(
 
 @functools.lru_cache(maxsize=1024)
 def _without_broadcast(
-    equation: str, first: Shape, second: Shape
+    equation: str, inputs_shape: Shape, kernel_shape: Shape
 ) -> tuple[tuple[int, ...], str]:
     """Return axes that the inputs only broadcast, and the equation without."""
     # Such as an axis of experts that all multiply the same inputs.
-    a, b, out = equations.split(equation)
-    sizes = {c: n for c, n in zip(b, second, strict=True) if c in out}
+    first, second, out = equations.split(equation)
+    of_kernel = zip(second, kernel_shape, strict=True)
+    sizes = {letter: size for letter, size in of_kernel if letter in out}
+    of_inputs = enumerate(zip(first, inputs_shape, strict=True))
     axes = tuple(
         axis
-        for axis, (c, n) in enumerate(zip(a, first, strict=True))
-        if n == 1 and sizes.get(c, 1) not in (1, None)
+        for axis, (letter, size) in of_inputs
+        if size == 1 and sizes.get(letter, 1) not in (1, None)
     )
-    kept = "".join(c for axis, c in enumerate(a) if axis not in axes)
-    return axes, f"{kept},{b}->{out}"
+    kept = "".join(c for axis, c in enumerate(first) if axis not in axes)
+    return axes, f"{kept},{second}->{out}"
 
 
-_CONV_ARGUMENTS = "inputs", "kernel", "strides", "padding", "data_format"
-
-
-def _recognised_convolution(
+def _convolution_with_weight(
     args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, _Origin, Conv] | None:
-    """Return what `_recognised` does, of a call of `ops.conv`."""
-    given = dict(zip((*_CONV_ARGUMENTS, "dilation_rate"), args, strict=False))
+    """Return (inputs, kernel, its origin, convolution) of a call, or None."""
+    names = "inputs", "kernel", "strides", "padding", "data_format"
+    given = dict(zip((*names, "dilation_rate"), args, strict=False))
     given.update(kwargs)
-    inputs, kernel = given.pop("inputs", None), given.pop("kernel", None)
-    origin = _origin(kernel)
-    if origin is None or _origin(inputs) is not None:
+    inputs, kernel = given.get("inputs"), given.get("kernel")
+    origin = _origin_of(kernel)
+    if origin is None or _origin_of(inputs) is not None:
         return None
-    rank = len(getattr(kernel, "shape", ())) - 2
-    if not 1 <= rank <= 3 or not keras.backend.is_float_dtype(
-        _dtype_of(inputs)
-    ):
+    rank = len(getattr(kernel, "shape", ())) - 2  # Without both channels.
+    is_float = keras.backend.is_float_dtype(_dtype_of(inputs))
+    if not (1 <= rank <= 3 and is_float):
         return None
     data_format = given.get("data_format") or keras.config.image_data_format()
     contraction = Conv(
@@ -570,41 +574,44 @@ def _recognised_convolution(
 
 
 def _per_axis(size: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return a size for each of `rank` spatial axes, from one or several."""
     return (size,) * rank if isinstance(size, int) else tuple(size)
 
 
 def _with_kernel_last(
-    name: str, equation: str | None, first: int, second: int, swapped: bool
+    name: str, equation: str | None, ranks: tuple[int, ...], swapped: bool
 ) -> str | None:
     """Return the explicit equation of a product, the kernel second, or None.
 
-    `first` and `second` are the ranks of its operands, of which the first one
-    is the kernel if they are `swapped`.
+    `ranks` are those of its operands as Keras has them, of which the first one
+    is the kernel if they are to be `swapped`.
     """
     try:
         if equation is None:
-            equation = _equation(name, first, second)
-        a, b, out = equations.split(equations.explicit(equation, first, second))
+            equation = _equation(name, *ranks)
+        explicit = equations.explicit(equation, *ranks)
+        inputs, kernel, out = equations.split(explicit)
     except ValueError:  # Not a product of two operands, such as a diagonal.
         return None
     if swapped:
-        a, b = b, a
+        inputs, kernel = kernel, inputs
     # Not if an axis of the kernel is summed alone: the sums are quantized then,
     # and the amax in the state is that of the kernel.
-    return None if set(b) - set(a + out) else f"{a},{b}->{out}"
+    is_summed_alone = set(kernel) - set(inputs + out)
+    return None if is_summed_alone else f"{inputs},{kernel}->{out}"
 
 
 _known_with_kernel_last = functools.lru_cache(maxsize=1024)(_with_kernel_last)
 
 
 def _explicit(
-    name: str, equation: str | None, first: int, second: int, swapped: bool
+    name: str, equation: str | None, ranks: tuple[int, ...], swapped: bool
 ) -> str | None:
     """Return what `_with_kernel_last` does, from a cache if there is one."""
     # torch.compile leaves caches out, and warns of them.
     if backends.current.is_compiling():
-        return _with_kernel_last(name, equation, first, second, swapped)
-    return _known_with_kernel_last(name, equation, first, second, swapped)
+        return _with_kernel_last(name, equation, ranks, swapped)
+    return _known_with_kernel_last(name, equation, ranks, swapped)
 
 
 def _dtype_of(x: object) -> str:
@@ -622,16 +629,17 @@ def _operation(
     if name == "einsum":
         if len(args) != 3 or kwargs or not isinstance(args[0], str):
             return None
-        text = args[0] if "->" in args[0] else None
-        return None if text is None else (text, (args[1], args[2]))
-    named = (*args, *(kwargs[k] for k in ("x1", "x2") if k in kwargs))
-    if name == "tensordot":
-        axes = named[2] if len(named) > 2 else kwargs.get("axes", 2)
-        if len(named) < 2:
-            return None
-        text = _of_axes(axes, len(named[0].shape), len(named[1].shape))
-        return None if text is None else (text, (named[0], named[1]))
-    return None if len(named) != 2 else (None, named)
+        equation, *operands = args
+        return (equation, tuple(operands)) if "->" in equation else None
+    given = (*args, *(kwargs[k] for k in ("x1", "x2") if k in kwargs))
+    if name != "tensordot":
+        return (None, given) if len(given) == 2 else None
+    if len(given) < 2:
+        return None
+    first, second, *axes = given
+    summed = axes[0] if axes else kwargs.get("axes", 2)
+    equation = _of_axes(summed, len(first.shape), len(second.shape))
+    return None if equation is None else (equation, (first, second))
 
 
 def _equation(name: str, first: int, second: int) -> str:
@@ -648,23 +656,23 @@ def _of_axes(axes: Any, first: int, second: int) -> str | None:
     """Return a tensordot's equation by its `axes` and the ranks, or None."""
     if isinstance(axes, int):
         axes = [list(range(first - axes, first)), list(range(axes))]
-    pair = [[x] if isinstance(x, int) else list(x) for x in axes]
-    if len(pair) != 2 or len(pair[0]) != len(pair[1]) or not pair[0]:
+    of_both = [[x] if isinstance(x, int) else list(x) for x in axes]
+    if len(of_both) != 2:
+        return None
+    of_first, of_second = of_both  # The axes of each operand that are summed.
+    if len(of_first) != len(of_second) or not of_first:
         return None
     a = list(string.ascii_lowercase[:first])
     b = list(string.ascii_uppercase[:second])
-    for one, other in zip(*pair, strict=True):
-        b[other] = a[one]
-    summed = {a[one] for one in pair[0]}
+    for axis_of_a, axis_of_b in zip(of_first, of_second, strict=True):
+        b[axis_of_b] = a[axis_of_a]
+    summed = {a[axis] for axis in of_first}
     out = [c for c in (*a, *b) if c not in summed]
     return f"{''.join(a)},{''.join(b)}->{''.join(out)}"
 
 
 class Noted(NamedTuple):
-    """A product with a weight, noted while a model is traced.
-
-    `equation` and `is_moved` are as of `RecordedProduct`.
-    """
+    """A traced product with a weight; fields are as of `RecordedProduct`."""
 
     variable: keras.Variable
     equation: str
@@ -727,18 +735,18 @@ def _branch(
     note = products.recorder()
     if note is None:
         return stock(*args, **kwargs)
-    # A function that runs in each trace counts only if it has a product in it.
+    # A function that runs in each trace matters only if it has a product in it.
     # Others may be left out of this trace, with their products.
-    counts = name not in products.ALL_RUN
+    matters = name not in products.ALL_RUN
 
     def note_and_look(layer: keras.Layer, noted: object) -> Any:
-        nonlocal counts
-        counts = counts or isinstance(noted, Noted)
+        nonlocal matters
+        matters = matters or isinstance(noted, Noted)
         return note(layer, noted)
 
     with products.recording(note_and_look):
         result = stock(*args, **kwargs)
-    if counts:
+    if matters:
         note(layer, name)
     return result
 

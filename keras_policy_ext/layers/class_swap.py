@@ -26,7 +26,7 @@ from keras_policy_ext.layers.stored_weights import Frozen
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies.of_layers import source_policy_of
 
-# The attributes of float8 classes, besides the state.
+# The attributes that float8 classes give a layer, besides `float8_state`.
 _ATTRIBUTES_OF_FORMS = ("_float8_attention", "float8_controller")
 
 
@@ -52,10 +52,13 @@ def to_float8_class(
         TypeError: If its class may compute something else.
     """
     policy = policies.get(layer.dtype_policy if policy is None else policy)
-    form = type(layer)
-    if not isinstance(layer, Float8Mixin):
-        form = _form(layer)
-    _check_built(layer)
+    form = type(layer) if isinstance(layer, Float8Mixin) else _form(layer)
+    if not layer.built:
+        raise ValueError(
+            f"Layer {layer.name!r} has no weights yet. Received: a layer "
+            "that is not built. Allowed: a built one. Build it, or call it "
+            "on data, first."
+        )
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
             if form is not type(layer):
@@ -64,11 +67,11 @@ def to_float8_class(
                     Float8Controller.join(layer)
                 built_layers.swap_class(layer, form)
             if isinstance(layer, ByOperation):
-                _take_foreign(layer, policy)
+                _contract_foreign_kernels(layer, policy)
             if isinstance(layer, Float8Mixin):
                 layer.float8_controller.replace_policy(policy)
                 stored_weights.store_all(layer, frozen)
-            else:
+            else:  # A form without kernels, such as LSTM: its cell has them.
                 global_policy.replace_layer_policy(layer, policy)
         built_layers.track_again([layer])
 
@@ -86,7 +89,7 @@ def to_stock_class(layer: keras.Layer) -> None:
         with built_layers.unlocked(layer):
             if isinstance(layer, Float8Mixin):
                 if layer.is_frozen:
-                    stored_weights.widen_all(layer)
+                    stored_weights.thaw_kernels(layer)
                 layer.float8_controller.replace_policy(plain)
                 if original is not None:
                     built_layers.detach(layer, "float8_state")
@@ -98,10 +101,10 @@ def to_stock_class(layer: keras.Layer) -> None:
         built_layers.track_again([layer])
 
 
-def _take_foreign(layer: ByOperation, policy: Any) -> None:
+def _contract_foreign_kernels(layer: ByOperation, policy: Any) -> None:
     """Make a layer contract weights of other layers, which then do not."""
     recipe = getattr(policy, "recipe", None)
-    # A policy of stored kernels is about weights of the layer alone.
+    # To freeze a layer concerns its own weights alone.
     trains = recipe is not None and recipe.trains
     foreign = foreign_kernels(layer) if trains else []
     for owner, kernel in foreign:
@@ -123,12 +126,3 @@ def _form(layer: keras.Layer) -> type:
             "the policy of this layer, or derive its class from Float8Mixin."
         )
     return form
-
-
-def _check_built(layer: keras.Layer) -> None:
-    if not layer.built:
-        raise ValueError(
-            f"Layer {layer.name!r} has no weights yet. Received: a layer "
-            "that is not built. Allowed: a built one. Build it, or call it "
-            "on data, first."
-        )

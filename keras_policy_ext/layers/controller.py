@@ -35,10 +35,10 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
 from keras_policy_ext.recipes import Recipe, scales_whole_tensors
 
-#: Float32 holds all integers below.
+#: Float32 holds all integers below this number.
 _EXACT_INTEGERS = 2**24
 
-#: The attribute of the root of a call that has the states used so far.
+#: An attribute of `calls.root_of_call()`: the ids of states used so far.
 _STATES_USED = "_float8_states_used"
 
 
@@ -67,6 +67,8 @@ class Float8Controller:
         # the values, if each key has a scale.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
+        # Of the recipe: whether each matrix of a bank may have a scale, whether
+        # amaxes have histories, and whether kernels have a state.
         self._scales_each_matrix = self._has_histories = False
         self._has_state = False
         # No path: the first look resolves the policy.
@@ -87,20 +89,21 @@ class Float8Controller:
 
     def resolve_policy(self) -> None:
         """Look up and store the float8 policy for the layer's path."""
-        # Not in each step: torch.compile takes a policy, which is a mapping,
+        # Not done in each step: torch.compile takes a policy, a mapping,
         # for one of another class, and would leave float8 out (torch 2.13).
         policy = policy_of(self.layer)
+        # A layer that cannot train in float8 follows policies that freeze it.
         follows = isinstance(policy, Float8DTypePolicy) and (
             self.layer.float8_trains or not policy.recipe.trains
         )
         self.policy = policy if follows else None
-        recipes = (
-            recipes_of_activations(policy.recipe) if follows else (None,) * 3
-        )
-        self.recipe_of_activations = recipes[0]
-        self.recipe_of_weighted_sum, self.limit_of_values = recipes[1:]
-        self._has_state = follows and has_state(policy.recipe)
         recipe: Any = policy.recipe if follows else None
+        (
+            self.recipe_of_activations,
+            self.recipe_of_weighted_sum,
+            self.limit_of_values,
+        ) = recipes_of_activations(recipe) if follows else (None, None, None)
+        self._has_state = follows and has_state(recipe)
         self._scales_each_matrix = follows and scales_whole_tensors(recipe)
         self._has_histories = follows and bool(recipe.history_length)
         self._path = self.layer.path
@@ -108,6 +111,7 @@ class Float8Controller:
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
         """Prepare the state for another policy, or raise ValueError."""
         layer = self.layer
+        # Looked up in a map of Keras, and in the rules of a float8 policy.
         policy = policies.as_float8(of_path(policy, layer.path))
         if isinstance(policy, Float8DTypePolicy):
             policy = policy.for_path(layer.path)
@@ -145,7 +149,7 @@ class Float8Controller:
         """
         layer = self.layer
         contracted = self._kernels_to_contract()
-        entries: dict[str, np.ndarray] = {}
+        entries: dict[str, np.ndarray] = {}  # Amaxes, as a file has them.
         if hasattr(layer, "float8_state"):
             layer.float8_state.save_own_variables(entries)
             built_layers.detach(layer, "float8_state")
@@ -193,7 +197,7 @@ class Float8Controller:
         self.layer.float8_state.add(kernel, recipe, axis)
 
     def _kernels_to_contract(self) -> list[keras.Variable]:
-        """Return the kernels of the layer that have a state, in order."""
+        """Return `contracted`; of a layer before float8, what it would be."""
         if self.kernel_paths:
             return self.contracted
         layer = self.layer
@@ -217,20 +221,17 @@ class Float8Controller:
 
         Arguments and errors are those of `Float8Mixin.float8_einsum`. `moved`
         says how the kernel is moved before. `run` is called with the plan and
-        what it multiplies, in place of `contractions.run` and of handlers.
+        what it multiplies, in place of `contractions.run` and of handlers: so
+        a handler of `seams.on_contraction` gets them by `seams.Planned.of`.
         """
         layer = self.layer
         policy: Any = self.policy
         dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
         framework = backends.current
         compiling = framework.is_compiling()
-        # First: a graph of torch.compile would guard the number of blocks.
-        if (
-            run is None
-            and not compiling
-            and seams.open_blocks
-            and seams.handlers()
-        ):
+        # `compiling` first, or torch.compile's graph would guard `open_blocks`.
+        may_be_handled = run is None and not compiling and seams.open_blocks
+        if may_be_handled and seams.handlers():
             given = contraction, inputs, kernel, training, dtype, bias, moved
             read = kernel if moved is None else moved
             return seams.handled(
@@ -241,7 +242,7 @@ class Float8Controller:
                 (inputs, kernel),
                 (inputs.shape, read.shape),
                 dtype,
-                functools.partial(self.contract, *given, seams.Planned.of),
+                functools.partial(self.contract, *given, run=seams.Planned.of),
             )
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
@@ -255,38 +256,36 @@ class Float8Controller:
         is_known = isinstance(training, (bool, int, np.bool_))
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
-        variable = layer.float8_state.of(kernel)
-        if self.scales_each_matrix(variable):
-            contraction = self._of_bank(
-                contraction, kernel, variable, compiling
-            )
-        state, slot = (), 0
+        state = layer.float8_state.of(kernel)
+        if self.scales_each_matrix(state):
+            contraction = self._of_bank(contraction, kernel, state, compiling)
+        matrices, slot = (), 0  # The matrix of the state, if there is one.
         if self._has_state:
-            state, slot = self._state_of(
-                kernel, variable, value, training, compiling
+            matrices, slot = self._state_of(
+                kernel, state, value, training, compiling
             )
         if moved is not None:
-            # On TensorFlow it is a variable, which has no `ndim`: read it.
+            # Read: on TensorFlow the value is a variable, without `ndim`.
             value = moved.move(value[...])
         plan = contractions.make_plan(
             contraction,
             policy.recipe,
             dtype,
-            keras.backend.standardize_dtype(value.dtype),
-            training,
-            slot,
-            framework.gathering_of(kernel) if moved is None else None,
+            kernel_dtype=keras.backend.standardize_dtype(value.dtype),
+            training=training,
+            slot=slot,
+            gathering=framework.gathering_of(kernel) if moved is None else None,
         )
         layer.float8_state.last_call.plan = plan
         run = run or contractions.run
-        return run(plan, inputs, value, *state, bias=bias)
+        return run(plan, inputs, value, *matrices, bias=bias)
 
     def scales_each_matrix(self, state: StateVariable | None) -> bool:
         """Return True if each matrix of a bank has a scale; by its state."""
         # With histories only if the state has one for each matrix.
         if not (self._scales_each_matrix and self._has_histories):
             return self._scales_each_matrix
-        return state is not None and state.matrices > 1
+        return state is not None and state.matrix_count > 1
 
     def _of_bank(
         self,
@@ -295,8 +294,8 @@ class Float8Controller:
         state: StateVariable | None,
         compiling: bool,
     ) -> Any:
-        """Return a contraction that scales each matrix of the kernel alone."""
-        matrices = 1 if state is None else state.matrices
+        """Return the contraction of a bank; unchanged if the kernel is none."""
+        matrices = 1 if state is None else state.matrix_count
         # torch.compile leaves caches out.
         with_bank = contractions.with_bank
         if not compiling:
@@ -343,10 +342,8 @@ class Float8Controller:
         dtype: str,
     ) -> Tensor:
         """Contract two activations in float8, scaled by their own amaxes."""
-        recipe, operands = self.recipe_of_activations, (first, second)
-        return self._contract_scaled(
-            seams.SCORES, recipe, contraction, *operands, dtype
-        )
+        given = self.recipe_of_activations, contraction, first, second
+        return self._contract_two_activations(seams.SCORES, *given, dtype)
 
     def contract_weighted_sum(
         self,
@@ -356,17 +353,16 @@ class Float8Controller:
         dtype: str,
     ) -> Tensor:
         """Contract weights and values in float8; no scale covers two keys."""
-        # Unless the recipe has one scale per tensor, which covers all keys.
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
         given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
-        if limit is None:
-            return self._contract_scaled(*given, dtype)
+        if limit is None:  # The recipe has one scale per tensor, for all keys.
+            return self._contract_two_activations(*given, dtype)
         # A product of a probability and a scale can be too small for float16.
         wide_dtype = "float32" if dtype == "float16" else dtype
-        outputs = self._contract_scaled(*given, wide_dtype, limit)
+        outputs = self._contract_two_activations(*given, wide_dtype, limit)
         return ops.cast(outputs, dtype)
 
-    def _contract_scaled(
+    def _contract_two_activations(
         self,
         name: str,
         recipe: Recipe,
@@ -377,29 +373,27 @@ class Float8Controller:
         limit: float | None = None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
-        """Contract two activations; with `limit`, fold scales of keys first.
+        """Contract two operands that are no weights of the layer.
 
-        `contractions.fold` moves the scale of each key from the values, then
-        at most `limit`, to the weights. `run` is as for `contract`.
+        With `limit`, they are weights and values of attention. Before these are
+        quantized, `contractions.fold` divides the values of each key by a scale
+        and multiplies the weights by it: the values are at most `limit` then.
+        `name` and `run` are as for `seams.handled` and `contract`.
         """
         compiling = backends.current.is_compiling()
-        if (
-            run is None
-            and not compiling
-            and seams.open_blocks
-            and seams.handlers()
-        ):
+        may_be_handled = run is None and not compiling and seams.open_blocks
+        if may_be_handled and seams.handlers():
             given = name, recipe, contraction, first, second, dtype, limit
             return seams.handled(
                 self.layer,
                 name,
-                None,
+                None,  # No weight.
                 contraction,
                 (first, second),
                 (first.shape, second.shape),
                 dtype,
                 functools.partial(
-                    self._contract_scaled, *given, seams.Planned.of
+                    self._contract_two_activations, *given, run=seams.Planned.of
                 ),
             )
         if limit is not None:
@@ -410,7 +404,7 @@ class Float8Controller:
                 limit,
             )
         plan = contractions.make_plan(
-            contraction, recipe, dtype, dtype, training=False
+            contraction, recipe, dtype, kernel_dtype=dtype, training=False
         )
         self.layer.float8_state.last_call.plan = plan
         run = run or contractions.run
@@ -435,17 +429,16 @@ class Float8Controller:
         # No optimizer updates the state with the kernel: correct a copy.
         if variable.left_out and framework.steps_take_values:
             matrix = variable.kept_up(value, matrix)
-        observes = framework.may_take_gradients()
-        observes = observes and training is not False
-        if not observes:
-            return (matrix,), 0
+        if not framework.may_take_gradients() or training is False:
+            return (matrix,), 0  # Nothing is observed: any slot will do.
         if variable.counts_steps:
-            # The number of the kernel in the call, in a copy of the state.
-            row = numbered_row(matrix.shape[1], number_of(variable))
+            # Kernels of a call have numbers, to round differently; in a copy.
+            row = numbered_row(matrix.shape[1], number_in_call(variable))
             matrix = ops.add(matrix, ops.convert_to_tensor([row], "float32"))
         return (matrix,), variable.next_slot()
 
     def _unknown_kernel(self, kernel: keras.Variable) -> str:
+        """Return an error message: the layer has no state for a kernel."""
         owners = ", ".join(self.layer.float8_state.owners) or "none"
         got = getattr(
             kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
@@ -471,7 +464,7 @@ def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
 
 def new_state(layer: keras.Layer) -> Float8State:
     """Return an empty `Float8State` for a layer."""
-    saved_weights.watch()
+    saved_weights.wrap_set_weights()
     state = Float8State(layer.trainable)
     state.belong_to(layer)
     built_layers.skip_in_quantize(state)
@@ -483,7 +476,7 @@ def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else ops.add(x, bias)
 
 
-def number_of(state: StateVariable) -> int:
+def number_in_call(state: StateVariable) -> int:
     """Return how many other kernels were used before in this call.
 
     Outside of a call, return a hash of the kernel's path.
@@ -491,7 +484,7 @@ def number_of(state: StateVariable) -> int:
     root = calls.root_of_call()
     if root is None:
         return zlib.crc32(state.kernel.path.encode()) % _EXACT_INTEGERS
-    # A tuple: torch.compile lets no dict change here.
+    # A tuple: torch.compile does not follow a dict that changes here.
     used: tuple[int, ...] = getattr(root, _STATES_USED, ())
     if id(state) not in used:
         used = (*used, id(state))

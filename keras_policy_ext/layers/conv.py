@@ -52,20 +52,19 @@ class _Float8Conv(_Convolves):
         padding = self.padding
         if padding == "causal":  # Of `Conv1D` alone.
             widths = [(0, 0), (0, 0), (0, 0)]
-            axis = 1 if self.data_format == "channels_last" else 2
+            steps_axis = 1 if self.data_format == "channels_last" else 2
             padded = self.dilation_rate[0] * (self.kernel_size[0] - 1)
-            widths[axis] = (padded, 0)  # In front alone.
+            widths[steps_axis] = (padded, 0)  # Before the first step alone.
             inputs = ops.pad(inputs, widths)
             padding = "valid"
         contraction = contractions.Conv(
             self.strides, padding, self.dilation_rate, self.data_format
         )
         kernel = variable_values.stored_kernel(self)
-        x = self.float8_controller.contract(
-            contraction, inputs, kernel, training
-        )
+        contract = self.float8_controller.contract
+        x = contract(contraction, inputs, kernel, training)
         if self.lora_enabled:
-            arguments = contraction.arguments
+            arguments = contraction.arguments  # Those of `ops.conv`.
             x = ops.add(x, lora.conv_adapter(self, inputs, arguments))
         return x
 
@@ -90,7 +89,7 @@ class _Float8ConvTranspose(_Convolves):
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # Its kernel has the filters before the channels, unlike other kernels.
         *window, filters, channels = range(len(kernel.shape))
-        return Axes((*window, channels), (filters,))
+        return Axes(summed=(*window, channels), free=(filters,))
 
 
 class _Float8SeparableConv(_Convolves):
@@ -111,7 +110,7 @@ class _Float8SeparableConv(_Convolves):
             data_format=self.data_format,
             dilation_rate=self.dilation_rate,
         )
-        ones = (1,) * self.rank
+        ones = (1,) * self.rank  # Strides, dilation, and size of the kernel.
         contraction = contractions.Conv(ones, "valid", ones, self.data_format)
         return self.float8_controller.contract(
             contraction, x, self.pointwise_kernel, training

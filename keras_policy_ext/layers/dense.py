@@ -27,13 +27,13 @@ class _View:
 
     def __init__(self, operand: str, kind: str):
         self.operand = operand
-        self.kind = kind
+        self.kind = kind  # "scale" or "amax_history".
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:
+        if layer is None:  # As for a property that is read from the class.
             return self
         state = getattr(layer, "float8_state", None)
         variables = [] if state is None else state.matrices
@@ -46,7 +46,8 @@ class _View:
             )
         variable = variables[0]  # Such a layer has one kernel.
         layout, rows = variable.rows_layout, variable.rows_of(self.operand)
-        index: Any = rows if variable.matrices > 1 else rows.start
+        # Without a bank the operand has one row: no axis of matrices then.
+        index: Any = rows if variable.matrix_count > 1 else rows.start
         matrix = variable_values.value_without_autocast(variable)
         matrix = ops.stop_gradient(matrix)
         if self.kind == "amax_history":
@@ -77,7 +78,7 @@ class _OneEinsum(StockAttributes, Float8Mixin):
     float8_kernels = ("kernel",)
 
     @property
-    def _equation(self) -> str:
+    def _equation(self) -> str:  # Of `Dense`.
         return "...x,xy->...y"
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
@@ -106,6 +107,7 @@ class _OneEinsum(StockAttributes, Float8Mixin):
             return self._adapted(self.convert_input(inputs), training, bias)
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         contraction = contraction_of_tensors(self._equation, inputs, kernel)
+        # The controller casts the inputs, and adds the bias.
         operands = contraction, inputs, kernel
         x = controller.contract(*operands, training, dtype, bias)
         return activated(layer.activation, x)
@@ -145,14 +147,14 @@ class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        # The equation says what is summed.
+        # Summed are the axes of both terms, and those of the kernel alone.
         first, second, out = equations.split(layer.equation.replace("...", ""))
-        summed = [letter for letter in first if letter in second]
-        summed += [letter for letter in second if letter not in first + out]
-        summed = [letter for letter in summed if letter not in out]
+        summed = [x for x in first if x in second and x not in out]
+        summed += [x for x in second if x not in first + out]
         free = [letter for letter in out if letter in second]
         return Axes(
-            tuple(map(second.index, summed)), tuple(map(second.index, free))
+            summed=tuple(map(second.index, summed)),
+            free=tuple(map(second.index, free)),
         )
 
     @classmethod

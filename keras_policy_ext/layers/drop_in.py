@@ -14,9 +14,9 @@ import keras
 
 from keras_policy_ext._keras import saving_hooks
 
-_STOCK: set[type] = set()
-_FORMS: dict[type, type] = {}
-_ORIGINALS: dict[type, type] = {}
+_STOCK: set[type] = set()  # The stock classes that have a drop-in.
+_FORMS: dict[type, type] = {}  # The form of each stock class or user's class.
+_ORIGINALS: dict[type, type] = {}  # The inverse.
 
 # Threads that convert models of one class at a time get one form.
 _MAKING_A_FORM = threading.Lock()
@@ -49,7 +49,6 @@ def drop_ins() -> dict[type, Any]:
 
 def drop_in_of(cls: type) -> Any:
     """Return the float8 class of a stock class, or of a subclass; or None."""
-    # `_FORMS` also has forms of users' classes.
     return next((_FORMS[base] for base in cls.__mro__ if base in _STOCK), None)
 
 
@@ -113,7 +112,7 @@ def _replaced(cls: type, stock: type) -> str | None:
         for name in getattr(form, "float8_replaces", ()):
             if name not in vars(base):
                 continue
-            has_it = any(callable(vars(x).get(name)) for x in float8_bases)
-            if not (has_it and vars(base).get("float8_calls_super")):
+            is_method = any(callable(vars(x).get(name)) for x in float8_bases)
+            if not (is_method and vars(base).get("float8_calls_super")):
                 return f"a `{name}`"
     return None

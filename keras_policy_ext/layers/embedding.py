@@ -84,8 +84,9 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # The axis of the vocabulary is free; the other one is summed.
-        projects = kernel.name == "reverse_embeddings"
-        return Axes((0,), (1,)) if projects else Axes((1,), (0,))
+        if kernel.name == "reverse_embeddings":
+            return Axes(summed=(0,), free=(1,))
+        return Axes(summed=(1,), free=(0,))
 
     @classmethod
     @override
@@ -158,7 +159,7 @@ class Embedding(Float8Mixin, keras.layers.Embedding):
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         # The axis of the vocabulary is free: each word may have a scale.
-        return Axes((1,), (0,))
+        return Axes(summed=(1,), free=(0,))
 
     @classmethod
     @override
@@ -173,9 +174,9 @@ def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
     if keras.backend.standardize_dtype(inputs.dtype) not in ("int32", "int64"):
         inputs = ops.cast(inputs, "int32")
     variable = variable_values.stored_embeddings(layer)
-    codes, scale, *_ = variable.constants
-    rows = ops.take(codes, inputs, axis=0)
-    numbers = backends.current.numbers(rows, variable.weights)
+    codes, scale, *_ = variable.constants  # Without the scale of the inputs.
+    codes = ops.take(codes, inputs, axis=0)
+    numbers = backends.current.numbers(codes, format_name=variable.weights)
     x = ops.multiply(numbers, _scale_of(scale, inputs, variable))
     x = ops.cast(x, layer.compute_dtype)
     if not layer.lora_enabled:

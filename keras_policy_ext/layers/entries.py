@@ -30,7 +30,7 @@ VERSION = "format_version"
 POLICY = "policy"
 GIVEN = "given"  # The policy that `convert` was given.
 ATTENTION = "attention"
-KERAS_LENGTH = "keras_amax_history_length"
+KERAS_LENGTH = "keras_amax_history_length"  # Of states that Keras wrote.
 SCALE = "{i}.{operand}.scale"
 HISTORY = "{i}.{operand}.amax_history"
 PART = "{i}.{operand}.observed"  # The share of an average that observed it.
@@ -221,6 +221,7 @@ FROZEN = Schema(
 
 
 def _are_names(value: object, _header: Mapping[str, Any]) -> bool:
+    """Return True if a header's entry lists strings, each once."""
     if not isinstance(value, list):
         return False
     return all(type(x) is str for x in value) and len(set(value)) == len(value)
@@ -233,11 +234,12 @@ def _are_summed(value: object, header: Mapping[str, Any]) -> bool:
     if not all(isinstance(each, list) for each in value.values()):
         return False
     axes = [axis for each in value.values() for axis in each]
-    right = all(type(axis) is int and axis >= 0 for axis in axes)
-    return right and set(value) <= set(header["names"])
+    are_axes = all(type(axis) is int and axis >= 0 for axis in axes)
+    return are_axes and set(value) <= set(header["names"])
 
 
 def _is_lora(value: object, _header: Mapping[str, Any]) -> bool:
+    """Return True for the rank and alpha of adapters, or None without."""
     if not isinstance(value, dict):
         return value is None
     rank, alpha = value.get("rank"), value.get("alpha")

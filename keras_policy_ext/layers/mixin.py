@@ -50,16 +50,6 @@ class Float8Mixin(
 ):
     """A mixin for layers whose contractions follow a float8 policy.
 
-    ```python
-    class MyDense(kpe.layers.Float8Mixin, keras.layers.Layer):
-        def build(self, input_shape):
-            shape = (input_shape[-1], 8)
-            self.kernel = self.add_weight(name="kernel", shape=shape)
-
-        def call(self, inputs):
-            return self.float8_matmul(inputs, self.kernel)
-    ```
-
     Put it before the Keras class. Under any other policy `float8_matmul` and
     `float8_einsum` compute like `keras.ops`. A rule of a float8 policy can
     exclude a layer by its path. A layer in float8 has `quantization_mode ==
@@ -217,10 +207,8 @@ class Float8Mixin(
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         contraction = contraction_of_tensors(equation, inputs, kernel)
         if self.float8_policy is None:
-            explicit = contraction.equation
-            return with_bias(
-                self._plain_einsum(explicit, inputs, kernel, dtype), bias
-            )
+            outputs = self._plain_einsum(contraction, inputs, kernel, dtype)
+            return with_bias(outputs, bias)
         operands = contraction, inputs, kernel
         controller = self.float8_controller
         return controller.contract(*operands, training, dtype, bias)
@@ -260,8 +248,7 @@ class Float8Mixin(
         first, second = (ops.convert_to_tensor(x) for x in (first, second))
         contraction = contraction_of_tensors(equation, first, second)
         if self.float8_policy is None:
-            explicit = contraction.equation
-            return self._plain_einsum(explicit, first, second, dtype)
+            return self._plain_einsum(contraction, first, second, dtype)
         return self.float8_controller.contract_activations(
             contraction, first, second, dtype or self.compute_dtype
         )
@@ -305,8 +292,7 @@ class Float8Mixin(
         weights, values = (ops.convert_to_tensor(x) for x in (weights, values))
         contraction = contraction_of_tensors(equation, weights, values)
         if self.float8_policy is None:
-            explicit = contraction.equation
-            return self._plain_einsum(explicit, weights, values, dtype)
+            return self._plain_einsum(contraction, weights, values, dtype)
         return self.float8_controller.contract_weighted_sum(
             contraction, weights, values, dtype or self.compute_dtype
         )
@@ -323,7 +309,7 @@ class Float8Mixin(
 
     def _plain_einsum(
         self,
-        equation: str,
+        contraction: contractions.Einsum,
         inputs: Tensor,
         kernel: keras.Variable,
         dtype: Any = None,
@@ -331,9 +317,8 @@ class Float8Mixin(
         """Compute an einsum as `keras.ops` does, in `dtype`; no float8."""
         dtype = dtype or self.compute_dtype
         kernel = ops.convert_to_tensor(kernel)
-        return ops.einsum(
-            equation, ops.cast(inputs, dtype), ops.cast(kernel, dtype)
-        )
+        operands = ops.cast(inputs, dtype), ops.cast(kernel, dtype)
+        return ops.einsum(contraction.equation, *operands)
 
     # What a subclass says of its weights
 
@@ -383,7 +368,7 @@ class Float8Mixin(
             All axes but the last are summed over; subclasses may differ.
         """
         *summed, free = range(len(kernel.shape))
-        return Axes(tuple(summed), (free,))
+        return Axes(summed=tuple(summed), free=(free,))
 
     @classmethod
     def float8_bank_axis(
@@ -459,7 +444,7 @@ class Float8Mixin(
 
     def count_params(self) -> int:
         """Return the number of parameters, without float8 state."""
-        # Within a summary the stock method leaves it out itself.
+        # Keras's method counts state too, except while it prints a summary.
         return sum(math.prod(v.shape) for v in self.weights if not is_state(v))
 
     def set_weights(self, weights: list[np.ndarray]) -> None:
@@ -556,6 +541,7 @@ class Float8Mixin(
     ) -> None:
         """Call `stock` to quantize this layer; raise if it is in float8."""
         stock_calls.refuse_quantize(self, mode)
+        # The check refuses subclasses of the stock layer, which a drop-in is.
         type_check = type_check and type(self) not in drop_ins().values()
         stock(mode, type_check=type_check, **kwargs)
 
@@ -577,7 +563,7 @@ class Float8Mixin(
             layer_call, args, kwargs
         )
         recomputed = super().rematerialized_call(bound, *args, **kwargs)
-        return lambda *args, **kwargs: recomputed(*tensors)
+        return lambda *_args, **_kwargs: recomputed(*tensors)
 
     def quantized_build(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing in float8: `add_weight` has created the state."""

@@ -37,7 +37,7 @@ class TensorNotes(Generic[Value]):
     def __init__(self) -> None:
         self._values: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
-    def of(self, x: object) -> Value | None:
+    def get(self, x: object) -> Value | None:
         """Return the value stored for a tensor, or None."""
         entry = self._values.get(id(x))
         return None if entry is None or entry[0]() is not x else entry[1]
@@ -47,6 +47,7 @@ class TensorNotes(Generic[Value]):
         values, key = self._values, id(x)
 
         def forget(reference: Any) -> None:
+            # Unless another tensor has this id by now.
             if key in values and values[key][0] is reference:
                 del values[key]
 
@@ -92,7 +93,6 @@ def contraction_of(equation: str, first: Shape, second: Shape) -> Einsum:
 
 
 known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
-"""Return `contraction_of`, cached: the same object for equal arguments."""
 
 
 def contraction_of_tensors(
@@ -100,7 +100,7 @@ def contraction_of_tensors(
 ) -> Einsum:
     """Return the `Einsum` of an equation, for two operands."""
     # torch.compile leaves caches out, and sizes that it traces have no hash.
-    compiling = backends.current.is_compiling()
-    is_plain = compiling or not isinstance(equation, str)
-    make = contraction_of if is_plain else known_contraction_of
+    has_hash = isinstance(equation, str)  # The check refuses all else.
+    is_cached = has_hash and not backends.current.is_compiling()
+    make = known_contraction_of if is_cached else contraction_of
     return make(equation, tuple(first.shape), tuple(second.shape))

@@ -46,7 +46,8 @@ class SavedState(Group):
     def of(cls, store: Mapping[str, Any], path: str) -> SavedState:
         """Read all entries of a group; none if the file has no group."""
         keys, read = sorted(store.keys()), _input_files.array_in
-        return cls(STATE, path, {key: read(path, store[key]) for key in keys})
+        arrays = {key: read(path, store[key]) for key in keys}
+        return cls(schema=STATE, path=path, store=arrays)
 
     def policy(self, source: keras.DTypePolicy) -> Float8DTypePolicy | None:
         """Return the policy that the layer was saved under, or None.
@@ -66,7 +67,7 @@ class SavedState(Group):
         try:
             policy = of_file(name)
             if isinstance(policy, Float8DTypePolicy):
-                return policy
+                return policy  # Any other policy is refused below.
         except (TypeError, ValueError) as error:
             cause = f" Cause: {error}"
         allowed = "full names of float8 policies, as in `policy.full_name`"
@@ -123,8 +124,9 @@ class SavedState(Group):
 
         Its rows: for each operand in turn, one per matrix of the kernel.
         """
-        source = state_source_of(recipe, matrices or self._matrices(i))
+        source = state_source_of(recipe, matrices or self._matrices_in_file(i))
         layout, matrix = source.layout, source.layout.never_observed()
+        # Views: what is written into them is in the matrix.
         scales, histories = layout.scale(matrix), layout.history(matrix)
         if not source.observes_amaxes:
             if entries.STEPS.format(i=i) in self.store:
@@ -141,25 +143,24 @@ class SavedState(Group):
         for n, operand in enumerate(OPERANDS):
             rows = slice(n * count, (n + 1) * count)
             names = {"i": i, "operand": operand}
-            scales[rows] = self._of_matrices(count, entries.SCALE, names)
-            rings = self._of_matrices(count, entries.HISTORY, names, rank=1)
-            for row, ring in zip(matrix[rows], rings, strict=True):  # Views.
-                layout.history(row[None])[0] = _resized(ring, layout.length)
-                row[0] = _mark_of(row)
+            scales[rows] = self._per_matrix(count, entries.SCALE, names)
+            rings = self._per_matrix(count, entries.HISTORY, names, rank=1)
+            histories[rows] = [_resized(x, layout.length) for x in rings]
+            matrix[rows, 0] = [_mark_of(row) for row in matrix[rows]]
             if entries.PART.format(**names) in self.store:
                 # An average of states, of which this part has observed.
-                part = self._of_matrices(count, entries.PART, names)
+                part = self._per_matrix(count, entries.PART, names)
                 matrix[rows, 0] = UNSEEN + part
         return matrix
 
-    def _matrices(self, i: int) -> int:
+    def _matrices_in_file(self, i: int) -> int:
         """Return how many matrices of kernel `i` have a history in the file."""
         names = {"i": i, "operand": OPERANDS[0]}
         if entries.SCALE.format(**names) not in self.store:
             return 1
         return int(self.read(entries.SCALE, **names).size)
 
-    def _of_matrices(
+    def _per_matrix(
         self, count: int, template: str, names: Mapping[str, Any], rank: int = 0
     ) -> np.ndarray:
         """Return an entry for `count` matrices; for one it has `rank` axes."""
@@ -214,6 +215,7 @@ def state_for_file(
             arrays[key] = np.zeros_like(value) if other_kernel else value
         if earlier is not None:
             uses = ops.convert_to_numpy(earlier) / np.float32(UNIT)
+            # A file has no NaN. To a state it is the same as infinity.
             uses = np.nan_to_num(uses, nan=np.inf, posinf=np.inf)
             arrays[entries.EARLIER.format(i=i)] = uses
     return arrays
@@ -235,7 +237,7 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
         if (matrix[rows, 0] != marks[rows]).any():
             values[entries.PART] = matrix[rows, 0] - UNSEEN
         for key, value in values.items():
-            entry = value[0] if variable.matrices == 1 else value
+            entry = value[0] if variable.matrix_count == 1 else value
             arrays[key.format(**names)] = entry
     return arrays
 
@@ -287,7 +289,7 @@ class FrozenWeights(Group):
     def of(cls, store: Mapping[str, Any], path: str) -> FrozenWeights:
         """Read the header of a group; raise ValueError if it cannot be read."""
         group = Group(schema=FROZEN, path=path, store=store)
-        header = _json(group)
+        header = _header_of(group)
         group.check_version(header["version"])
         try:
             for field, is_valid in entries.HEADER_FIELDS.items():
@@ -298,12 +300,13 @@ class FrozenWeights(Group):
         except (ValueError, KeyError, TypeError) as error:
             raise group.damaged(f"in {entries.HEADER!r}: {error}") from error
         summed = {key: tuple(axes) for key, axes in header["summed"].items()}
-        fields_of_header = recipe, header["names"], summed, header["lora"]
-        return cls(FROZEN, path, store, *fields_of_header)
+        names, lora = header["names"], header["lora"]
+        return cls(FROZEN, path, store, recipe, names, summed, lora)
 
     def array(self, name: str) -> np.ndarray:
         """Return a weight that is no kernel; bfloat16 becomes float32."""
         item = self.item(name)
+        # HDF5 has no bfloat16: Keras stores two bytes, and an attribute.
         if getattr(item, "attrs", {}).get("dtype") == "bfloat16":
             array = np.array(item, "V2").view(ml_dtypes.bfloat16)
             return array.astype("float32")
@@ -333,7 +336,7 @@ class FrozenWeights(Group):
         return stored
 
 
-def _json(group: Group) -> dict[str, Any]:
+def _header_of(group: Group) -> dict[str, Any]:
     """Parse the header of a group; the version in it is an integer."""
     text = group.read(entries.HEADER).tobytes()
     try:
@@ -386,13 +389,13 @@ class KerasWeights:
         """Split the entries of a layer; return None if there are others."""
         keys = set(store.keys())
         numbers = [str(number) for number in range(len(keys))]
-        weights = len(numbers) - len(KERAS.forms)  # A kernel, maybe a bias.
-        if weights not in (1, 2) or keys != set(numbers):
+        own_count = len(numbers) - len(KERAS.forms)  # A kernel, maybe a bias.
+        if own_count not in (1, 2) or keys != set(numbers):
             return None
-        state = zip(KERAS.forms, numbers[weights:], strict=True)
+        of_state = zip(KERAS.forms, numbers[own_count:], strict=True)
         return cls(
-            {number: store[number] for number in numbers[:weights]},
-            {key: store[number] for key, number in state},
+            own={number: store[number] for number in numbers[:own_count]},
+            state={key: store[number] for key, number in of_state},
         )
 
     @classmethod
@@ -407,7 +410,7 @@ class KerasWeights:
         fits = (
             all(hasattr(item, "shape") for item in items)
             and items[0].ndim >= 2
-            and len({item.shape for item in states}) == 2
+            and len({item.shape for item in states}) == 2  # () and (length,)
             and all(item.dtype == "float32" for item in states)
             and all(KERAS.forms[k].fits(x) for k, x in weights.state.items())
         )
@@ -420,7 +423,7 @@ class KerasWeights:
             group.read(key)
 
     def as_state(self) -> dict[str, np.ndarray]:
-        """Return the entries of a `SavedState`; scales never used are 0."""
+        """Return the entries of a `SavedState`, where an unused scale is 0."""
         arrays = {key: np.asarray(item) for key, item in self.state.items()}
         for operand in OPERANDS:
             names = {"i": 0, "operand": operand}

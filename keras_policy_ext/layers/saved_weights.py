@@ -53,13 +53,14 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
         )
     for variable, value in zip(variables, weights, strict=True):
         _check_numbers(variable, value)
+    # By id: which codes a kernel gets also depends on the scale given for it.
     given = {id(v): x for v, x in zip(variables, weights, strict=True)}
     values = [_checked(v, given) for v in variables]
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
 
-def watch() -> None:
+def wrap_set_weights() -> None:
     """Make Keras's `set_weights` call `set_all` for models with float8."""
     built_layers.around_set_weights(_set_checked)
 
@@ -89,6 +90,7 @@ def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
 def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
     """Raise if a NumPy array's dtype is not numeric."""
     dtype = getattr(value, "dtype", None)
+    # The last kind, V, is that of bfloat16 and of float8.
     if isinstance(dtype, np.dtype) and dtype.kind not in "biufcV":
         raise ValueError(
             f"This array cannot be the value of {variable.path!r}; no weight "
@@ -98,6 +100,7 @@ def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
 
 
 def _check_constant(variable: keras.Variable, value: Tensor) -> None:
+    """Raise for NaN and infinities, and for a scale that is not positive."""
     numbers = np.asarray(ops.convert_to_numpy(value))
     is_scale = not variable.name.endswith(WIDENED)  # Else a whole kernel.
     if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
@@ -136,7 +139,7 @@ def _codes(
         values = stored.dequantized()
         if np.array_equal(values.astype(array.dtype), array):
             return stored.codes
-    variable.check(array)  # It raises.
+    variable.check(array)  # It raises: these are no codes.
     return array
 
 
@@ -145,6 +148,7 @@ def warn_of_formats(policy: Float8DTypePolicy) -> None:
     # A loaded model keeps the formats that it was trained in, on any device,
     # so that values and scales do not change.
     native = backends.engine.device().float8
+    # A format without a family, such as one of four bits, is not compared.
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
     if native is None or not families - {native, None}:
         return

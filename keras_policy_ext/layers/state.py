@@ -31,6 +31,7 @@ def _no_layer() -> None:
 
 
 _Take = Callable[[Mapping[str, np.ndarray]], None]
+"""A function that gets the entries of a state in a file."""
 
 
 def has_state(recipe: Recipe) -> bool:
@@ -59,6 +60,7 @@ class Float8State(keras.layers.Layer):
         super().__init__(
             name=entries.GROUP, trainable=trainable, dtype="float32"
         )
+        # The attribute of each state variable, by the path of the kernel.
         self._owners: dict[str, str] = {}
         self.last_call = LastCall()
         # The layer that this is in, which files get to know more of.
@@ -113,7 +115,7 @@ class Float8State(keras.layers.Layer):
         scope_of_kernel = scope_of_path(kernel.path.rpartition("/")[0])
         with scope_of_kernel, keras.name_scope(self.name):
             variable = StateVariable(recipe, kernel, name, bank_axis)
-            if hasattr(self, name):  # Of a kernel of another layer.
+            if hasattr(self, name):  # Another layer's kernel has this name too.
                 name = f"{name}_{len(self._owners)}"
             # Tracked while it is trainable, so that Keras counts it among the
             # trainable variables whenever the layer becomes trainable.
@@ -154,7 +156,8 @@ class Float8State(keras.layers.Layer):
     def fits(self, recipe: Recipe) -> bool:
         """Return True if these state variables have the shape of a recipe's."""
         return not has_state(recipe) or all(
-            tuple(each.shape) == source_of(recipe, each.matrices).state_shape
+            tuple(each.shape)
+            == source_of(recipe, each.matrix_count).state_shape
             for each in self.matrices
         )
 
@@ -207,13 +210,13 @@ class Float8State(keras.layers.Layer):
                 raise self._failure
             return
         if self._stock_loaded and not saved.store:
-            return
+            return  # See `load_stock`.
         self.policy_in_file = saved.store.get(entries.POLICY)
         variables = self.matrices
         try:
             recipes = [each.recipe for each in variables]
-            matrices = [each.matrices for each in variables]
-            kernels = saved.kernels(recipes, matrices)
+            counts = [each.matrix_count for each in variables]
+            kernels = saved.kernels(recipes, counts)
             self.given = saved.text(entries.GIVEN) or self.given
         except ValueError as error:
             self._failure = error
@@ -241,7 +244,7 @@ class Float8State(keras.layers.Layer):
         """Record that the layer is about to load its own weights."""
         self._layer_loaded = False
         self._stock_loaded = False
-        if len(store.keys()):
+        if len(store.keys()):  # Not where Keras looks further after a failure.
             self._failure = None
 
     def note_layer_loaded(self) -> None:

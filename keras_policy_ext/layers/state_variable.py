@@ -43,8 +43,7 @@ _MOVED = (
 SUFFIX = "_amax"
 """The suffix of a state variable's name; a LayoutMap for kernels skips it."""
 
-STEPS_SUFFIX = "_steps"
-"""The suffix of the name of a state that counts steps."""
+STEPS_SUFFIX = "_steps"  # Of a state that counts steps.
 
 
 def on_every_device(rank: int) -> dict[str, Any]:
@@ -76,6 +75,7 @@ class StateVariable(
 
     # Observations since the last assignment, where a framework keeps them here.
     observed: Any = None
+    _watched_kernel: int  # The id of the kernel that `_watch` was called for.
 
     # Whether other code has changed this state: `warn_if_moved`.
     _checked_value: Any = None  # The value that was checked last.
@@ -104,12 +104,12 @@ class StateVariable(
         if not has_history_per_matrix(recipe):
             bank_axis = None
         self.bank_axis = bank_axis
-        self.matrices = 1 if bank_axis is None else kernel.shape[bank_axis]
+        self.matrix_count = 1 if bank_axis is None else kernel.shape[bank_axis]
         self.uses = 0  # Of the kernel since the last assignment.
         self.counts_steps = not source_of(recipe).observes_amaxes
         super().__init__(
             initializer=self._never_observed,
-            shape=source_of(recipe, self.matrices).state_shape,
+            shape=source_of(recipe, self.matrix_count).state_shape,
             dtype="float32",
             autocast=False,
             aggregation="only_first_replica",
@@ -154,13 +154,13 @@ class StateVariable(
             value = np.array(value)  # Marks of valid rows are then exactly -1.
             value[_is_sealed(value[:, 0]), 0] = VALID_MARK
             self._kernel_rows_hash = _hash_of_kernel_rows(value)
-            if self.observed is not None:  # Those are of the former state.
+            if self.observed is not None:  # Discard those of the former state.
                 self.observed.replaced()
         self.uses = 0
         value = backends.current.as_value_of(self, value)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
-            # The state after this observation; None: it is stored.
+            # The state after this observation; None if that is stored already.
             value = backends.current.assigned(self, value)
         assigned = self.value if value is None else super().assign(value)
         if readable or settled:
@@ -180,6 +180,7 @@ class StateVariable(
             return super().value
 
     def _watch(self) -> None:
+        """Have `assigned_beside` called when the kernel is assigned."""
         variable_values.watch(self.kernel, self)
         self._watched_kernel = id(self.kernel)
 
@@ -208,9 +209,9 @@ class StateVariable(
 
     @override
     def assigned_beside(self) -> None:
-        # A loop may assign kernels and states in any order: the kernel is
-        # ahead where it was assigned more often. Where no graph keeps the
-        # state, it catches up when it is read next: see `value`, `look_at`.
+        # The kernel was assigned. A loop may assign kernels and states in any
+        # order: the kernel is ahead where it was assigned more often. Where no
+        # graph keeps the state, `value` or `look_at` lets it catch up.
         self._kernel_ahead += 1
         if (
             self._kernel_ahead > 0
@@ -220,28 +221,29 @@ class StateVariable(
 
     @override
     def stepped_beside(self) -> None:
+        # An optimizer has updated the kernel and not the state.
         if not variable_values.is_stateless():
             self.catch_up()
 
     def look_at(self, kernel: Tensor) -> None:
         """Update the state if other code has changed the kernel's tensor."""
-        if self._watched_kernel != id(self.kernel):  # this is a copy of another
+        if self._watched_kernel != id(self.kernel):  # In a copy of a layer.
             self._watch()
         framework = backends.current
         if framework.steps_take_values or not self._looks_at_kernel:
-            return  # see `value` and `look_last`
+            return  # See `value` and `look_last`.
         version = framework.version(kernel)
-        is_new = version != self._kernel_version
-        if is_new or self._kernel_ahead > 0:
+        has_changed = version != self._kernel_version
+        if has_changed or self._kernel_ahead > 0:
             if variable_values.is_stateless():
-                return  # as for shapes alone: what is assigned does not last
+                return  # As for shapes alone: what is assigned does not last.
             was_looked_at = self._kernel_version is not None
             # A step of an optimizer changes the kernel too, with the state.
             if self._kernel_ahead > 0 or (
                 was_looked_at and not self._assigned_since_look
             ):
                 self.catch_up()
-        if is_new:
+        if has_changed:
             self._kernel_version, self._assigned_since_look = version, False
         self._kernel_ahead = 0
 
@@ -253,6 +255,7 @@ class StateVariable(
 
     @override
     def memory(self) -> Callable[[], None]:
+        # For `layers.transaction`: a function that restores all but the values.
         state: Any = self
         attributes, pending = dict(vars(state)), state.observed
         observed = None if pending is None else dict(vars(pending))
@@ -282,8 +285,8 @@ class StateVariable(
     def catch_up(self, beyond: float = 1.0) -> None:
         """Enter the kernel's amax if it is too large for the stored scale.
 
-        It is beyond `beyond` times the largest value that the scale allows.
-        Pending observations of a step are kept.
+        It is if it exceeds `beyond` times the largest value that the scale
+        allows. Pending observations of a step are kept.
         """
         self._kernel_ahead = 0
         if all(map(variable_values.has_value, (self, self.kernel))):
@@ -295,13 +298,13 @@ class StateVariable(
         """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
-        settle = contractions.catching_up(self.recipe, beyond, self.matrices)
-        amax = self.amax_of(kernel)
-        return backends.current.settle_here(settle, amax, matrix)
+        fit = contractions.catching_up(self.recipe, beyond, self.matrix_count)
+        amax = self.amax_of(kernel)  # The same on all replicas.
+        return backends.current.settle_here(fit, amax, matrix)
 
     def amax_of(self, kernel: Tensor) -> Tensor:
         """Return the amax of a kernel; (matrices,) if each has a history."""
-        if self.matrices == 1:
+        if self.matrix_count == 1:
             return scaling.amax(kernel)
         axes = range(len(kernel.shape))
         others = tuple(axis for axis in axes if axis != self.bank_axis)
@@ -310,7 +313,7 @@ class StateVariable(
     @property
     def settling(self) -> Any:
         """The function that computes the new state from an assigned value."""
-        return contractions.settling(self.recipe, self.matrices)
+        return contractions.settling(self.recipe, self.matrix_count)
 
     def matrix(self) -> Any:
         """Return this variable's tensor; raise ValueError if it was cast."""
@@ -335,7 +338,7 @@ class StateVariable(
         self._checked_value = None if isinstance(value, np.ndarray) else value
         value = np.asarray(value)
         if self._has_warned or _moved_rows(value).any():
-            self.trusted(value)
+            self.trusted(value)  # It warns, or notes that rows were repaired.
 
     def trusted(self, matrix: np.ndarray | None = None) -> np.ndarray:
         """Return a copy of the state; reset rows that other code changed."""
@@ -358,30 +361,29 @@ class StateVariable(
         """
         matrix = np.array(ops.convert_to_numpy(self.value))
         layout, rows = self.rows_layout, self.rows_of(operand)
-        amaxes = np.float32(ops.convert_to_numpy(amax))
-        for row, amax in enumerate(
-            np.resize(amaxes, self.matrices), rows.start
-        ):
-            if self.matrices > 1 and not amax:
+        amaxes = np.asarray(ops.convert_to_numpy(amax), "float32")
+        amaxes = np.resize(amaxes, self.matrix_count)  # One for each row.
+        for row, amax_of_row in enumerate(amaxes, rows.start):
+            if self.matrix_count > 1 and not amax_of_row:
                 continue
-            if matrix[row, 0] == UNSEEN and np.isfinite(amax):
+            if matrix[row, 0] == UNSEEN and np.isfinite(amax_of_row):
                 # What settling comes to, without its thirty operations.
                 matrix[row, 0] = VALID_MARK
-                layout.history(matrix)[row, 0] = amax
-            else:  # An observation: one use, and its amax.
+                layout.history(matrix)[row, 0] = amax_of_row
+            else:  # An observation: one use, and its amax in the first slot.
                 matrix[row] = 0.0
-                matrix[row, :2] = UNIT, UNIT * amax
+                matrix[row, :2] = UNIT, UNIT * amax_of_row
         self.enter(matrix)
 
     def rows_of(self, operand: str) -> slice:
         """Return the rows of the state that an operand has."""
-        first = OPERANDS.index(operand) * self.matrices
-        return slice(first, first + self.matrices)
+        first = OPERANDS.index(operand) * self.matrix_count
+        return slice(first, first + self.matrix_count)
 
     @property
     def rows_layout(self) -> StateLayout:
         """The `StateLayout` of this state: which columns mean what."""
-        return state_source_of(self.recipe, self.matrices).layout
+        return state_source_of(self.recipe, self.matrix_count).layout
 
     @property
     def observes_amaxes(self) -> bool:
@@ -470,8 +472,9 @@ class StateVariable(
 
 def _hash_of_kernel_rows(value: np.ndarray) -> int:
     """Return a hash of a state's rows for the kernel, to detect changes."""
-    third = len(value) // len(OPERANDS)
-    rows = value[third : 2 * third] if third else value  # One row of steps.
+    count = len(value) // len(OPERANDS)  # 0 for a count of steps: one row.
+    first = OPERANDS.index("kernel") * count
+    rows = value[first : first + count] if count else value
     return hash(rows.astype("float32").tobytes())
 
 

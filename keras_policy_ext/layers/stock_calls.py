@@ -56,6 +56,8 @@ def of_floating_tensors(
         keras.ops.is_tensor(leaf) and is_floating(leaf.dtype) for leaf in leaves
     ]
     tensors = list(itertools.compress(leaves, differentiable))
+    # What `kernels.prefer` asks for now. The framework may call the layer once
+    # more, for gradients, on a thread where it asks for nothing.
     compiling = backends.current.is_compiling()
     kind = None if compiling else contractions.preferred()
 
@@ -67,9 +69,8 @@ def of_floating_tensors(
             for leaf, is_given in zip(leaves, differentiable, strict=True)
         ]
         args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), merged)
-        # The second time it may be called on a thread of the framework.
-        chosen = contextlib.nullcontext()
-        with chosen if kind is None else contractions.prefer(kind):
+        unchanged = contextlib.nullcontext()
+        with unchanged if kind is None else contractions.prefer(kind):
             return layer_call(*args_, **kwargs_)
 
     return bound, tensors

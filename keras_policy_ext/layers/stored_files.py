@@ -42,7 +42,7 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
         store[each.name] = stored.codes
         store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
         if each.inputs_scale is not None:
-            # float32: an error if someone cast it.
+            # It raises if someone has cast the scale to another dtype.
             scale = ops.convert_to_numpy(each.inputs_scale.as_stored)
             store[entries.INPUTS_SCALE.format(name=each.name)] = scale
 
@@ -63,7 +63,7 @@ def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
             "not its weights alone."
         )
     check_rank(saved)
-    adapt(layer, saved)
+    enable_saved_lora(layer, saved)
     pairs = _pairs(layer, saved)
     values = [_checked(each, saved, name) for each, name in pairs]
     for (each, _), value in zip(pairs, values, strict=True):
@@ -86,7 +86,7 @@ def check_rank(saved: FrozenWeights) -> None:
         raise saved.damaged(f"adapters of shapes {shapes} for a rank of {rank}")
 
 
-def adapt(layer: keras.Layer, saved: FrozenWeights) -> None:
+def enable_saved_lora(layer: keras.Layer, saved: FrozenWeights) -> None:
     """Enable LoRA on a layer if the file has LoRA adapters for it."""
     lora = saved.lora
     if lora and not getattr(layer, "lora_enabled", False):
@@ -140,8 +140,7 @@ def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
         raise saved.damaged(f"{name!r} of shape {shape}")
     if stored is None:
         return value
-    static = variable.inputs_scale is not None
     stored = dataclasses.replace(stored, axes=variable.axes)
-    return stored, saved.read(
-        entries.INPUTS_SCALE, name=name
-    ) if static else None
+    if variable.inputs_scale is None:
+        return stored, None
+    return stored, saved.read(entries.INPUTS_SCALE, name=name)

@@ -62,7 +62,7 @@ class StoredCodes(keras.Variable):
     """The variable of a stored kernel's codes, uint8, in the kernel's shape."""
 
     # The variable that dequantizes the codes, while the layer is being built.
-    read: StoredVariable | None = None
+    decoded_by: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
         super().__init__(
@@ -124,7 +124,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
             self.check(value)
             return self.codes.assign(value)
         if not self._has_numbers(value):
-            self.check(value)
+            self.check(value)  # It raises: these are no codes.
         return value
 
     def _has_numbers(self, value: Tensor) -> bool:
@@ -264,8 +264,8 @@ def read_as_numbers(layer: keras.Layer) -> None:
     """Replace codes in a layer's attributes by their `StoredVariable`s."""
     # The layer still tracks the codes, since they were assigned first.
     for name, value in list(vars(layer).items()):
-        if isinstance(value, StoredCodes) and value.read is not None:
-            vars(layer)[name], value.read = value.read, None
+        if isinstance(value, StoredCodes) and value.decoded_by is not None:
+            vars(layer)[name], value.decoded_by = value.decoded_by, None
 
 
 def in_place_of_codes(
@@ -338,14 +338,12 @@ def codes_of_new_weight(
     given = inspect.signature(keras.layers.Layer.add_weight).bind(
         layer, *args, **kwargs
     )
-    shape = (*args, kwargs.get("shape"))[0]
-    name = kwargs.get("name")
+    # Not of `given`: the method may be replaced by one of other parameters.
+    shape, name = (*args, kwargs.get("shape"))[0], kwargs.get("name")
     dtype = keras.backend.standardize_dtype(
         given.arguments.get("dtype") or layer.variable_dtype
     )
-    if stored is False or not is_floating(dtype):
-        return None
-    if shape is None:
+    if stored is False or not is_floating(dtype) or shape is None:
         return None
     weight: Any = Weight(name, tuple(shape), dtype)
     if not (stored or layer.is_stored_kernel(layer, weight)):
@@ -355,7 +353,7 @@ def codes_of_new_weight(
     variable = add_stored(layer, name, weight.shape, recipe, axes)
     layer.float8_controller.kernel_paths += (variable.path,)
     codes = variable.codes
-    codes.read = variable
+    codes.decoded_by = variable
     built_layers.track(layer, codes)
     return codes
 
@@ -385,7 +383,7 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
     """Return the weights of a built layer that freezing it as `form` stores."""
     own = walking.own_weights(layer)
-    # Such a class says which by `add_weight(..., float8=...)`.
+    # A class without names of kernels says `add_weight(..., float8=...)`.
     if layer.__class__ is form and form.float8_kernels is None:
         return list(layer.float8_contracted)
     return [
@@ -411,7 +409,7 @@ def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
             for kernel in kernels_to_store(layer, type(layer))
         ]
     kernels = list(kernels)
-    if kernels:
+    if kernels:  # The order of the weights before, which files and `thaw` need.
         own = walking.own_weights(layer)
         layer.float8_controller.weight_names = tuple(each.name for each in own)
     for kernel, stored, scale in kernels:
@@ -431,32 +429,31 @@ def store(
     The layer is unlocked and follows `FrozenKernels`. `stored` is the stored
     kernel; or only its axes, for zeros. `scale` is that of its static inputs.
     """
-    recipe: FrozenKernels = layer.float8_policy.recipe
     variable = add_stored(
         layer,
         kernel.name,
         tuple(kernel.shape),
-        recipe,
-        stored if isinstance(stored, Axes) else stored.axes,
-        None if isinstance(stored, Axes) else stored,
-        scale,
+        layer.float8_policy.recipe,
+        axes=stored if isinstance(stored, Axes) else stored.axes,
+        stored=None if isinstance(stored, Axes) else stored,
+        inputs_scale=scale,
     )
-    variable.codes.read = variable
+    variable.codes.decoded_by = variable
     built_layers.replace_variable(layer, kernel, variable.codes)
     read_as_numbers(layer)
     return variable
 
 
-def widen_all(layer: keras.Layer) -> None:
+def thaw_kernels(layer: keras.Layer) -> None:
     """Replace all stored kernels of a layer by dequantized float kernels."""
-    # The order of the weights is again that of a stock layer.
     for variable in stored_in(layer):
-        widen(layer, variable)
+        _thaw(layer, variable)
+    # Freezing appended codes; a stock layer has weights in order of creation.
     built_layers.order_variables(layer, layer.float8_controller.weight_names)
 
 
-def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
-    """Replace a stored kernel of an unlocked layer; return the float kernel."""
+def _thaw(layer: keras.Layer, variable: StoredVariable) -> None:
+    """Replace a stored kernel of an unlocked layer by a float kernel."""
     with scope_of_path(layer.path or layer.name):
         kernel = keras.Variable(
             variable.stored.dequantized(),
@@ -468,7 +465,6 @@ def widen(layer: keras.Layer, variable: StoredVariable) -> keras.Variable:
     built_layers.replace_variable(layer, variable, kernel, tracked=codes)
     # Tracked as trainable before, so that `layer.trainable = True` reaches it.
     kernel.trainable = kernel.trainable and layer.trainable
-    return kernel
 
 
 def float_value(kernel: keras.Variable) -> np.ndarray:

@@ -21,7 +21,7 @@ from keras_policy_ext._keras import built_layers, variable_values
 
 # The methods of these classes are used, not those of the subclasses of Keras
 # and TensorFlow, which would track what is put back as if it were new.
-_BASES = (dict, list, set)
+_BASES = (collections.OrderedDict, dict, list, set)
 
 _Content = tuple[Any, Any, list[Any]]
 """A list, dict or set; its built-in type; its entries."""
@@ -65,7 +65,7 @@ def undone(things: Iterable[Any]) -> Iterator[None]:
     """On exit of the block, restore layers as `unchanged_on_error` does."""
     with contextlib.suppress(_Over), unchanged_on_error(things):
         yield
-        raise _Over
+        raise _Over  # As an error would, so that all is restored.
 
 
 class _Over(Exception):
@@ -78,6 +78,7 @@ class _Memory:
     def __init__(self, thing: Any):
         self._thing = thing
         self._class = type(thing)
+        # Where Keras lists the variables and layers of the thing.
         objects, containers = built_layers.bookkeeping(thing)
         controller = vars(thing).get("float8_controller")
         objects = [*objects, *([] if controller is None else [controller])]
@@ -115,17 +116,14 @@ def _contents_of(things: Iterable[Any]) -> list[_Content]:
     """Return a copy of the entries of each list, dict and set among things."""
     contents: list[_Content] = []
     for each in things:
-        # By its type: an `ObjectProxy` says to be what it stands for.
-        cls = type(each)
-        if not issubclass(cls, _BASES):
-            continue
-        if issubclass(cls, dict):
-            ordered = issubclass(cls, collections.OrderedDict)
-            base: Any = collections.OrderedDict if ordered else dict
-            contents.append((each, base, list(base.items(each))))
-        else:
-            base = list if issubclass(cls, list) else set
-            contents.append((each, base, list(base.__iter__(each))))
+        base: Any
+        for base in _BASES:
+            # By its type: an `ObjectProxy` says to be what it stands for.
+            if issubclass(type(each), base):
+                is_dict = issubclass(base, dict)
+                entries = base.items(each) if is_dict else base.__iter__(each)
+                contents.append((each, base, list(entries)))
+                break
     return contents
 
 
@@ -136,10 +134,10 @@ def _refill(contents: list[_Content]) -> None:
         contents, now, strict=True
     ):
         if len(present) == len(entries):  # Then nothing may have changed.
-            pairs: Any = (present, entries)
-            if issubclass(base, dict):
-                pairs = map(itertools.chain.from_iterable, pairs)
-            if all(map(operator.is_, *pairs)):
+            both: Any = (present, entries)
+            if issubclass(base, dict):  # Compare keys and values.
+                both = map(itertools.chain.from_iterable, both)
+            if all(map(operator.is_, *both)):
                 continue
         base.clear(container)
         for entry in entries:

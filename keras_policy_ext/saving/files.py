@@ -123,7 +123,8 @@ def _member(file: IO[bytes]) -> Iterator[IO[bytes] | None]:
             return
         file.seek(info.header_offset)
         header = file.read(_LOCAL_HEADER)
-        # The lengths of the two fields between the header and the content.
+        # Its last four bytes: the lengths of the two fields that follow, the
+        # name and extra data. The content is behind these.
         name, extra = (
             int.from_bytes(header[at : at + 2], "little") for at in (26, 28)
         )
@@ -138,7 +139,7 @@ class _Section(io.RawIOBase):
     def __init__(self, file: IO[bytes], start: int, size: int):
         super().__init__()
         self._file, self._start, self._size = file, start, size
-        self._at = 0
+        self._at = 0  # The next byte to read, counted from `start`.
 
     def readable(self) -> bool:
         return True

@@ -47,12 +47,10 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
     Raises:
         ValueError: If the history length of a policy in it is < 1.
     """
-    if not files.count(path, KerasWeights.in_group):
+    if not files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
-    config = json.dumps(
-        _own_policies(_input_files.json_in(config_in(path), path))
-    )
+    config = _with_own_policies(_input_files.json_in(config_in(path), path))
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "model"
         if pathlib.Path(str(path)).is_dir():
@@ -61,7 +59,7 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
         else:
             with zipfile.ZipFile(str(path)) as archive:
                 archive.extractall(copy)
-        (copy / _CONFIG).write_text(config, "utf8")
+        (copy / _CONFIG).write_text(json.dumps(config), "utf8")
         _rewrite(copy / files.WEIGHTS)
         yield copy
 
@@ -72,7 +70,7 @@ def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
 
     It yields the path, or that of a temporary `.weights.h5` file.
     """
-    if not files.count(path, KerasWeights.in_group):
+    if not files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
     with (
@@ -116,15 +114,15 @@ def _rewrite(path: pathlib.Path) -> None:
                 state[name] = value
 
 
-def _own_policies(config: Any) -> Any:
+def _with_own_policies(config: Any) -> Any:
     """Return a config with Keras's float8 policies in this package's form."""
     if isinstance(config, list):
-        return [_own_policies(item) for item in config]
+        return [_with_own_policies(item) for item in config]
     if not isinstance(config, dict):
         return config
     if config.get("class_name") == _POLICY:
         return policies.serialize(policies.get(config))
-    return {key: _own_policies(value) for key, value in config.items()}
+    return {key: _with_own_policies(value) for key, value in config.items()}
 
 
 _ASSETS = "assets"
@@ -143,9 +141,9 @@ def load_model(
 ) -> keras.Model:
     """Load a file with frozen layers as `keras.saving.load_model` would."""
     text = config_in(path)
-    compiled = _input_files.json_in(text, path).get("compile_config")
+    compile_config = _input_files.json_in(text, path).get("compile_config")
 
-    def made() -> keras.Model:
+    def new_model() -> keras.Model:
         # From the text each time, since layers remove from it what they read.
         config = json.loads(text)
         config.pop("compile_config", None)
@@ -153,14 +151,14 @@ def load_model(
 
     with files.weights_of(path) as weights:
         with frozen_when_built(weights):
-            model = made()
+            model = new_model()
         if freezing.shares_stored_kernels(model):
-            # In floats: other holders of a kernel would go on to read zeros.
-            model = made()
+            # Build it in floats: other holders of a kernel would read zeros.
+            model = new_model()
         freeze_as_saved(model, weights)
-        if compile and compiled:
-            model.compile_from_config(compiled)
-        files.load(model, weights)
+        if compile and compile_config:
+            model.compile_from_config(compile_config)
+        files.load(model, weights)  # Also of the optimizer.
     _load_assets(model, path)
     return model
 
@@ -203,12 +201,14 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
     layers = walking.layers_within(model)
     if any(id(x) in by_id and freezing.lacks_form(x) for x in layers):
         candidates.survey(model)  # It records their products.
+    # The block updates an optimizer to the variables that the model has then.
     with training.continued(model), training.replicas(model):
         for layer in walking.layers_within(model):
             saved = by_id.get(id(layer))
             _freeze_as(layer, None if saved is None else saved.recipe)
             if saved is not None:  # Before an optimizer is built.
-                stored_files.adapt(layer, saved)
+                stored_files.enable_saved_lora(layer, saved)
+        # Then what has such layers in it: composites like LSTM, and backbones.
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
@@ -322,7 +322,7 @@ def _noting(
 ) -> Iterator[None]:
     """In the block, a layer that loads weights only records what it finds."""
 
-    def note(store: Any) -> None:
+    def note(store: Any) -> None:  # In place of the method.
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
             stored_files.check_rank(saved)

@@ -102,7 +102,7 @@ def check_export(model: keras.Model, format: str) -> None:
 
 
 _METADATA = "metadata.json"
-_KEY = "keras_policy_ext"
+_KEY = "keras_policy_ext"  # Of all that this package adds to the metadata.
 _POLICIES = "dtype_policies"
 _OF_LAYERS = "layer_policies"
 
@@ -124,6 +124,7 @@ def policies_of_models(model: Any) -> dict[str, Any]:
         policy = each.dtype_policy
         is_float8 = isinstance(policy, policies.Float8DTypePolicy)
         can_follow = is_float8 or is_plain(policy)
+        # With the mixin, the state in the file has the policy.
         if can_follow and not isinstance(each, Float8Mixin):
             policy = keras.dtype_policies.serialize(policy)
             if policy not in distinct:
@@ -143,9 +144,10 @@ def saved_under(path: PathLike, config: Any) -> keras.DTypePolicy | None:
     """Return the policy of the model in a file, without float8, or None."""
     # It is made global for loading, since layers that others make in their
     # constructors have the global policy.
-    models = _read(path)[0]
-    name = (config.get("config") or {}).get("name")
-    policy = models[0][1] if models and models[0][0] == name else None
+    models, _, _ = _read(path)
+    outer_name, policy = models[0] if models else (None, None)
+    if outer_name != (config.get("config") or {}).get("name"):
+        policy = None
     policy = getattr(policy, "source_policy", policy)
     return policy if policy is not None and is_plain(policy) else None
 
@@ -197,7 +199,7 @@ _Policies = tuple[
 def _read(path: PathLike) -> _Policies:
     """Return what the metadata in a file say of policies."""
     try:
-        metadata = _input_files.json_in(_bytes(path), path)
+        metadata = _input_files.json_in(_metadata_of(path), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
             return [], [], []
         entries = metadata[_KEY][_POLICIES]
@@ -218,7 +220,7 @@ def _read(path: PathLike) -> _Policies:
         ) from error
 
 
-def _bytes(path: PathLike) -> bytes:
+def _metadata_of(path: PathLike) -> bytes:
     """Return the JSON metadata of a file or folder; `{}` if it has none."""
     place = pathlib.Path(str(path))
     try:

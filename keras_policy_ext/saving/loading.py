@@ -107,12 +107,12 @@ def load_whole(
     compile: bool,
     safe_mode: bool,
 ) -> keras.Model | None:
-    """Load a file if Keras's loader would lose float8 layers; else return None.
+    """Load a file with frozen layers, or bytes of a float8 model; else None.
 
-    So it is for the bytes that `copy.deepcopy` and `pickle` make of float8
-    models; and Keras's loader fails on frozen layers. For other files that
-    loader is used, and `warn_of_lost_float8` warns. The source is a
-    folder, an open `.keras` file, or the bytes of such a file.
+    Keras's loader fails on frozen layers. `copy.deepcopy` and `pickle` make the
+    bytes: a copy should not lose float8. Other files are left to that loader,
+    after which `warn_of_lost_float8` warns. The source is a folder, an open
+    `.keras` file, or the bytes of such a file.
     """
     in_memory = isinstance(source, io.BytesIO)
     file = source if in_memory else getattr(source, "name", source)
@@ -144,11 +144,13 @@ def _load_model(
     ):
         model = load(path, custom_objects, **options)
     # In a legacy file no layer has a group, which would name its policy.
-    differing = []
+    differing = []  # Layers that have another policy than in the file.
     if not legacy:
         keras_hooks.restore_policies(model, path)
         places = _places(model)
         differing = [x for x in places if not _is_as_in_file(x.layer)]
+    # Whether a changed optimizer was loaded, which Keras had skipped: a loss
+    # scaler was put around it or taken off, or it has other variables.
     loaded_again = False
     if differing or training.may_differ(model):
         with files.weights_of(path) as weights:
@@ -158,7 +160,6 @@ def _load_model(
                 loaded_again = was_twice or loaded_again
             elif loaded_again:
                 files.load(model, weights)
-    # What Keras skipped, such as the variables of an optimizer, is loaded now.
     if not loaded_again:
         files.warn_again(skipped)
     return model
@@ -242,11 +243,13 @@ def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
     """Load weights and float8 policies; return True if it loaded them twice."""
-    saved_layers = _read(model, weights, places)
+    saved_layers = _load_and_capture(model, weights, places)
     sizes = _optimizer_sizes(model)
+    # The block updates an optimizer to the variables that the model has then.
     with training.continued(model), training.replicas(model):
         for each in saved_layers:
             _restore_float8(*each)
+        # Then what has such layers in it: composites like LSTM, and backbones.
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
@@ -268,15 +271,15 @@ def _for_layers_of(
     return frozen_files.rewritten_weights(path)
 
 
-def _read(
+def _load_and_capture(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> list[tuple[Any, SavedState, Float8DTypePolicy | None, str]]:
-    """Load weights; return the state, policy and attention of each layer."""
+    """Load weights; return what the file says of float8, as `_checked` does."""
     stores: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.without_skip_warnings())
         for place, arrays in zip(places, stores, strict=True):
-            stack.enter_context(_handing_on(place.layer, arrays.update))
+            stack.enter_context(_capturing(place.layer, arrays.update))
         files.load(model, weights)
     return [_checked(*each) for each in zip(places, stores, strict=True)]
 
@@ -284,18 +287,19 @@ def _read(
 def _checked(
     place: Candidate, arrays: dict[str, np.ndarray]
 ) -> tuple[Any, SavedState, Float8DTypePolicy | None, str]:
-    """Check what a file has about a layer, before any layer is changed."""
+    """Return a layer, and its state, policy and `attention` in a file."""
+    # All is checked before any layer is changed.
     layer = place.layer
     saved = SavedState.of(arrays, f"{path_of(layer)}/{GROUP}")
     policy = saved.policy(source_policy_of(layer))
-    follows = policy or float8_policy_of(layer)
-    if follows is not None:
-        saved.kernels([follows.recipe] * len(place.kernels))
+    policy_to_follow = policy or float8_policy_of(layer)
+    if policy_to_follow is not None:
+        saved.kernels([policy_to_follow.recipe] * len(place.kernels))
     return layer, saved, policy, saved.attention
 
 
 @contextlib.contextmanager
-def _handing_on(
+def _capturing(
     layer: keras.Layer, take: Callable[[Mapping[str, np.ndarray]], None]
 ) -> Iterator[None]:
     """In the block, pass a layer's float8 state from the file to `take`."""
@@ -324,7 +328,7 @@ def _restore_float8(
     if policy is not None and policy_of(layer) != policy:
         to_float8_class(layer, policy)
     elif policy is not None and not isinstance(layer, Float8Mixin):
-        to_float8_class(layer)
+        to_float8_class(layer)  # A stock layer, but under this policy.
     if isinstance(layer, Float8Mixin):
         layer.float8_state.load_own_variables(saved.store)
         policy = float8_policy_of(layer)
@@ -381,9 +385,10 @@ def _variables(model: keras.Layer) -> list[keras.Variable]:
     ]
 
 
-_SHARDED = "model.weights.json"
+# The files of a preset, besides `WEIGHTS`.
+_SHARDED = "model.weights.json"  # The index of weights in several files.
 _CONFIGS = ("config.json", "metadata.json", "task.json", "preprocessor.json")
-_OF_TASK = "task.weights.h5"
+_OF_TASK = "task.weights.h5"  # The weights around the backbone.
 
 
 @_user_code.once
@@ -418,7 +423,7 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
             "`cls.from_preset`; then call `keras_policy_ext.freeze`."
         )
     numbers = files.check_weights(weights)
-    for name in _CONFIGS:
+    for name in _CONFIGS:  # Keras reads these; they are checked here.
         if (folder / name).is_file():
             _input_files.json_in((folder / name).read_bytes(), folder / name)
     with (

@@ -347,7 +347,7 @@ class TorchBackend(Backend):
             state.is_cuda or any(each.interpreted for each in triton_states)
         ):
             return None
-        source = source_of(variable.recipe, variable.matrices)
+        source = source_of(variable.recipe, variable.matrix_count)
         states: Any = backends.engine.state_kernels_for(source, state)
         is_written_elsewhere = (
             variable_values.is_stateless() or not state.is_contiguous()

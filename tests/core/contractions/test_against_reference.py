@@ -10,7 +10,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import recipes, reference
-from keras_policy_ext.layers.controller import number_of
+from keras_policy_ext.layers.controller import number_in_call
 from keras_policy_ext.numerics.stochastic import key_of_use
 from keras_policy_ext.recipes import Quantization, Tile
 from products import Contract
@@ -92,7 +92,7 @@ def test_all_three_products_are_those_of_the_reference(equation, recipe):
     )
     zero = ops.convert_to_tensor(0, "int32")
     states = layer.float8_state.matrices
-    kernel = number_of(states[0]) if states else 0
+    kernel = number_in_call(states[0]) if states else 0
     key = int(key_of_use(zero, 5, 0, kernel))  # of the first step
     is_bank = equation.startswith("g") and recipe.granularity == "tensorwise"
     how = recipe, key, is_bank
