@@ -16,11 +16,10 @@ The names are stable: `calibrate`, `watch` and `audit` use them.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import keras
@@ -29,6 +28,7 @@ from keras import ops
 from keras_policy_ext import contractions
 from keras_policy_ext._keras import products
 from keras_policy_ext._keras.products import CASTS, MOVES, PRODUCTS
+from keras_policy_ext._scopes import Blocks
 from keras_policy_ext._types import Tensor
 
 __all__ = [
@@ -159,32 +159,20 @@ class ContractionCall:
 
 ContractionHandler = Callable[[ContractionCall], Tensor]
 
-open_blocks = 0
-"""The number of open blocks of all threads.
+blocks: Blocks[ContractionHandler] = Blocks("handlers of contractions")
+"""The handlers of `on_contraction`.
 
-A step reads this number, and nothing else if it is 0: torch.compile breaks its
+A step reads their number, and nothing else if it is 0: torch.compile breaks its
 graph where a context variable is read.
 """
 
-_OPEN_BLOCKS = threading.Lock()
 
+def on_contraction(
+    handler: ContractionHandler,
+) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which a handler is called for contractions.
 
-@dataclasses.dataclass(eq=False)
-class _Block:
-    """A block of a handler, and whether it has not ended."""
-
-    handler: ContractionHandler
-    is_open: bool = True  # A task that was started in it may outlive it.
-
-
-_handlers: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
-    "handlers of contractions", default=()
-)
-
-
-@contextlib.contextmanager
-def on_contraction(handler: ContractionHandler) -> Iterator[None]:
-    """In the block, call `handler` for each contraction of a float8 layer.
+    It is called for each contraction of a float8 layer.
 
     A function that was compiled before the block runs as it was compiled. One
     that JAX or TensorFlow traces in the block keeps what the handler computes,
@@ -213,31 +201,17 @@ def on_contraction(handler: ContractionHandler) -> Iterator[None]:
         >>> seen == [(layer.name, "kernel", ((2, 8), (8, 4)))]
         True
     """
-    global open_blocks
     if not callable(handler):
         raise TypeError(
             f"`handler` cannot be called. Received: {handler!r}. Allowed: a "
             "function of a ContractionCall, such as `lambda call: call.run()`."
         )
-    block = _Block(handler)
-    _handlers.set((*_handlers.get(), block))
-    with _OPEN_BLOCKS:
-        open_blocks += 1
-    try:
-        yield
-    finally:
-        with _OPEN_BLOCKS:
-            open_blocks -= 1
-        block.is_open = False
-        # Not by a token: blocks may end in another order, or elsewhere.
-        _handlers.set(tuple(x for x in _handlers.get() if x.is_open))
+    return blocks.opened(handler)
 
 
 def handlers() -> tuple[ContractionHandler, ...]:
     """Return the handlers of this thread and task; the innermost is last."""
-    if not open_blocks or products.is_handling():
-        return ()
-    return tuple(x.handler for x in _handlers.get() if x.is_open)
+    return () if products.is_handling() else blocks.values()
 
 
 def handled(
@@ -316,22 +290,21 @@ def on_operation(
         >>> seen
         ['matmul']
     """
-    given = dict(handlers)
-    for names, handler in given.items():
-        if isinstance(names, str) or not callable(handler):
-            raise TypeError(
-                "`handlers` is not a dict of functions by tuples of names. "
-                f"Received: {names!r}: {handler!r}. Allowed: for instance "
-                '{("matmul",): handler}, or {PRODUCTS: handler}.'
-            )
-    if unknown := products.without_function([n for x in given for n in x]):
+    given: Mapping[Any, Any] = handlers
+    if not all(isinstance(x, tuple) and callable(given[x]) for x in given):
+        raise TypeError(
+            "`handlers` is not a dict of functions by tuples of names. "
+            f"Received: {handlers!r}. Allowed: for instance "
+            '{PRODUCTS: handler}, or {("matmul",): handler}.'
+        )
+    if unknown := products.without_function(itertools.chain(*given)):
         raise ValueError(
             "No operation of Keras's backend has such a name. Received: "
             f"{', '.join(map(repr, unknown))}. Allowed: functions of "
             "`keras.ops` that the backend has under the same name, such as "
             "'matmul'. Those that are made of others are seen as their parts."
         )
-    return products.on_operation(given)
+    return products.on_operation(handlers)
 
 
 # Changes of whole models

@@ -98,7 +98,7 @@ def test_an_error_in_a_block_ends_it():
     layer = dense()
     with pytest.raises(RuntimeError), seams.on_contraction(passing([])):
         raise RuntimeError
-    assert seams.open_blocks == 0 and seams.handlers() == ()
+    assert seams.blocks.open_count == 0 and seams.handlers() == ()
     layer(X)
 
 
@@ -364,7 +364,7 @@ def test_a_block_may_end_in_another_context(block):
 def test_handlers_that_would_never_be_called_are_refused(block, error, words):
     with pytest.raises(error, match=words), block():
         pass
-    assert seams.open_blocks == 0
+    assert seams.blocks.open_count == 0
 
 
 @pytest.mark.parametrize("follower", [seams.Follower, object(), print])

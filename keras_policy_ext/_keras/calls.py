@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -114,6 +115,7 @@ def in_place_of(
             owner = cls.__name__
             raise versions.missing(f"{owner}.{name}", f"a hook around {owner}")
 
+        @functools.wraps(stock)  # Its signature too: others read that.
         def method(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return stock(layer, *args, **kwargs)

@@ -15,6 +15,8 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext._scopes import Blocks
+
 try:
     from keras.src import backend as _backend
     from keras.src.backend.common import global_state as _global_state
@@ -91,20 +93,8 @@ _watching: dict[str, Handler] = {}
 """The handlers of `watch`, by the name of the operation."""
 
 
-class _Block:
-    """An `on_operation` block: its handlers, and whether it is open."""
-
-    def __init__(self, handlers: dict[str, Handler]) -> None:
-        self.handlers, self.is_open = handlers, True
-
-    def offers(self, name: str) -> bool:
-        """Return True if it is open and has a handler for an operation."""
-        return self.is_open and name in self.handlers
-
-
-_blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
-    "handlers of operations", default=()
-)
+_blocks: Blocks[dict[str, Handler]] = Blocks("handlers of operations")
+"""The handlers of `on_operation` by the names of operations."""
 
 _handling: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "a handler computes", default=False
@@ -135,9 +125,6 @@ def ask_for_compiling(function: Callable[[], bool]) -> None:
     global _is_compiling
     _is_compiling = function
 
-
-_open_blocks = 0
-"""The number of open `on_operation` blocks of all threads."""
 
 # Each operation is replaced for all threads while blocks or classes use it.
 _LOCK = threading.RLock()
@@ -177,22 +164,9 @@ def on_operation(handlers: Mapping[tuple[str, ...], Handler]) -> Iterator[None]:
     They are as for `watch`, but `stock` goes through the handlers of outer
     blocks. Only operations of this thread and asyncio task count.
     """
-    global _open_blocks
     own = {name: x for names, x in handlers.items() for name in names}
-    block = _Block(own)
-    with wrapped(own):
-        _blocks.set((*_blocks.get(), block))
-        with _LOCK:
-            _open_blocks += 1
-        try:
-            yield
-        finally:
-            with _LOCK:
-                _open_blocks -= 1
-            # A task that was started in the block goes on with a copy. Not
-            # by a token: blocks may end in another order, or elsewhere.
-            block.is_open = False
-            _blocks.set(tuple(x for x in _blocks.get() if x.is_open))
+    with wrapped(own), _blocks.opened(own):
+        yield
 
 
 @contextlib.contextmanager
@@ -300,8 +274,8 @@ def _wrapper_of(stock: Operation, name: str) -> Operation:
             layer = innermost_layer()
         if layer is None or layer is _NO_LAYER:
             return stock(*args, **kwargs)
-        # First, since a graph of torch.compile would guard `_open_blocks`.
-        if not _is_compiling() and _open_blocks:
+        # First, since a graph of torch.compile would guard the number.
+        if not _is_compiling() and _blocks.open_count:
             return _through_blocks(layer, stock, name, args, kwargs)
         if name in _watching and (  # See `watch` for when.
             type(layer) in _FOLLOWED
@@ -328,7 +302,7 @@ def _through_blocks(
     is_watched = type(layer) in _FOLLOWED or recorder()
     if of_watch and (is_watched or getattr(_thread, "follows", False)):
         run = _handled(of_watch, layer, stock, name)
-    of_blocks = [x.handlers[name] for x in _blocks.get() if x.offers(name)]
+    of_blocks = [own[name] for own in _blocks.values() if name in own]
     if not of_blocks or is_handling():
         return run(*args, **kwargs)
 

@@ -245,10 +245,8 @@ def axes_alone(form: EinsumForm, operand: str) -> tuple[int, ...]:
 def _home_axes(
     form: EinsumForm, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Return how to permute a `summed` operand (None: not) and to flatten it.
-
-    The second result has, for each axis of the matrix, the operand's axes.
-    """
+    """Return (permutation or None, axes by matrix axis) of an operand."""
+    # A `summed` operand is permuted so, and flattened to a matrix.
     term, *groups = form._home(operand)
     groups = [form.batch, *groups]
     order = "".join(groups)

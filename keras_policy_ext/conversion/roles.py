@@ -92,10 +92,8 @@ def ends(found: Sequence[Candidate], call: ModelCall | None) -> dict[int, str]:
 
 
 def _chooses(layer: keras.Layer) -> bool:
-    """Return True if a layer with products of its own makes a choice itself.
-
-    Then its own product is the last before the choice, as in a codebook.
-    """
+    """Return True if a layer with products of its own makes a choice itself."""
+    # Then its own product is the last before the choice, as in a codebook.
     record = record_of(layer)
     return record is not None and record.chooses and bool(record.products)
 

@@ -632,10 +632,8 @@ def _call_of_equal(call: Call, old: keras.Layer, new: keras.Layer) -> Call:
 
 
 def _sources_through(call: Call, flow: Flow) -> Callable[..., list[Sources]]:
-    """Return a function from the sources of operands to those of results.
-
-    When it is called, it notes the choices of the call in the outer program.
-    """
+    """Return a function from the sources of operands to those of results."""
+    # When it is called, it notes the choices of the call in the outer program.
 
     def through(operands: list[Sources]) -> list[Sources]:
         def in_outer(sources: Sources) -> Sources:

@@ -277,10 +277,8 @@ def softmax(
 
 
 def _notes_softmax() -> bool:
-    """Return True if the results of a softmax are to be noted now.
-
-    That is while `convert` traces a layer, and within `numbering`.
-    """
+    """Return True if the results of a softmax are to be noted now."""
+    # That is while `convert` traces a layer, and within `numbering`.
     in_call = getattr(_thread, "call", None) is not None
     return in_call or products.recorder() is not None
 

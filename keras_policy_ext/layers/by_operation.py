@@ -365,11 +365,9 @@ def _multiply(
     origin: _Origin,
     contraction: Einsum | Conv,
 ) -> Tensor:
-    """Multiply inputs and a kernel in a layer's call; note it if recording.
-
-    `stock` computes the product as Keras does. `operand` is the kernel as the
-    product reads it, and `origin` its variable.
-    """
+    """Multiply inputs and a kernel in a layer's call; note it if recording."""
+    # `stock` computes the product as Keras does. `operand` is the kernel as the
+    # product reads it, and `origin` its variable.
     note, kernel = products.recorder(), origin.variable
     if note is not None:  # While `convert` records products, none is computed.
         equation = CONVOLUTION
@@ -408,11 +406,9 @@ def _split_by_matrix(
     inputs: Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
-    """Return the einsum and its inputs; with a bank, one product per matrix.
-
-    But only where each matrix has its own scales, or a tile would cover two.
-    `shape` is that of the kernel.
-    """
+    """Return the einsum and its inputs; with a bank, one product per matrix."""
+    # But only where each matrix has its own scales, or a tile would cover two.
+    # `shape` is that of the kernel.
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
@@ -464,11 +460,9 @@ def _is_bank(contraction: Einsum) -> bool:
 def _crosses_matrices(
     contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
 ) -> bool:
-    """Return True if a tile would lie in two matrices of a bank.
-
-    In a matmul the columns of all matrices are one axis, one matrix after the
-    other. The kernel has it, free in `forward`; `inputs_grad` contracts it.
-    """
+    """Return True if a tile would lie in two matrices of a bank."""
+    # In a matmul the columns of all matrices are one axis, one matrix after the
+    # other. The kernel has it, free in `forward`; `inputs_grad` contracts it.
     first, second, _ = equations.split(contraction.equation)
     columns = math.prod(  # Of one matrix.
         n for c, n in zip(second[1:], shape[1:], strict=True) if c not in first
@@ -581,11 +575,9 @@ def _per_axis(size: int | Sequence[int], rank: int) -> tuple[int, ...]:
 def _with_kernel_last(
     name: str, equation: str | None, ranks: tuple[int, ...], swapped: bool
 ) -> str | None:
-    """Return the explicit equation of a product, the kernel second, or None.
-
-    `ranks` are those of its operands as Keras has them, of which the first one
-    is the kernel if they are to be `swapped`.
-    """
+    """Return the explicit equation of a product, the kernel second, or None."""
+    # `ranks` are those of its operands as Keras has them; if they are to be
+    # `swapped`, the first is the kernel.
     try:
         if equation is None:
             equation = _equation(name, *ranks)
@@ -622,10 +614,8 @@ def _dtype_of(x: object) -> str:
 def _operation(
     name: str, args: Args, kwargs: Kwargs
 ) -> tuple[str | None, tuple[Any, Any]] | None:
-    """Return (equation, operands) of a product; None for other calls.
-
-    The equation is None if it follows from the ranks of the operands.
-    """
+    """Return (equation, operands) of a product; None for other calls."""
+    # The equation is None if it follows from the ranks of the operands.
     if name == "einsum":
         if len(args) != 3 or kwargs or not isinstance(args[0], str):
             return None

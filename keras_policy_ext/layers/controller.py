@@ -229,8 +229,10 @@ class Float8Controller:
         dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
         framework = backends.current
         compiling = framework.is_compiling()
-        # `compiling` first, or torch.compile's graph would guard `open_blocks`.
-        may_be_handled = run is None and not compiling and seams.open_blocks
+        # `compiling` first, or torch.compile's graph would guard `open_count`.
+        may_be_handled = (
+            run is None and not compiling and seams.blocks.open_count
+        )
         if may_be_handled and seams.handlers():
             given = contraction, inputs, kernel, training, dtype, bias, moved
             read = kernel if moved is None else moved
@@ -373,15 +375,15 @@ class Float8Controller:
         limit: float | None = None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
-        """Contract two operands that are no weights of the layer.
-
-        With `limit`, they are weights and values of attention. Before these are
-        quantized, `contractions.fold` divides the values of each key by a scale
-        and multiplies the weights by it: the values are at most `limit` then.
-        `name` and `run` are as for `seams.handled` and `contract`.
-        """
+        """Contract two operands that are no weights of the layer."""
+        # With `limit`, they are weights and values of attention. Before these
+        # are quantized, `contractions.fold` divides the values of each key by
+        # a scale, so that they are at most `limit`, and multiplies the weights
+        # by it. `name` and `run` are as for `seams.handled` and `contract`.
         compiling = backends.current.is_compiling()
-        may_be_handled = run is None and not compiling and seams.open_blocks
+        may_be_handled = (
+            run is None and not compiling and seams.blocks.open_count
+        )
         if may_be_handled and seams.handlers():
             given = name, recipe, contraction, first, second, dtype, limit
             return seams.handled(

@@ -120,10 +120,8 @@ class SavedState(Group):
     def _matrix(
         self, i: int, recipe: Recipe, matrices: int | None
     ) -> np.ndarray:
-        """Return the state matrix of kernel `i`, as a `StateVariable` has it.
-
-        Its rows: for each operand in turn, one per matrix of the kernel.
-        """
+        """Return the state matrix of kernel `i`, as `StateVariable` has it."""
+        # Its rows: for each operand in turn, one per matrix of the kernel.
         source = state_source_of(recipe, matrices or self._matrices_in_file(i))
         layout, matrix = source.layout, source.layout.never_observed()
         # Views: what is written into them is in the matrix.

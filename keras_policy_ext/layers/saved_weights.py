@@ -116,10 +116,8 @@ def _check_constant(variable: keras.Variable, value: Tensor) -> None:
 def _codes(
     variable: StoredVariable, value: Tensor, given: dict[int, Any]
 ) -> np.ndarray:
-    """Return the codes of a frozen kernel, from codes or dequantized values.
-
-    `given` has the values to set, by the id of the variable.
-    """
+    """Return the codes of a frozen kernel, from codes or dequantized values."""
+    # `given` has the values to set, by the id of the variable.
     array = np.asarray(ops.convert_to_numpy(value))
     if array.dtype == "uint8":
         variable.check(array)

@@ -118,10 +118,8 @@ def _pairs(
 
 
 def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
-    """Return the value for a weight from a file; raise if it does not fit.
-
-    It is an array, or for a kernel what `StoredVariable.take` takes.
-    """
+    """Return the value for a weight from a file; raise if it does not fit."""
+    # It is an array, or for a kernel what `StoredVariable.take` takes.
     is_codes = name in saved.summed  # The header has axes of kernels alone.
     if is_codes != isinstance(variable, StoredVariable):
         kinds = ("codes", "floats") if is_codes else ("floats", "codes")

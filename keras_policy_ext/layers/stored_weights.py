@@ -335,13 +335,11 @@ def codes_of_new_weight(
     class of the layer says whether it is stored. The rest are the arguments of
     `keras.layers.Layer.add_weight`.
     """
-    given = inspect.signature(keras.layers.Layer.add_weight).bind(
-        layer, *args, **kwargs
-    )
-    # Not of `given`: the method may be replaced by one of other parameters.
-    shape, name = (*args, kwargs.get("shape"))[0], kwargs.get("name")
+    signature = inspect.signature(keras.layers.Layer.add_weight)
+    given = signature.bind(layer, *args, **kwargs).arguments
+    shape, name = given.get("shape"), given.get("name")
     dtype = keras.backend.standardize_dtype(
-        given.arguments.get("dtype") or layer.variable_dtype
+        given.get("dtype") or layer.variable_dtype
     )
     if stored is False or not is_floating(dtype) or shape is None:
         return None

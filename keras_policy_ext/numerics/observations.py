@@ -179,11 +179,9 @@ class StateLayout:
         return ops.expand_dims(ops.arange(self.width, dtype="int32"), 0)
 
     def _entries(self, value: Tensor) -> Tensor:
-        """Return slots, scale and newest amax of replicas, (rows, n, 10).
-
-        An observation has zeros for the last two, and a state in use has not:
-        so `_is_observation` is False for the sum of both.
-        """
+        """Return slots, scale and newest amax of replicas, (rows, n, 10)."""
+        # An observation has zeros for the last two, and a state in use has not:
+        # so `_is_observation` is False for the sum of both.
         # XLA on a CPU reduces more columns in four steps, four times a layer.
         if value.shape[1] == self.width:
             return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)

@@ -133,11 +133,9 @@ def _run_forward(
     state: State,
     bias: Tensor | None,
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
-    """Return the outputs, and what is saved for the backward pass.
-
-    JAX passes each tensor as a `CustomVJPPrimal`: its `value`, and whether it
-    is `perturbed`, which is that a gradient of it is taken.
-    """
+    """Return the outputs, and what is saved for the backward pass."""
+    # JAX passes each tensor as a `CustomVJPPrimal`: its `value`, and whether it
+    # is `perturbed`, which is that a gradient of it is taken.
     kernel_learns = kernel.perturbed
     state_learns = any(x.perturbed for x in state)
     inputs, kernel = inputs.value, kernel.value

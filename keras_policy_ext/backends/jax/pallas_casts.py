@@ -375,11 +375,9 @@ def _cast_kernel(
     found_amaxes_ref: Ref,
     *refs: Any,
 ) -> None:
-    """Quantize a tile; write what is asked for, under `names`.
-
-    The scale is given, or that of amaxes which an earlier pass found. The
-    amaxes that are written are those of the tiles.
-    """
+    """Quantize a tile; write what is asked for, under `names`."""
+    # The scale is given, or that of amaxes which an earlier pass found. The
+    # amaxes that are written are those of the tiles.
     written = dict(zip(names, refs, strict=True))
     is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
     inside = places_inside(sizes, (ROWS, COLUMNS))

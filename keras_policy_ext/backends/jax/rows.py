@@ -260,10 +260,8 @@ def _amaxes_kernel(
     amaxes_ref: Ref,
     *sums_ref: Ref,
 ) -> None:
-    """Raise the amaxes of the rows, and after them of the columns, by a tile.
-
-    `zeros_ref` is not read: it is the memory of `amaxes_ref`, set to zeros.
-    """
+    """Raise the amaxes of the rows, and then of the columns, by a tile."""
+    # `zeros_ref` is not read: it is the memory of `amaxes_ref`, set to zeros.
     side = options.side
     inside = places_inside(sizes, (side, side))
     x = read(x_ref, inside)

@@ -421,11 +421,9 @@ def _in_a_loop() -> bool:
 def _shared_forward(
     operation: Operation, shapes: tuple[Shape, Shape], in_a_loop: bool
 ) -> CompiledPass:
-    """Return a compiled pass, from tensors to `[outputs, *saved leaves]`.
-
-    It is traced once. So there is one for each of `shapes` and `in_a_loop`,
-    which are only in the key of the cache.
-    """
+    """Return a compiled pass, from tensors to `[outputs, *saved leaves]`."""
+    # It is traced once. So there is one for each of `shapes` and `in_a_loop`,
+    # which are only in the key of the cache.
     observe = operation.training is True
 
     def forward(

@@ -204,11 +204,9 @@ def _shared_backward(
     shapes: tuple[Shape, Shape],
     dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return a backward pass, to gradients of inputs, kernel and state.
-
-    `dtypes`, those of the leaves, are only in the key of the cache, since the
-    first call traces. `unknown` are the sizes that `shapes` lacks.
-    """
+    """Return a backward pass, to gradients of inputs, kernel and state."""
+    # `dtypes`, those of the leaves, are only in the key of the cache, since the
+    # first call traces. `unknown` are the sizes that `shapes` lacks.
 
     def backward(
         leaves: Sequence[Tensor],

@@ -356,6 +356,35 @@ def test_a_kernel_without_a_name_comes_back(tmp_path):
     np.testing.assert_array_equal(outputs_of(other, x), outputs_of(model, x))
 
 
+class WithTable(kpe.layers.Float8Mixin, LAYERS.Layer):
+    """Has a matrix of integers beside its kernel."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(name="kernel", shape=(shape[-1], 4))
+        self.table = self.add_weight(
+            name="table",
+            shape=(3, 2),
+            dtype="int32",
+            initializer="ones",
+            trainable=False,
+        )
+
+    def call(self, x):
+        return self.float8_matmul(x, self.kernel)
+
+
+def test_a_matrix_of_integers_is_no_kernel(tmp_path):
+    layer = WithTable(dtype="float8_from_float32")
+    model = keras.Sequential([keras.Input((6,)), layer])
+    kpe.freeze(model)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(
+        tmp_path / "model.keras", custom_objects={"WithTable": WithTable}
+    )
+    assert_same(model, loaded, normal(4, 6))
+    assert loaded.layers[0].table.dtype == "int32"
+
+
 def test_lora_comes_back_beside_the_bytes(tmp_path):
     model = stack()
     kernel = numpy(model.layers[0]._kernel)
