@@ -276,7 +276,7 @@ class TritonStates(StateKernels):
         if self.interpreted or tells_the_host():
             flags = observations.host_flags(state)
         matrix = state.contiguous()
-        return triton_states.history_scales(source, matrix, host_flags=flags)
+        return triton_states.history_scales(source, matrix, flags)
 
     @override
     def observation(
@@ -364,7 +364,7 @@ def tells_the_host() -> bool:
             state = torch.zeros(source.state_shape, device="cuda")
             state[:, 0], state[:, -1] = VALID_MARK, 1.0
             flags = observations.pinned_flags(len(state))
-            triton_states.history_scales(source, state, host_flags=flags)
+            triton_states.history_scales(source, state, flags)
             torch.cuda.synchronize()
             return not flags.any()
     # Any error, as in `lacking`. All numbers are the same, so this is none.

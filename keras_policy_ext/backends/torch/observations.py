@@ -208,7 +208,7 @@ def host_flags(parameter: Tensor) -> Tensor | None:
         if on_gpu and torch.cuda.is_current_stream_capturing():
             return None
         if not _FREE:
-            _FREE.append(pinned_flags(parameter.shape[0], pinned=on_gpu))
+            _FREE.append(pinned_flags(parameter.shape[0], on_gpu))
         unseen = _FREE.pop().fill_(True)
         weakref.finalize(state.observed, _FREE.append, unseen)
         _HOST_FLAGS[state.observed] = unseen, memoryview(unseen.numpy())
