@@ -1,4 +1,4 @@
-"""Scopes over state that Keras stores per thread, and blocks with values.
+"""Scopes over state that Keras stores per thread.
 
 All asyncio tasks of a thread share that state. If a task is suspended inside a
 scope, other tasks see its state, and Keras cannot know which task reads. So a
@@ -13,9 +13,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
-
-_T = TypeVar("_T")
+from typing import Any
 
 
 class _Scope:
@@ -105,50 +103,3 @@ class Scopes:
             "started in the block. Make and call layers in the block, and "
             "await outside of it."
         )
-
-
-class _Block(Generic[_T]):
-    """A block with its value. A task that was started in it may outlive it."""
-
-    def __init__(self, value: _T) -> None:
-        self.value, self.is_open = value, True
-
-
-class Blocks(Generic[_T]):
-    """Blocks with values, for the thread and asyncio task that opens them.
-
-    They may end in any order, and in another thread, as those of generators do.
-
-    Attributes:
-        open_count: The number of open blocks of all threads.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.open_count = 0
-        self._lock = threading.Lock()
-        self._of_task: contextvars.ContextVar[tuple[_Block[_T], ...]] = (
-            contextvars.ContextVar(name, default=())
-        )
-
-    def values(self) -> tuple[_T, ...]:
-        """Return the values of this task's blocks; the innermost is last."""
-        if not self.open_count:
-            return ()
-        return tuple(x.value for x in self._of_task.get() if x.is_open)
-
-    @contextlib.contextmanager
-    def opened(self, value: _T) -> Iterator[None]:
-        """In the block, `value` is one of `values()`."""
-        block = _Block(value)
-        self._of_task.set((*self._of_task.get(), block))
-        with self._lock:
-            self.open_count += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.open_count -= 1
-            block.is_open = False
-            self._of_task.set(
-                tuple(x for x in self._of_task.get() if x.is_open)
-            )

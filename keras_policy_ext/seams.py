@@ -27,8 +27,7 @@ from keras import ops
 
 from keras_policy_ext import contractions
 from keras_policy_ext._keras import products
-from keras_policy_ext._keras.products import CASTS, MOVES, PRODUCTS
-from keras_policy_ext._scopes import Blocks
+from keras_policy_ext._keras.products import CASTS, MOVES, PRODUCTS, Blocks
 from keras_policy_ext._types import Tensor
 
 __all__ = [

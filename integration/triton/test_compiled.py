@@ -85,7 +85,7 @@ kernels = {
     ),
     "history": (
         triton_states.history_kernel,
-        "state:fp32 scales:fp32 unseen:i1 told:i1",
+        "state:fp32 scales:fp32 unseen:i1 host_flags:i1",
         {},
         state,
     ),

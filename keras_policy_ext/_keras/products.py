@@ -11,11 +11,9 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import keras
-
-from keras_policy_ext._scopes import Blocks
 
 try:
     from keras.src import backend as _backend
@@ -81,6 +79,8 @@ _FOLLOWED: set[type] = set()
 _thread = threading.local()
 """`note`: the function of `recording`; `follows`: True in `following()`."""
 
+_T = TypeVar("_T")
+
 Handler = Callable[..., Any]
 """Called as `handler(layer, stock, name, args, kwargs)`; returns the result."""
 
@@ -91,6 +91,53 @@ Kwargs = dict[str, Any]
 
 _watching: dict[str, Handler] = {}
 """The handlers of `watch`, by the name of the operation."""
+
+
+class _Block(Generic[_T]):
+    """A block with its value. A task that was started in it may outlive it."""
+
+    def __init__(self, value: _T) -> None:
+        self.value, self.is_open = value, True
+
+
+class Blocks(Generic[_T]):
+    """Blocks with values, for the thread and asyncio task that opens them.
+
+    They may end in any order, and in another thread, as those of generators do.
+
+    Attributes:
+        open_count: The number of open blocks of all threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.open_count = 0
+        self._lock = threading.Lock()
+        self._of_task: contextvars.ContextVar[tuple[_Block[_T], ...]] = (
+            contextvars.ContextVar(name, default=())
+        )
+
+    def values(self) -> tuple[_T, ...]:
+        """Return the values of this task's blocks; the innermost is last."""
+        if not self.open_count:
+            return ()
+        return tuple(x.value for x in self._of_task.get() if x.is_open)
+
+    @contextlib.contextmanager
+    def opened(self, value: _T) -> Iterator[None]:
+        """In the block, `value` is one of `values()`."""
+        block = _Block(value)
+        self._of_task.set((*self._of_task.get(), block))
+        with self._lock:
+            self.open_count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.open_count -= 1
+            block.is_open = False
+            self._of_task.set(
+                tuple(x for x in self._of_task.get() if x.is_open)
+            )
 
 
 _blocks: Blocks[dict[str, Handler]] = Blocks("handlers of operations")

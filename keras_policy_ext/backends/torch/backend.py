@@ -39,14 +39,12 @@ from keras_policy_ext.backends.torch.gradients import (
     no_autocast,
     refuse_compiled_transforms,
 )
-from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
 from keras_policy_ext.numerics.scale_sources import source_of
 
-CUDA_OF_BLOCKS = (12, 9)
-CUDA_OF_MX = (12, 8)
-"""The first CUDA version whose cuBLAS supports MX scales."""
+FIRST_CUDA = {"blocks": (12, 9), "mx": (12, 8)}
+"""The first version of CUDA whose cuBLAS reads scales of this kind."""
 
 
 def here() -> Device:
@@ -72,33 +70,27 @@ def scales_rows(device: torch.device) -> bool:
     """Return True if `scaled_mm` takes row scales for bfloat16 outputs."""
     if device.type == "cpu":
         return torch.__version__ >= (2, 13)
+    # Builds for Windows lack this kernel.
     return sys.platform != "win32" and "rows" in here().scales
 
 
-def lacking_blocks() -> str | None:
-    """Return why PyTorch has no matmul with scales of 128, or None."""
-    return _lacking("blocks", CUDA_OF_BLOCKS, "128")
+def lacking_scales(kind: str, size: int) -> str | None:
+    """Return why there is no matmul with scales of blocks, or None.
 
-
-def lacking_mx() -> str | None:
-    """Return why PyTorch has no matmul with MX block scales, or None."""
-    return _lacking("mx", CUDA_OF_MX, "32")
-
-
-def _lacking(scales: str, cuda: tuple[int, int], block: str) -> str | None:
-    """Return why there is no matmul with scales of such blocks, or None."""
+    `kind` is that of `Device.scales`, `size` the elements along a block.
+    """
     device = here()
     if device.maker != "nvidia":
-        return f"torch has scales of {block} numbers with NVIDIA's CUDA only"
-    if scales not in device.scales:
-        return f"{device.title} has no matmul with scales of {block} numbers"
+        return f"torch has scales of {size} numbers with NVIDIA's CUDA only"
+    if kind not in device.scales:
+        return f"{device.title} has no matmul with scales of {size} numbers"
     if devices.pretended() is not None:
-        return None
-    built = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
-    if built < cuda:
-        wanted = ".".join(map(str, cuda))
+        return None  # Any CUDA may be there.
+    built_for = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
+    if built_for < FIRST_CUDA[kind]:
+        wanted = ".".join(map(str, FIRST_CUDA[kind]))
         return (
-            f"scales of {block} numbers want CUDA {wanted}; torch is built "
+            f"scales of {size} numbers want CUDA {wanted}; torch is built "
             f"for {torch.version.cuda}"
         )
     return None
@@ -117,7 +109,7 @@ def casts_to_float8(device: torch.device) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return True if the CPU multiplies bfloat16 faster than float32."""
+    """Return True if this is a CPU that multiplies bfloat16 fast."""
     return here() is devices.KNOWN["cpu_bf16"]
 
 
@@ -129,16 +121,15 @@ def sums_in_float32(dtype: str) -> bool:
 
 @functools.cache
 def _sums_in_float32(dtype: str, allows_fp16: bool) -> bool:
-    """Return True if a matmul of `dtype` has exact float32 sums; run one."""
-    # The setting `allows_fp16` is part of the key of the cache.
-    # Older versions of PyTorch, and builds for other makers, have no such
-    # matmul. No 16-bit dtype can hold the sum.
+    """Run a matmul of `dtype`; return True if its float32 sums are exact."""
+    # `allows_fp16` is read by the cache: the setting may change the result.
     try:
         x = torch.ones((16, 4112), device="cuda", dtype=getattr(torch, dtype))
         x[:, 0] = 0.5
         sums = torch.mm(x, torch.ones_like(x).t(), out_dtype=torch.float32)
+        # A sum that no 16-bit dtype can hold.
         return bool((sums == 4111.5).all())
-    # What PyTorch raises for a matmul or an argument that a build lacks.
+    # Older versions of PyTorch, and builds for other makers, lack `out_dtype`.
     except (RuntimeError, TypeError):
         return False
 
@@ -149,29 +140,29 @@ def _found() -> Device:
         return gpu_of(torch.cuda.current_device())
     if torch.backends.mps.is_available():
         return devices.KNOWN["mps"]
-    return devices.KNOWN["cpu_bf16" if _multiplies_bfloat16() else "cpu"]
+    return devices.KNOWN["cpu_bf16" if _has_bfloat16_instructions() else "cpu"]
 
 
 @functools.cache
 def gpu_of(index: int) -> Device:
-    """Return the `Device` of a GPU; CUDA is asked once."""
-    if torch.version.hip:
+    """Return the `Device` of the GPU with this index; CUDA is asked once."""
+    if torch.version.hip:  # PyTorch for AMD: such as "gfx942:sramecc+".
         name = torch.cuda.get_device_properties(0).gcnArchName
-        return devices.of_amd(name, name.partition(":")[0])
+        return devices.of_amd(name, title=name.partition(":")[0])
     capability = torch.cuda.get_device_capability(index)
     title = f"compute capability {capability}"
     return devices.of_nvidia(capability, title)
 
 
 @functools.cache
-def _multiplies_bfloat16() -> bool:
+def _has_bfloat16_instructions() -> bool:
     """Return True if torch reports bfloat16 instructions on this CPU."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     checks = [getattr(torch.cpu, name, None) for name in names]
     return any(check is not None and check() for check in checks)
 
 
-SMALLEST = torch.finfo(torch.float32).smallest_normal
+SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 LARGEST = torch.finfo(torch.float32).max
 
 GATHERS = "fsdp_pre_all_gather"
@@ -192,26 +183,9 @@ class TorchBackend(Backend):
 
     name = "torch"
     numbers_of_a_part = 1 << 17
-    """Also in `by_rows`."""
 
-    @override
-    def trace(
-        self,
-        function: Callable[..., Any],
-        inputs: list[Any],
-        flow: Flow | None = None,
-    ) -> TracedProgram:
-        return traced_programs.trace(function, inputs, flow)
-
-    @override
-    def mark_call(
-        self,
-        flow: Flow,
-        number: int,
-        operands: list[Tensor],
-        results: list[Tensor],
-    ) -> list[Tensor]:
-        return traced_programs.mark_call(flow, number, operands, results)
+    trace = staticmethod(traced_programs.trace)
+    mark_call = staticmethod(traced_programs.mark_call)
 
     @override
     def device_name(self) -> str:
@@ -221,66 +195,65 @@ class TorchBackend(Backend):
 
     @override
     def is_compiling(self) -> bool:
-        # torch.compile breaks its graph where a context variable is read.
+        # Callers then read no context variable, which would break the graph.
         return bool(torch.compiler.is_compiling())
 
     @override
     def step_by_step(self) -> AbstractContextManager[None]:
+        # Loops run eagerly anyway. Callers read values, and take no gradients.
         return torch.no_grad()
 
     @override
     def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
-        # 1 µs in place of 30 (torch 2.13).
+        # 1 µs; `ops.reshape` takes 30 (torch 2.13).
         return x.reshape(shape)
 
     @override
     def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        return x.permute(tuple(axes))
+        return x.permute(tuple(axes))  # Faster, as in `reshape`.
 
     @override
     def repeat(self, x: Tensor, repeats: int, axis: int) -> Tensor:
-        # That of Keras fails on the device of shapes alone (keras 3.15).
+        # `ops.repeat` fails on the device "meta" (keras 3.15).
         return torch.repeat_interleave(x, repeats, dim=axis)
 
     @override
     def stack(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
-        # Of lists of tensors an eager call of `ops` makes a cycle, in which
-        # they live on until garbage is collected (keras 3.15).
+        # `ops.stack` makes a reference cycle, which keeps the tensors until
+        # garbage is collected (keras 3.15).
         return torch.stack(tuple(tensors), axis)
 
     @override
     def known_number(self, x: Tensor) -> float | None:
-        # A scale takes 5 µs of arithmetic on numbers and 50 on tensors.
+        # To compute a scale takes 5 µs from a number, and 50 from a tensor.
         if not is_known(x) or x.dim() or x.dtype != torch.float32:
             return None
-        # What is exported or compiled is still to come.
-        if torch.compiler.is_compiling():  # an export compiles too
-            return None
-        return x.item()
+        # While a step is compiled or exported, tensors have no values.
+        return None if torch.compiler.is_compiling() else x.item()
 
     @override
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
-        # Taken for granted on a GPU, which does not read a subnormal number as
-        # 0, and which would have to be waited for.
-        if torch.compiler.is_compiling():  # an export compiles too
-            return False
+        if torch.compiler.is_compiling():
+            return False  # Their values are not known yet.
         if not (is_known(a) and is_known(b)):
+            # A GPU is not asked, since the host would wait. It multiplies by
+            # subnormal numbers, which a CPU may read as 0.
             return a.device.type != "cpu"
         if a.numel() == 1 == b.numel():
-            number = a.item() * b.item()
-            return SMALLEST <= number <= LARGEST
+            product = a.item() * b.item()
+            return SMALLEST_NORMAL <= product <= LARGEST
         if not (a.numel() and b.numel()):
-            return True  # of an empty batch
+            return True  # The scales of an empty batch: there is no product.
+        # Scales are positive.
         (a_min, a_max), (b_min, b_max) = (
             [each.item() for each in x.aminmax()] for x in (a, b)
         )
-        return a_min * b_min >= SMALLEST and a_max * b_max <= LARGEST
+        return a_min * b_min >= SMALLEST_NORMAL and a_max * b_max <= LARGEST
 
     @override
     def known_any(self, flags: Tensor) -> bool | None:
-        # This saves three of the five computations of scales in a step.
-        is_on_cpu = type(flags) is torch.Tensor and flags.device.type == "cpu"
-        return bool(flags.any()) if is_on_cpu else None
+        # A caller that knows that no operand is unseen computes fewer scales.
+        return bool(flags.any()) if is_known(flags) else None
 
     @override
     def seen_lately(self, state: Tensor) -> bool:
@@ -291,19 +264,19 @@ class TorchBackend(Backend):
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
-        # It has no gradient, and torch.compile does not trace it.
         with torch.no_grad():
             return super().settle_here(settle, value, previous)
 
     @override
     def version(self, x: Tensor) -> int | None:
-        counts = is_real(x) and not x.is_inference()
-        return x._version if counts else None
+        # Tensors of `torch.inference_mode` have no such counter.
+        has_counter = is_real(x) and not x.is_inference()
+        return x._version if has_counter else None
 
     @override
     def as_value_of(self, variable: keras.Variable, value: Tensor) -> Tensor:
-        # Keras's conversion would return the same tensor, and take the host
-        # as long as the update of the state.
+        # Keras's conversion would return the same tensor, but take the host as
+        # long as the update of the state.
         stored = variable.value
         if type(value) is torch.Tensor and (
             value.dtype == stored.dtype and value.device == stored.device
@@ -315,15 +288,10 @@ class TorchBackend(Backend):
     def assigned(
         self, variable: keras.Variable, value: Tensor
     ) -> Tensor | None:
-        # Only there: eagerly the decorator takes longer than the kernel.
+        # Only while compiling: eagerly the decorator takes longer than the
+        # update itself.
         if torch.compiler.is_compiling():
             return self._assigned_outside_graph(variable, value)
-        return self._assigned(variable, value)
-
-    @torch.compiler.disable
-    def _assigned_outside_graph(
-        self, variable: keras.Variable, value: Tensor
-    ) -> Tensor | None:
         return self._assigned(variable, value)
 
     def _assigned(
@@ -331,30 +299,34 @@ class TorchBackend(Backend):
     ) -> Tensor | None:
         """Return the settled state; None if it was changed in place."""
         with torch.no_grad():
-            taken, state = observations.taken(variable, value), variable.value
-            merge = self._merge_of(variable, state)
+            state = variable.value
+            observed = observations.taken(variable, value)
+            merge = self._merge_in_place(variable, state)
             if merge is not None:
-                merge(value, taken, state)
+                merge(value, observed, state)
                 return None
-            value = observations.merged(value, taken)
+            value = observations.merged(value, observed)
             return super().settle(variable.settling, value, state)
 
-    def _merge_of(self, variable: keras.Variable, state: Tensor) -> Any:
-        """Return what changes a state in place, in one kernel; or None."""
-        # The engine's first kernels of states are those of Triton.
-        triton_states: Any = backends.engine.states[:1]
+    _assigned_outside_graph = torch.compiler.disable(_assigned)
+
+    def _merge_in_place(self, variable: keras.Variable, state: Tensor) -> Any:
+        """Return `TritonStates.merge` for a state's source; None without it."""
+        # The first entry is `TritonStates`; tests interpret it on a CPU.
+        first_kernels: Any = backends.engine.states[:1]
         if not (
-            state.is_cuda or any(each.interpreted for each in triton_states)
+            state.is_cuda or any(each.interpreted for each in first_kernels)
         ):
             return None
         source = source_of(variable.recipe, variable.matrix_count)
-        states: Any = backends.engine.state_kernels_for(source, state)
-        is_written_elsewhere = (
-            variable_values.is_stateless() or not state.is_contiguous()
+        kernels: Any = backends.engine.state_kernels_for(source, state)
+        # In a stateless scope of Keras the variable must not change.
+        can_change = (
+            not variable_values.is_stateless() and state.is_contiguous()
         )
-        if is_written_elsewhere or not hasattr(states, "merge"):
+        if not can_change or not hasattr(kernels, "merge"):
             return None
-        return functools.partial(states.merge, source)
+        return functools.partial(kernels.merge, source)
 
     @override
     def keep_observations(
@@ -375,13 +347,14 @@ class TorchBackend(Backend):
 
     @override
     def known_value(self, variable: keras.Variable) -> Tensor | None:
-        # Once for each change, which is what callers look for.
+        # None also if it is unchanged: callers look for changes.
         if torch.compiler.is_compiling() or are_transforms_active():
             return None
         return observations.changed_value(variable)
 
     @override
     def gathering_of(self, variable: keras.Variable) -> Any:
+        # `kpe.loops` sets it for kernels that `fully_shard` has sharded.
         return getattr(variable, "float8_gathering", None)
 
     @override
@@ -400,10 +373,13 @@ class TorchBackend(Backend):
 
     @override
     def relu(self, x: Tensor) -> Tensor:
-        # torch.compile chooses itself what is saved for the backward pass.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return torch.relu(x)  # Nothing is saved.
+        # torch.compile chooses itself what to save, and transforms of
+        # `torch.func` take no function whose `forward` has a context.
+        if torch.compiler.is_compiling() or are_transforms_active():
             return torch.relu(x)
-        return torch.relu(x) if are_transforms_active() else Relu.apply(x)
+        return Relu.apply(x)
 
     @override
     def run(
@@ -442,7 +418,7 @@ class TorchBackend(Backend):
                     observations.know_replicas(*state)
                 links = links_of(inputs, kernel)
                 return Differentiable.apply(operation, links, bias, *tensors)
-            # A bias that is trained alone gets its gradient from an addition.
+            # If only the bias is trained, its gradient is that of an addition.
             bias_is_apart = bias is not None and torch.is_grad_enabled()
             outputs, _ = operation.bound.forward(
                 inputs,
@@ -456,7 +432,7 @@ class TorchBackend(Backend):
 
     @override
     def unchanged_random_state(self) -> AbstractContextManager[Any]:
-        # With several devices PyTorch warns unless they are named.
+        # PyTorch warns if there are several devices that are not named.
         return torch.random.fork_rng(range(torch.cuda.device_count()))
 
     @override
@@ -475,16 +451,17 @@ class TorchBackend(Backend):
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-        learns = torch.is_grad_enabled() and inputs.requires_grad
+        takes_gradient = torch.is_grad_enabled() and inputs.requires_grad
         if torch.compiler.is_dynamo_compiling():
-            if operation.only_widens and not learns:
+            # Without rounding the compiler may fuse what the operation does.
+            if operation.only_widens and not takes_gradient:
                 return operation.forward(inputs, constants)
             refuse_compiled_transforms()
             return operators.run_frozen(operation, inputs, *constants)
         _refuse_torchscript()
         if are_transforms_active():
             return transforms.run_frozen(operation, inputs, *constants)
-        if learns:
+        if takes_gradient:
             return Frozen.apply(operation, inputs, *constants)
         return operation.forward(inputs, constants)
 
@@ -492,35 +469,33 @@ class TorchBackend(Backend):
     def by_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        # On a CPU in parts, whose intermediate results stay in its cache.
-        count = tensors[0].numel()
+        # On a CPU the intermediate results of a part stay in its cache.
+        first, count = tensors[0], tensors[0].numel()
         fits = count <= self.numbers_of_a_part
-        if fits or torch.compiler.is_compiling() or not self.on_cpu(tensors[0]):
+        if fits or torch.compiler.is_compiling() or not self.on_cpu(first):
             return function(0, *tensors)
-        rows = len(tensors[0])
-        columns = count // rows
-        step = max(self.numbers_of_a_part // columns, 1)
+        columns = count // len(first)
+        step = max(self.numbers_of_a_part // columns, 1)  # In rows.
+        # The first argument is how many numbers are before the part.
         parts = [
             function(
                 start * columns, *(x[start : start + step] for x in tensors)
             )
-            for start in range(0, rows, step)
+            for start in range(0, len(first), step)
         ]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     @override
     def sqrt(self, x: Tensor) -> Tensor:
-        # On a CPU one of 150 is off in the last bit (torch 2.13, x86).
+        # In float32 a CPU rounds one root of 150 wrongly (torch 2.13, x86).
         if self.on_cpu(x):
             return x.double().sqrt_().float()
         return x.sqrt()
 
     @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # A GPU casts, and a CPU looks them up.
-        #
-        # There a cast takes four times as long as a table when it is compiled
-        # (4 M numbers: 8 ms and 1 ms of inductor, torch 2.13).
+        # A GPU casts. On a CPU a table is faster than a cast, also compiled
+        # (4 M numbers: 1 ms and 8 ms of Inductor, torch 2.13).
         if codes.device.type == "cuda" or not is_real(codes):
             return self.as_float8(codes, format_name).float()
         table = _TABLES[format_name].to(codes.device)
@@ -541,12 +516,12 @@ class TorchBackend(Backend):
 BACKEND = TorchBackend()
 
 
-# All 256 values. PyTorch's compiler takes a module's tensor for a constant.
+# The values of all codes. The compiler takes a module's tensor for a constant.
 _TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
 def is_real(x: Tensor) -> bool:
-    """Return True if a tensor has data; of another type it is a placeholder."""
+    """Return True if a tensor has data; other types stand for one."""
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -554,8 +529,8 @@ def is_real(x: Tensor) -> bool:
 def is_exporting() -> bool:
     """Return True inside `torch.export`, also where its compiler traces.
 
-    The compiler of torch 2.11 takes `torch.compiler.is_exporting()` for True.
-    It runs this function in its place, once for each graph.
+    The compiler of torch 2.11 would take `torch.compiler.is_exporting()` for
+    True. It runs this function, as it is, once for each graph.
     """
     return bool(torch.compiler.is_exporting())
 
@@ -579,10 +554,10 @@ def _run_exported(
             "PyTorch. Received: torch.export.export(..., strict=True). "
             "Allowed: strict=False, which gives the same program."
         )
-    # It observes, since the scale of an unobserved operand is then chosen
-    # without a branch. An exported file cannot have a branch inside the loop of
-    # a recurrent layer.
-    return operation.bound.forward(inputs, kernel, state, observe=True)[0]
+    # With `observe=True` the scale of an unobserved operand is chosen without a
+    # branch, which an exported file cannot have in a recurrent layer's loop.
+    outputs, _ = operation.bound.forward(inputs, kernel, state, observe=True)
+    return outputs
 
 
 def _refuse_onnx() -> None:

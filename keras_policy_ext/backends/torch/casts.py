@@ -24,6 +24,7 @@ from keras_policy_ext.backends.torch import backend, observations
 from keras_policy_ext.backends.torch.backend import is_real
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.primitives import HALVES
 from keras_policy_ext.numerics.scale_sources import (
     DelayedSource,
@@ -56,11 +57,12 @@ def cast(
     if torch.compiler.is_compiling():
         if not backend.is_exporting():
             return _rounded_in_graph(x, scale, dtype, is_factor)
+        # An exported program has PyTorch's own operations only.
         values = _clipped(x, scale, dtype, is_factor)
         return _signed_like(x, _round_to_format(values, dtype), dtype)
     if not _is_castable(dtype, x.device):
         return _rounded(x, scale, dtype, is_factor)
-    if x.numel() <= _PART:
+    if x.numel() <= _PART:  # As `narrow_cast`, with a call less.
         return _clipped(x, scale, dtype, is_factor).to(getattr(torch, dtype))
     return narrow_cast(x, scale, dtype, is_factor)
 
@@ -72,8 +74,8 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
     the float32 values of the whole tensor never exist at once.
     """
     is_small = q.numel() <= _FEW
-    narrow = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
-    if not (narrow and _is_on_cpu(q) and backend.multiplies_bfloat16()):
+    to_bfloat16 = compute_dtype == "bfloat16" and q.dtype.itemsize == 1
+    if not (to_bfloat16 and _is_on_cpu(q) and backend.multiplies_bfloat16()):
         return q.float() if is_small else _widened(q)
     if is_small:
         return q.to(torch.bfloat16)
@@ -93,7 +95,8 @@ def _widened(q: Tensor) -> Tensor:
     # By way of float16 it takes a CPU a tenth of the time of a cast (2 M values
     # on one core: 0.4 ms against 5.4 ms, torch 2.13).
     shift, factor = HALVES[name]
-    # The sign is extended, and so stays where float16 has it.
+    # A conversion from int8 repeats the sign bit in all higher bits, so that
+    # the sign of the shifted code is where float16 has it.
     codes = q.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
     if name == "float8_e4m3fn":
         codes.bitwise_and_(_BUT_SIGN_EXTENDED)
@@ -111,8 +114,8 @@ def _has_nan_of_e4m3fn(q: Tensor) -> bool:
         return False
     # Its codes of NaN are the largest, read with a sign (0x7F) and without
     # (0xFF). To read bytes takes less than a tenth of the time of widening.
-    largest = q.view(torch.int8).amax(), q.view(torch.uint8).amax()
-    return int(largest[0]) == 0x7F or int(largest[1]) == 0xFF
+    signed, unsigned = q.view(torch.int8).amax(), q.view(torch.uint8).amax()
+    return int(signed) == 0x7F or int(unsigned) == 0xFF
 
 
 _FEW = 1 << 12
@@ -123,7 +126,7 @@ _PART = 1 << 18
 
 
 def _in_parts(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of two tensors in order; one, if one is not contiguous."""
+    """Yield parts of two tensors of one shape; both whole if one has gaps."""
     if x.numel() <= _PART or not (x.is_contiguous() and y.is_contiguous()):
         return iter([(x, y)])
     return zip(x.view(-1).split(_PART), y.view(-1).split(_PART), strict=True)
@@ -141,6 +144,7 @@ def _is_castable(dtype: str, device: torch.device) -> bool:
 
 
 def _clipped(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
+    """Divide by a scale, or multiply if `is_factor`; clip to the format."""
     limit = casting.format_of(dtype).max
     wide = x.float()
     wide = wide * scale if is_factor else wide / scale
@@ -159,7 +163,7 @@ def _signed_like(x: Tensor, rounded: Tensor, dtype: str) -> Tensor:
     """Give rounded values the signs of `x`, if the format has -0."""
     if not casting.format_of(dtype).has_negative_zero:
         return rounded
-    if backend.is_exporting():
+    if backend.is_exporting():  # Nothing is changed in place.
         return rounded.copysign(x)
     return rounded.copysign_(x)
 
@@ -179,7 +183,7 @@ def _(x: Tensor, scale: Tensor, dtype: str, is_factor: bool) -> Tensor:
 
 def _round_to_format(x: Tensor, dtype: str) -> Tensor:
     """Do as `casting.round_to_format` in place; zeros may lose their signs."""
-    # Allocating a new tensor would take most of the time.
+    # To allocate a new tensor would take most of the time.
     lowest, shift = casting.grid_constants(dtype)
     bits = x.view(torch.int32) & casting.EXPONENT_BITS
     anchor = bits.clamp_min_(lowest).add_(shift).view(torch.float32)
@@ -230,12 +234,12 @@ class TritonCasts(BothLayouts):
         dtype, wide = getattr(torch, quantization.format), torch.float32
         m, k = matrix.shape
         tiles = (triton_casts.number_of_tiles(m, k),)
-        parts = () if hint.scale is None else tiles
+        amaxes = () if hint.scale is None else tiles  # See `Both`.
         return Both(
             matrix.new_empty((m, k), dtype=dtype),
             matrix.new_empty((k, m), dtype=dtype),
             matrix.new_empty((), dtype=wide),
-            matrix.new_empty(parts, dtype=wide) if wanted.amax else None,
+            matrix.new_empty(amaxes, dtype=wide) if wanted.amax else None,
             matrix.new_empty(k, dtype=wide) if wanted.column_sums else None,
         )
 
@@ -243,12 +247,13 @@ class TritonCasts(BothLayouts):
 class TritonStates(StateKernels):
     """Triton kernels that compute scales and states; see `StateKernels`.
 
-    Args:
-        interpreted: Whether to run in Triton's interpreter, on any device.
+    For `interpreted` see `TritonCasts`.
     """
 
     def __init__(self, interpreted: bool = False):
         self.interpreted = interpreted
+        # One `Settling` for all calls with the same arguments. The module of
+        # that class is imported with Triton only.
         self._settling = functools.cache(
             lambda *arguments: triton_states.Settling(*arguments)
         )
@@ -267,8 +272,9 @@ class TritonStates(StateKernels):
     def history_scales(
         self, source: DelayedSource, state: Tensor
     ) -> HistoryScales:
-        tells = self.interpreted or tells_the_host()
-        flags = observations.host_flags(state) if tells else None
+        flags = None
+        if self.interpreted or tells_the_host():
+            flags = observations.host_flags(state)
         matrix = state.contiguous()
         return triton_states.history_scales(source, matrix, flags)
 
@@ -284,7 +290,7 @@ class TritonStates(StateKernels):
     ) -> Tensor:
         previous = previous.contiguous()
         settled = torch.empty_like(previous)
-        settle = self._settling(source, 0, previous.device)  # no observations
+        settle = self._settling(source, 0, previous.device)  # No observations.
         settle(value.contiguous(), [], previous, settled)
         return settled
 
@@ -299,9 +305,10 @@ class TritonStates(StateKernels):
 
         At most two observations are merged with the value first.
         """
-        given = [each.contiguous() for each in observed]
-        settle = self._settling(source, len(given), state.device)
-        settle(value.contiguous(), given, state, state)
+        observed = [each.contiguous() for each in observed]
+        settle = self._settling(source, len(observed), state.device)
+        settle(value.contiguous(), observed, previous=state, settled=state)
+        # PyTorch does not see what a Triton kernel writes.
         torch.autograd.graph.increment_version(state)
 
 
@@ -318,7 +325,7 @@ def _refusal(x: Tensor, interpreted: bool) -> str | None:
 def lacking() -> str | None:
     """Return why Triton's casts cannot be used here, or None.
 
-    It is tested once per process, with real data. So a missing compiler, or
+    They are tested once per process, with real data. So a missing compiler, or
     one that rounds differently, is found before its first use.
     """
     if not HAS_TRITON:
@@ -335,8 +342,8 @@ def lacking() -> str | None:
 
 def _real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Return a context that makes real tensors, even while fake ones trace."""
-    # Not public (torch 2.11 to 2.13). Without it, Triton is not used if the
-    # first call is traced.
+    # Not public (torch 2.11 to 2.13). Without it, Triton is not used if its
+    # first use is traced.
     try:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
     except ImportError:
@@ -353,13 +360,14 @@ def tells_the_host() -> bool:
     source = DelayedSource(DelayedScaling())
     try:
         with _real_tensors():
+            # An observed state: the kernel sets all flags to False.
             state = torch.zeros(source.state_shape, device="cuda")
-            state[:, 0], state[:, -1] = -1.0, 1.0
+            state[:, 0], state[:, -1] = VALID_MARK, 1.0
             flags = observations.pinned_flags(len(state))
             triton_states.history_scales(source, state, flags)
             torch.cuda.synchronize()
             return not flags.any()
-    # See `lacking`. The numbers are the same, so this is no error.
+    # Any error, as in `lacking`. All numbers are the same, so this is none.
     except Exception as error:
         warnings.warn(
             "Triton cannot write into host memory here, so each float8 layer "
@@ -373,26 +381,21 @@ def tells_the_host() -> bool:
 
 def _gives_our_codes() -> bool:
     """Return True if a cast of every bfloat16 gives the codes of PyTorch."""
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
-    x = every.view(torch.bfloat16).reshape(256, 256)
+    all_bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
+    x = all_bits.view(torch.bfloat16).reshape(256, 256)
     x = torch.where(torch.isnan(x), 0.0, x)
     for name in FAMILIES["ocp"]:
-        # The kernel divides by a scale as small as the second in another way.
+        # For a scale as small as the second the kernel divides in another way.
         for scale in (torch.tensor(s, device="cuda") for s in (0.37, 1e-30)):
-            expected = _bits(narrow_cast(x, scale, name))
+            expected = narrow_cast(x, scale, name).view(torch.uint8)
             hint = ScaleHint(scale, None, ScaleRule(by_multiplier=True))
-            quantization = Quantization(format=name)
-            wanted = Wanted(amax=True)
             both = triton_casts.quantize_both_ways(
-                x, quantization, hint, wanted
+                x, Quantization(format=name), hint, Wanted(amax=True)
             )
-            codes, across = _bits(both.values), _bits(both.across)
-            if not torch.equal(codes, expected):
-                return False
-            if not torch.equal(across.t(), codes):
+            codes, across = (
+                each.view(torch.uint8) for each in (both.values, both.across)
+            )
+            is_right = torch.equal(codes, expected)
+            if not (is_right and torch.equal(across.t(), codes)):
                 return False
     return True
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)

@@ -45,6 +45,7 @@ from keras_policy_ext.numerics.scaling import inverted_of_number
 from keras_policy_ext.recipes import OPERANDS
 
 Pads = list[tuple[int, int]]
+"""The zeros before and after each spatial axis; negative for a crop."""
 
 
 class TorchConvolutions(KerasConvolutions):
@@ -61,9 +62,9 @@ class TorchConvolutions(KerasConvolutions):
         whole = torch.convolution(
             _channels_first(conv, x),
             _outputs_first(w),
-            None,
+            None,  # No bias.
             *_conv_options(conv),
-            1,
+            1,  # Keras's transposed convolutions have one group.
         )
         return _channels_as_given(conv, F.pad(whole, _flat(pads)))
 
@@ -71,19 +72,21 @@ class TorchConvolutions(KerasConvolutions):
     def inputs_grad(
         self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
-        return _conv_backward(conv, g, g.new_zeros(tuple(shape)), w, 0)
+        x = g.new_zeros(tuple(shape))  # Only its shape matters.
+        return _conv_backward(conv, g, x, w, operand="inputs")
 
     @override
     def kernel_grad(
         self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
-        return _conv_backward(conv, g, x, g.new_zeros(tuple(shape)), 1)
+        w = g.new_zeros(tuple(shape))  # Only its shape matters.
+        return _conv_backward(conv, g, x, w, operand="kernel")
 
 
 def _conv_backward(
-    conv: Convolution, g: Tensor, x: Tensor, w: Tensor, operand: int
+    conv: Convolution, g: Tensor, x: Tensor, w: Tensor, operand: str
 ) -> Tensor:
-    """Return the gradient of a convolution's operand: 0 inputs, 1 kernel."""
+    """Return the gradient of a convolution's inputs or kernel."""
     # All tensors have Keras's layouts: `(batch, *spatial, channels)` or
     # channels first, and `(*spatial, channels / groups, filters)` for the
     # kernel, or `(*spatial, filters, channels)` for a transposed one.
@@ -91,39 +94,37 @@ def _conv_backward(
     rank = len(conv.strides)
     pads = [(0, 0)] * rank
     if conv.is_transposed:
-        # The zeros that the forward pass added around its outputs; negative:
-        # what it cropped. So the gradient is cropped, or padded, by as many.
-        around = conv.around(tuple(w.shape[:rank]))
-        cut = [(-before, -after) for before, after in around]
-        g = F.pad(g, _flat(cut))
+        # As many as the forward pass added are cropped, and the reverse.
+        outputs_pads = conv.around(tuple(w.shape[:rank]))
+        g = F.pad(g, [-pad for pad in _flat(outputs_pads)])
     else:
         pads = _same_padding(conv, x.shape[2:], w.shape[:rank])
     w = _outputs_first(w)
-    gradients = torch.ops.aten.convolution_backward(
+    inputs_grad, kernel_grad, _ = torch.ops.aten.convolution_backward(
         g.contiguous(),
         F.pad(x, _flat(pads)),
         w,
-        None,
+        None,  # No bias.
         *_conv_options(conv),
-        1 if conv.is_transposed else x.shape[1] // w.shape[1],
-        [operand == 0, operand == 1, False],
+        1 if conv.is_transposed else x.shape[1] // w.shape[1],  # Groups.
+        [operand == "inputs", operand == "kernel", False],
     )
-    if operand == 1:
-        return gradients[1].permute(*range(2, rank + 2), 1, 0)  # Keras's axes.
-    gradient = gradients[0]
+    if operand == "kernel":
+        return kernel_grad.permute(*range(2, rank + 2), 1, 0)  # Keras's axes.
     for axis, (before, _) in enumerate(pads):
-        gradient = gradient.narrow(axis + 2, before, x.shape[axis + 2])
-    return _channels_as_given(conv, gradient)
+        inputs_grad = inputs_grad.narrow(axis + 2, before, x.shape[axis + 2])
+    return _channels_as_given(conv, inputs_grad)
 
 
 def _conv_options(conv: Convolution) -> tuple[Any, ...]:
-    """Return strides, padding, dilation, transposed and output padding."""
-    none = [0] * len(conv.strides)
+    """Return strides, padding, dilation, `transposed` and output padding."""
+    no_padding = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
-    return list(conv.strides), none, rates, conv.is_transposed, none
+    return list(conv.strides), no_padding, rates, conv.is_transposed, no_padding
 
 
 def _channels_first(conv: Convolution, x: Tensor) -> Tensor:
+    """Move channels from where Keras has them to axis 1."""
     return x.movedim(-1, 1) if conv.data_format == "channels_last" else x
 
 
@@ -146,15 +147,16 @@ def _flat(pads: Pads) -> list[int]:
 def _same_padding(
     conv: Convolution, sizes: torch.Size, kernel_sizes: torch.Size
 ) -> Pads:
-    """Return the zeros to pad before and after each spatial axis."""
+    """Return the zeros that `padding="same"` adds; none for another padding."""
+    if conv.padding != "same":
+        return [(0, 0)] * len(conv.strides)
     pads = []
-    for size, kernel, stride, dilation in zip(
+    for size, kernel_size, stride, dilation in zip(
         sizes, kernel_sizes, conv.strides, conv.dilation_rate, strict=True
     ):
-        outputs = -(-size // stride)
-        reach = (kernel - 1) * dilation + 1
-        total = max((outputs - 1) * stride + reach - size, 0)
-        total = total if conv.padding == "same" else 0
+        outputs_size = -(-size // stride)
+        window = (kernel_size - 1) * dilation + 1
+        total = max((outputs_size - 1) * stride + window - size, 0)
         pads.append((total // 2, total - total // 2))
     return pads
 
@@ -162,9 +164,9 @@ def _same_padding(
 Array = np.ndarray[Any, Any]
 
 FIRST = 2 + SLOTS
-"""The first column of the history in a row, after the last used scale."""
+"""The column of a state where the history begins; the scale is before it."""
 
-_KERNEL = OPERANDS.index("kernel")
+_KERNEL_ROW = OPERANDS.index("kernel")
 
 
 class CpuStates(StateKernels):
@@ -174,11 +176,10 @@ class CpuStates(StateKernels):
     def supports(self, source: object, state: Tensor) -> str | None:
         if type(source) is not DelayedSource:
             return "this arithmetic is that of delayed scaling"
-        there = is_real(state) and state.device.type == "cpu"
-        if not there or state.dtype != torch.float32:
+        is_on_cpu = is_real(state) and state.device.type == "cpu"
+        if not is_on_cpu or state.dtype != torch.float32:
             return "this state has no float32 numbers on a CPU"
-        # An export compiles too.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # Also in an export.
             return "a compiler does not see what NumPy does"
         return None
 
@@ -186,14 +187,12 @@ class CpuStates(StateKernels):
     def history_scales(
         self, source: DelayedSource, state: Tensor
     ) -> HistoryScales:
-        before = _read_rows(source, state.detach().numpy())
-        _, scales_before = zip(*before, strict=True)
-        scales = np.array(scales_before, np.float32)
-        unseen = scales == 0.0 if source.starts_from_current else None
-        return HistoryScales(
-            torch.from_numpy(scales),
-            None if unseen is None else torch.from_numpy(unseen),
-        )
+        rows = _read_rows(source, state.detach().numpy())
+        scales = np.array([scale for _, scale in rows], np.float32)
+        unseen = None
+        if source.starts_from_current:
+            unseen = torch.from_numpy(scales == 0.0)
+        return HistoryScales(torch.from_numpy(scales), unseen)
 
     @override
     def observation(
@@ -210,67 +209,74 @@ class CpuStates(StateKernels):
     ) -> Tensor:
         value, previous = value.detach(), previous.detach()
         values, settled = value.numpy(), previous.numpy().copy()
-        before = _read_rows(source, settled)
+        rows_before = _read_rows(source, settled)
         with np.errstate(over="ignore"):
-            for row, numbers in enumerate(value[:, : FIRST + 1].tolist()):
-                # The mark of a settled row is negative, zeros change nothing.
-                if numbers[0] < 0.0:
-                    _assign_row(settled[row], values[row])
-                elif numbers[0] > 0.0 and _is_observation(numbers):
-                    newest = _newest(numbers, value[row], row == _KERNEL)
-                    _enter_row(settled[row], newest, *before[row])
-                elif numbers[0] > 0.0:
+            for row, entries in enumerate(value[:, : FIRST + 1].tolist()):
+                # `first` is the mark of a settled row, which is negative, or
+                # the uses of an observation. A row of zeros changes nothing.
+                first = entries[0]
+                if first < 0.0:
+                    settled[row] = values[row]
+                    if abs(first - VALID_MARK) <= ROUNDING:
+                        settled[row, 0] = VALID_MARK
+                elif first > 0.0 and _is_observation(entries):
+                    is_kernel = row == _KERNEL_ROW
+                    newest = _newest_amax(entries, value[row], is_kernel)
+                    is_intact, scale = rows_before[row]
+                    _enter_row(settled[row], newest, is_intact, scale)
+                elif first > 0.0:
                     settled[row] = 0.0
                     settled[row, 0] = UNSEEN
         return torch.from_numpy(settled)
 
 
 def _read_rows(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
-    """Return, for each row of a state, whether it is intact, and its scale.
-
-    `limits_with_margin` are the largest values of the operands' formats.
-    """
+    """Return, for each row of a state, whether it is intact, and its scale."""
     history = state[:, FIRST:]
     largest = history.max(axis=1).tolist()
     newest_only = source.recipe.amax_compute == "most_recent"
     amaxes = history[:, 0].tolist() if newest_only else largest
-    heads = state[:, :FIRST].tolist()
+    before_history = state[:, :FIRST].tolist()
     initial: float = source.initial
     rows = []
-    for head, peak, amax, limit in zip(
-        heads, largest, amaxes, source.limits_with_margin, strict=True
+    # A limit is the largest value of the format of the row's operand.
+    for (mark, *slots, stored_scale), peak, amax, limit in zip(
+        before_history, largest, amaxes, source.limits_with_margin, strict=True
     ):
-        first, *slots, stored = head  # Mark, slots, last used scale.
-        is_intact = first == VALID_MARK and not any(slots) and peak < math.inf
+        is_intact = mark == VALID_MARK and not any(slots) and peak < math.inf
         if is_intact and amax > 0.0:
             scale = inverted_of_number(amax, limit)
         else:
-            scale = stored if is_intact and stored > 0.0 else initial
+            is_known = is_intact and stored_scale > 0.0
+            scale = stored_scale if is_known else initial
         rows.append((is_intact, scale))
     return rows
 
 
-def _is_observation(numbers: list[float]) -> bool:
-    """Return True if `numbers`, the first of a row, are an observation."""
-    # See `StateLayout._is_observation`.
-    uses = _rounded(numbers[0] / UNIT)
-    *slots, scale, newest = numbers[1:]
+def _is_observation(entries: list[float]) -> bool:
+    """Return True for an observation; `entries` are those of `settle`."""
+    # See `StateLayout._is_observation`. The last two are of a settled state.
+    first, *slots, scale, newest = entries
+    uses = _rounded(first / UNIT)
     uses_needed = math.inf if scale or newest else SLOTS - slots.count(0.0)
     return uses >= uses_needed and (uses.is_integer() or math.isinf(uses))
 
 
-def _newest(numbers: list[float], row: Tensor, is_kernel: bool) -> float | None:
+def _newest_amax(
+    entries: list[float], row: Tensor, is_kernel: bool
+) -> float | None:
     """Return the amax of an observation; None if an amax is not finite."""
-    entries = numbers[1:]
-    if not all(map(math.isfinite, entries)):
+    # That of a kernel is the mean of all uses, that of others the largest.
+    first, *amaxes = entries
+    if not all(map(math.isfinite, amaxes)):
         return None
     if not is_kernel:
-        return _rounded(max(entries) / UNIT)
-    total = sum(entries)
-    if entries.count(0.0) < len(entries) - 2:
-        # More than two numbers have different sums in different orders.
+        return _rounded(max(amaxes) / UNIT)
+    total = sum(amaxes)
+    if amaxes.count(0.0) < len(amaxes) - 2:
+        # Three or more numbers have different sums in different orders.
         total = row[1 : FIRST + 1].sum().item()
-    mean = _rounded(total) / max(_rounded(numbers[0] / UNIT), 1.0)
+    mean = _rounded(total) / max(_rounded(first / UNIT), 1.0)
     return _rounded(_rounded(mean) / UNIT)
 
 
@@ -279,23 +285,16 @@ def _rounded(number: float) -> float:
     return float(np.float32(number))
 
 
-def _assign_row(row: Array, value: Array) -> None:
-    """Assign a row to a state; make a rounded mark of valid rows exact."""
-    row[:] = value
-    if abs(float(value[0]) - VALID_MARK) <= ROUNDING:
-        row[0] = VALID_MARK
-
-
 def _enter_row(
-    row: Array, newest: float | None, intact: bool, scale: float
+    row: Array, newest: float | None, is_intact: bool, scale: float
 ) -> None:
     """Write a scale and a new amax into a row of a settled state."""
-    if not intact:
+    if not is_intact:
         row[FIRST:] = 0.0
     row[:FIRST] = 0.0
     row[0], row[FIRST - 1] = VALID_MARK, scale
     if newest is not None:
-        # The ring turns left, and the newest overwrites its first entry.
+        # The ring turns left, and the newest overwrites the oldest.
         first = row[FIRST]
         row[FIRST:-1] = row[FIRST + 1 :]
         row[-1] = first
@@ -323,20 +322,21 @@ class Float32Matmul(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        # `fast` is ignored: it is for float8 matmuls of a GPU.
         if dtype == "bfloat16" and _fits_bfloat16(a, b):
-            if not _in_one_scale(a, b):
-                return self._narrow(a, b)
+            if not _have_one_scale_each(a, b):
+                return self._product_in_bfloat16(a, b)
             scale = float(a.scale * b.scale)
             if SMALLEST <= scale <= LARGEST:
-                return _bfloat16_product(a, b, scale)
-        if _on_tensor_cores(a, b):
+                return _scaled_bfloat16_product(a, b, scale)
+        if _are_for_tensor_cores(a, b):
             product = _float32_sums(a, b)
         else:
             product = self.product(unscaled(a), unscaled(b))
         product = times_scales(product, a, b, torch.Tensor.mul_)
         return product.to(getattr(torch, dtype))
 
-    def _narrow(self, a: Quantized, b: Quantized) -> Tensor:
+    def _product_in_bfloat16(self, a: Quantized, b: Quantized) -> Tensor:
         """Multiply in bfloat16 two operands whose scales are powers of two."""
         # The operands are then exact in bfloat16, and the scales that multiply
         # the output do not change how it is rounded.
@@ -374,20 +374,20 @@ def _fits_bfloat16(a: Quantized, b: Quantized) -> bool:
     # with scales of 128 blocks 1.7 ms against 10 ms (torch 2.13).
     return (
         a.values.dtype in (torch.float32, torch.bfloat16)
-        and (_in_one_scale(a, b) or are_powers_of_two(a, b))
+        and (_have_one_scale_each(a, b) or are_powers_of_two(a, b))
         and is_known(a.scale)
         and backend.multiplies_bfloat16()
     )
 
 
-def _on_tensor_cores(a: Quantized, b: Quantized) -> bool:
+def _are_for_tensor_cores(a: Quantized, b: Quantized) -> bool:
     """Return True if a GPU can multiply these operands exactly in 16 bits."""
     if not _is_cuda(a.values):
         return False
     narrow = backend.here().multiplies_in
     return (
         exact_in(narrow, a, b)
-        # Without data nothing is computed.
+        # Tensors without data are for shapes alone.
         and is_real(a.values)
         and backend.sums_in_float32(narrow)
     )
@@ -407,12 +407,15 @@ def _float32_sums(a: Quantized, b: Quantized) -> Tensor:
     return sums.unsqueeze(0)
 
 
-def _in_one_scale(*operands: Quantized) -> bool:
+def _have_one_scale_each(*operands: Quantized) -> bool:
+    """Return True if each operand has one scale, and rounds to nearest."""
     quantizations = [each.quantization for each in operands]
     return all(each is not None and each.keeps_axes for each in quantizations)
 
 
-def _bfloat16_product(a: Quantized, b: Quantized, scale: float) -> Tensor:
+def _scaled_bfloat16_product(
+    a: Quantized, b: Quantized, scale: float
+) -> Tensor:
     """Multiply in bfloat16; apply the scale before the result is rounded."""
     # `alpha` multiplies the float32 sums before they are rounded. Scaling a
     # bfloat16 result afterwards would round twice.

@@ -53,15 +53,15 @@ def refuse_compiled_transforms() -> None:
 
 
 def no_autocast(x: Tensor) -> Any:
-    """Return a context in which `torch.autocast` is off for a device."""
+    """Return a context with `torch.autocast` off for the device of `x`."""
     device = x.device.type
     # The device "meta" has no autocast to disable.
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return _AS_IT_IS
+        return _NOTHING_TO_DISABLE
     return torch.autocast(device, enabled=False)
 
 
-_AS_IT_IS = contextlib.nullcontext()
+_NOTHING_TO_DISABLE = contextlib.nullcontext()
 
 
 class ReverseMode(torch.autograd.Function):
@@ -77,10 +77,8 @@ class ByExample(ReverseMode):
     """An autograd function that `torch.func.vmap` calls once per example.
 
     So each example is quantized by its own scales, as in JAX's `vmap`, and all
-    code may read the values of its tensors.
-
-    A call outside of transforms takes 16 µs longer than that of a function
-    whose `forward` has a context (torch 2.13, CPU).
+    code may read the values of its tensors. `forward` has no context: outside
+    of transforms such a call takes 16 µs longer (torch 2.13, CPU).
     """
 
     @classmethod
@@ -89,17 +87,18 @@ class ByExample(ReverseMode):
         leaves, treespec = pytree.tree_flatten(arguments)
         axes = pytree.tree_leaves(in_dims, is_leaf=lambda axis: axis is None)
         results = []
-        for number in range(info.batch_size):
+        for index in range(info.batch_size):
+            # An argument whose axis is None is the same for all examples.
             example = [
-                x if axis is None else x.select(axis, number)
+                x if axis is None else x.select(axis, index)
                 for x, axis in zip(leaves, axes, strict=True)
             ]
             results.append(cls.apply(*pytree.tree_unflatten(example, treespec)))
-        if isinstance(results[0], torch.Tensor):
+        if isinstance(results[0], torch.Tensor):  # One output, no tuple.
             return torch.stack(results), 0
         outputs = tuple(
-            None if each[0] is None else torch.stack(each)
-            for each in zip(*results, strict=True)
+            None if of_examples[0] is None else torch.stack(of_examples)
+            for of_examples in zip(*results, strict=True)
         )
         return outputs, tuple(None if x is None else 0 for x in outputs)
 
@@ -111,14 +110,14 @@ def links_of(inputs: Tensor, kernel: Tensor) -> Links:
     """Return links to inputs and kernel, which carry second derivatives.
 
     A link is a tensor that is never read; its gradient becomes the operand's.
-    The link of a parameter is the parameter. None for a tensor without gradient
-    and for tensors of other types, which are differentiated once.
+    A parameter, which stays in memory anyway, is its own link. None without
+    gradient, and for other types of tensors, which are differentiated once.
     """
     return _link_of(inputs), _link_of(kernel)
 
 
 def _link_of(x: Tensor) -> Tensor | None:
-    """Return a link; None without gradient, or for another type."""
+    """Return the link of an operand, or None; see `links_of`."""
     if not x.requires_grad:
         return None
     if type(x) is torch.nn.Parameter:
@@ -126,15 +125,12 @@ def _link_of(x: Tensor) -> Tensor | None:
     return _Link.apply(x) if type(x) is torch.Tensor else None
 
 
-def _is_parameter(x: Tensor) -> bool:
-    return type(x) is torch.nn.Parameter
-
-
 class _Link(ReverseMode):
-    """A tensor of an operand's shape, never read, that passes a gradient on."""
+    """An autograd function that makes a link; see `links_of`."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        # With strides of 0 one number in memory is enough.
         return x.new_empty_strided(x.shape, (0,) * x.dim())
 
     @staticmethod
@@ -150,22 +146,22 @@ class Pass(NamedTuple):
         slot: The number of this use of the kernel in the step.
         shapes: The shapes of the inputs and of the kernel.
         needed: Whether the gradients of inputs and kernel are needed.
-        uses_state: Whether the first saved tensor is a state.
+        states: The number of states, 0 or 1, before the other saved tensors.
     """
 
     operation: Operation
     slot: Slot
     shapes: tuple[Shape, Shape]
     needed: tuple[bool, bool]
-    uses_state: bool
+    states: int
 
 
 class Differentiable(ReverseMode):
     """An autograd function that runs an `Operation` and adds a bias.
 
     `ctx.passes` are its `straight.Passes`; None where the general path runs.
-    `ctx.sums` says that the backward pass of that path sums the gradient
-    of the bias. `ctx.uses_state`, 0 or 1 as a number, counts the saved states.
+    `ctx.sums_bias` says that the backward pass of that path sums the gradient
+    of the bias. For `ctx.states` see `Pass`.
     """
 
     @staticmethod
@@ -183,7 +179,7 @@ class Differentiable(ReverseMode):
         bound = operation.bound
         ctx.operation, ctx.links = operation, links
         ctx.bias_shape = None if bias is None else bias.shape
-        ctx.uses_state = bool(state)
+        ctx.states = len(state)
         ctx.shapes = inputs.shape, kernel.shape
         ctx.passes = None
         if bound.straight is not None:
@@ -191,7 +187,7 @@ class Differentiable(ReverseMode):
         if ctx.passes is not None:
             matrix = state[0] if state else None
             outputs, saved = ctx.passes.forward(
-                inputs, kernel, bias, matrix, trains
+                inputs, kernel, bias, matrix, observe=trains
             )
             ctx.save_for_backward(*state, *saved)
             return outputs
@@ -200,92 +196,96 @@ class Differentiable(ReverseMode):
         )
         # Outside of training the state observes a kernel that outgrew its
         # scale. The amax of a parameter waits for `backward`: `_with_amax`.
-        if not trains and kernel.requires_grad and not _is_parameter(kernel):
-            residuals = operation.bound.observed(residuals, inputs, kernel)
+        is_parameter = type(kernel) is torch.nn.Parameter
+        if not trains and kernel.requires_grad and not is_parameter:
+            residuals = bound.observed(residuals, inputs, kernel)
         ctx.shapes = residuals.shapes
-        ctx.sums = bias is not None and bound.takes_bias(bias, inputs, kernel)
+        ctx.sums_bias = bias is not None and bound.takes_bias(
+            bias, inputs, kernel
+        )
         ctx.save_for_backward(*state, *residuals.leaves())
         return _no_view(outputs)
 
     @staticmethod
     def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> tuple[Any, ...]:
         """Return a gradient, or None, for each argument of `forward`."""
-        saved = ctx.saved_tensors  # to be asked for once only
-        needed = ctx.needs_input_grad[3:5]
         # Under create_graph=True, or for a batch of gradients.
         is_linked = torch.is_grad_enabled() or are_transforms_active()
+        if ctx.passes is not None and not is_linked:
+            return _straight_backward(ctx, outputs_grad)
+        needs_bias, needs_inputs, needs_kernel = ctx.needs_input_grad[2:5]
+        needed = needs_inputs, needs_kernel
+        saved = ctx.saved_tensors  # PyTorch unpacks them at each access.
         if ctx.passes is not None:
-            state, saved = saved[: ctx.uses_state], saved[ctx.uses_state :]
-            if not is_linked:
-                # A bias of another shape is no bias of the matmul.
-                needs_bias = ctx.needs_input_grad[2]
-                summed = needs_bias and ctx.bias_shape == ctx.passes.columns
-                matrix = state[0] if state else None
-                with no_autocast(outputs_grad):
-                    *grads, bias_grad, state_grad = ctx.passes.backward(
-                        saved,
-                        outputs_grad,
-                        matrix,
-                        (*needed, summed),
-                        ctx.operation.slot,
-                    )
-                if needs_bias and not summed:
-                    bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
-                state_grads = (state_grad,) if state else ()
-                return None, None, bias_grad, *grads, *state_grads
-            saved = *state, *ctx.passes.leaves(saved)
+            leaves = ctx.operation.bound.straight.leaves(saved[ctx.states :])
+            saved = *saved[: ctx.states], *leaves
         slot = ctx.operation.slot
-        static = Pass(ctx.operation, slot, ctx.shapes, needed, ctx.uses_state)
-        if ctx.operation.training is False and ctx.uses_state:
-            saved = _with_amax(static, ctx.links[1], saved)
-        bias_shape = ctx.bias_shape if ctx.needs_input_grad[2] else None
-        bias_grad = None
+        static = Pass(ctx.operation, slot, ctx.shapes, needed, ctx.states)
+        if ctx.operation.training is False and ctx.states:
+            _, kernel_link = ctx.links
+            saved = _with_amax(static, kernel_link, saved)
         if is_linked:
             gradients = linked(static, outputs_grad, ctx.links, saved)
-        elif bias_shape is not None and ctx.sums:
-            *gradients, bias_grad = _all_gradients(
+            bias_grad = None
+        else:
+            sums_bias = needs_bias and ctx.sums_bias
+            bias_shape = ctx.bias_shape if sums_bias else None
+            *gradients, bias_grad = _gradients(
                 static, outputs_grad, saved, bias_shape
             )
-        else:
-            gradients = _gradients(static, outputs_grad, saved)
-        if bias_shape is not None and bias_grad is None:
-            bias_grad = outputs_grad.sum_to_size(bias_shape)
+        if needs_bias and bias_grad is None:
+            bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
         return None, None, bias_grad, *gradients
 
 
+def _straight_backward(
+    ctx: FunctionCtx, outputs_grad: Tensor
+) -> tuple[Any, ...]:
+    """Return what `Differentiable.backward` does, by its `ctx.passes`."""
+    all_saved, slot = ctx.saved_tensors, ctx.operation.slot
+    state, saved = all_saved[: ctx.states], all_saved[ctx.states :]
+    matrix = state[0] if state else None
+    needs_bias, *needed = ctx.needs_input_grad[2:5]
+    # The passes sum the gradient of a bias that has one value per column.
+    sums_bias = needs_bias and ctx.bias_shape == ctx.passes.columns
+    needed = *needed, sums_bias
+    with no_autocast(outputs_grad):
+        *grads, bias_grad, state_grad = ctx.passes.backward(
+            saved, outputs_grad, matrix, needed, slot
+        )
+    if needs_bias and not sums_bias:
+        bias_grad = outputs_grad.sum_to_size(ctx.bias_shape)
+    state_grads = (state_grad,) if state else ()
+    return None, None, bias_grad, *grads, *state_grads
+
+
 def _with_amax(
-    static: Pass, kernel: Tensor | None, saved: tuple[Tensor, ...]
+    static: Pass, kernel_link: Tensor | None, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Add the amax of a kernel, if a parameter, to what inference has saved."""
-    if kernel is None or not _is_parameter(kernel):
+    """Add a kernel's amax to what inference saved, if it is a parameter."""
+    # A forward pass leaves it out, since it may never be differentiated.
+    if type(kernel_link) is not torch.nn.Parameter:
         return saved
-    # Not in the forward pass, which may never be differentiated.
-    bound = static.operation.bound
-    residuals = bound.residuals(saved[1:], static.shapes)
+    state, *leaves = saved
+    bound, kernel = static.operation.bound, kernel_link  # See `links_of`.
+    residuals = bound.residuals(leaves, static.shapes)
     # Of the inputs no amax is read outside of training: any tensor will do.
     with torch.no_grad():
         residuals = bound.observed(residuals, kernel, kernel)
-    return *saved[:1], *residuals.leaves(narrow=False)
+    return state, *residuals.leaves(narrow=False)
 
 
 def _gradients(
-    static: Pass, outputs_grad: Tensor, saved: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs, the kernel and the state."""
-    return _all_gradients(static, outputs_grad, saved, None)[:-1]
-
-
-def _all_gradients(
     static: Pass,
     outputs_grad: Tensor,
     saved: tuple[Tensor, ...],
-    bias_shape: Shape | None,
+    bias_shape: Shape | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `_gradients`, and that of a bias of a shape."""
-    # `uses_state` as a number is how many states, 0 or 1, were saved first.
-    bound, states = static.operation.bound, static.uses_state
+    """Return the gradients of inputs, kernel, a state if any, and the bias."""
+    # The last is None without `bias_shape`; see `BoundOperation.backward`.
+    bound, states = static.operation.bound, static.states
     with torch.no_grad(), no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad, bias_grad = bound.backward(
+        inputs_grad, kernel_grad, state_grads, bias_grad = bound.backward(
             bound.residuals(saved[states:], static.shapes),
             outputs_grad,
             saved[:states],
@@ -293,23 +293,26 @@ def _all_gradients(
             bias_shape,
             static.slot,
         )
-    return inputs_grad, kernel_grad, *state_grad, bias_grad
+    return inputs_grad, kernel_grad, *state_grads, bias_grad
 
 
 def linked(
     static: Pass, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
 ) -> Any:
-    """Return the gradients of `_gradients`; they can be differentiated once.
+    """Return gradients of inputs, kernel and state, to be differentiated once.
 
     `saved` is the state, if there is one, and the leaves of the residuals.
     """
     pairs = zip(static.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
-        # Of operands of a type that has no links.
-        gradients = _gradients(static, outputs_grad, saved)
-        once = raising_if_differentiated(gradients[:2], outputs_grad)
-        return *once, *gradients[2:]
-    # What gradients of gradients observe goes into a slot of its own.
+        # An operand of another type: these gradients cannot be differentiated.
+        inputs_grad, kernel_grad, *state_grads, _ = _gradients(
+            static, outputs_grad, saved
+        )
+        gradients = inputs_grad, kernel_grad
+        raising = raising_if_differentiated(gradients, outputs_grad)
+        return *raising, *state_grads
+    # What is observed here goes into another slot than in a first derivative.
     static = static._replace(slot=static.operation.another_slot(static.slot))
     return _Gradients.apply(static, outputs_grad, *links, *saved)
 
@@ -325,29 +328,32 @@ class _Gradients(ByExample):
         kernel_link: Tensor | None,
         *saved: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        gradients = _gradients(static, outputs_grad, saved)
-        return *(
-            x if x is None else _no_view(x) for x in gradients[:2]
-        ), *gradients[2:]
+        inputs_grad, kernel_grad, *state_grads, _ = _gradients(
+            static, outputs_grad, saved
+        )
+        gradients = inputs_grad, kernel_grad
+        new = [x if x is None else _no_view(x) for x in gradients]
+        return *new, *state_grads
 
     @staticmethod
     def setup_context(
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         ctx.static, outputs_grad, *ctx.links = inputs[:4]
-        # The gradient of the state: an observation, passed on unchanged.
-        ctx.observed = output[2:]
+        # A state's gradient is an observation: `backward` returns it as it is.
+        _, _, *ctx.state_grads = output
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*ctx.observed)
+        ctx.mark_non_differentiable(*ctx.state_grads)
         ctx.save_for_backward(outputs_grad, *inputs[4:])
 
     @staticmethod
     def backward(
         ctx: FunctionCtx, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
     ) -> tuple[Any, ...]:
+        # The last arguments are of the gradient of a state, which has none.
         outputs_grad, *saved = ctx.saved_tensors
         bound = ctx.static.operation.bound
-        leaves = saved[ctx.static.uses_state :]
+        leaves = saved[ctx.static.states :]
         with torch.no_grad(), no_autocast(outputs_grad):
             second = bound.second_derivatives(
                 bound.residuals(leaves, ctx.static.shapes),
@@ -357,11 +363,9 @@ class _Gradients(ByExample):
                 ctx.needs_input_grad[1:4],
             )
         if torch.is_grad_enabled():
-            of_gradients = inputs_grad_grad, kernel_grad_grad
-            second = raising_if_differentiated(
-                second, outputs_grad, *ctx.links, *of_gradients
-            )
-        return None, *second, *ctx.observed, *(None for _ in leaves)
+            sources = *ctx.links, inputs_grad_grad, kernel_grad_grad
+            second = raising_if_differentiated(second, outputs_grad, *sources)
+        return None, *second, *ctx.state_grads, *(None for _ in leaves)
 
 
 class Frozen(ReverseMode):
@@ -412,8 +416,8 @@ def raising_if_differentiated(
 ) -> list[Tensor | None]:
     """Return the same gradients; differentiating them again raises.
 
-    `sources` are the tensors that they were computed from. If none of these
-    requires a gradient, as without a link, the result does, so that it raises.
+    `sources` are the tensors that they were computed from. Even if none of
+    these requires a gradient, the results do.
     """
     return [
         x if x is None else _Raising.apply(_requiring_gradient(x), *sources)
@@ -429,13 +433,13 @@ def _requiring_gradient(gradient: Tensor) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """Return the same tensor, as a new one if it is a view."""
+    """Return a tensor; one that is a view, as a new tensor on its memory."""
     # Autograd refuses to change a view in place if a custom function made it:
     # `y += 1` on the outputs, or Keras 3.12's softmax, which adds its mask.
     return x.new_empty(0).set_(x) if x._is_view() else x
 
 
-_FIRST_BITS = 0x0102040810204080
+_PACKING_FACTOR = 0x0102040810204080
 """A factor that packs eight bytes of 0 or 1 into the highest byte.
 
 The eight bytes are read as one int64; byte i becomes bit i. Source: Warren,
@@ -444,58 +448,55 @@ The eight bytes are read as one int64; byte i becomes bit i. Source: Warren,
 
 
 class Relu(torch.autograd.Function):
-    """`torch.relu` that saves a mask for the gradient, not the outputs.
-
-    PyTorch's own gradient saves the outputs.
-    """
+    """`torch.relu` that saves a mask for the gradient, not the outputs."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         """Return `relu(x)`; save the mask of positive outputs."""
         outputs = torch.relu(x)
-        # From the largest stride to the smallest.
+        # The order of the axes in memory: that of the mask in memory too.
         ctx.axes = sorted(range(x.dim()), key=outputs.stride, reverse=True)
-        ctx.save_for_backward(_kept(outputs.permute(ctx.axes)))
+        ctx.save_for_backward(_packed_mask(outputs.permute(ctx.axes)))
         return outputs
 
     @staticmethod
     def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Tensor:
         """Return the gradient of `x`: `outputs_grad` where the mask is True."""
-        (saved,) = ctx.saved_tensors
-        mask = _mask(saved, outputs_grad.permute(ctx.axes).shape)
-        # Back to the order in memory of the outputs: the gradient gets the
-        # order of the mask, and sums over it depend on the order.
-        back = [ctx.axes.index(axis) for axis in range(mask.dim())]
-        passes = mask.permute(back).to(outputs_grad.dtype)
-        return torch.ops.aten.threshold_backward(outputs_grad, passes, 0)
+        (packed,) = ctx.saved_tensors
+        mask = _unpacked_mask(packed, outputs_grad.permute(ctx.axes).shape)
+        # The gradient gets the order in memory of its mask, here that of the
+        # outputs: sums over the gradient depend on the order.
+        order = [ctx.axes.index(axis) for axis in range(mask.dim())]
+        mask = mask.permute(order).to(outputs_grad.dtype)
+        return torch.ops.aten.threshold_backward(outputs_grad, mask, 0)
 
 
-def _kept(outputs: Tensor) -> Tensor:
-    """Return the mask of nonzero outputs, on a CPU as bits."""
+def _packed_mask(outputs: Tensor) -> Tensor:
+    """Return the mask of nonzero outputs; on a CPU uint8, 8 bits in each."""
     mask = outputs.bool()
-    # A byte per element on other devices, where memory is fast and each
-    # operation is one more kernel, and if the elements do not fill bytes.
+    # On other devices, where memory is fast and each operation is one more
+    # kernel, a byte for each element. So too if the elements fill no bytes.
     if mask.device.type != "cpu" or mask.numel() % 8:
         return mask
     eights = mask.flatten().view(torch.int64)
-    bits = eights.mul(_FIRST_BITS).bitwise_right_shift_(56)
+    bits = eights.mul(_PACKING_FACTOR).bitwise_right_shift_(56)
     return bits.to(torch.uint8)
 
 
-def _mask(saved: Tensor, shape: Shape) -> Tensor:
-    """Return as bool, in this shape, the mask that `_kept` returned."""
-    if saved.dtype == torch.bool:
-        return saved
-    eights = _EIGHTS.index_select(0, saved.int())
+def _unpacked_mask(packed: Tensor, shape: Shape) -> Tensor:
+    """Return the bool mask, in this shape, of which `packed` was made."""
+    if packed.dtype == torch.bool:
+        return packed
+    eights = _BITS_OF_BYTES.index_select(0, packed.int())
     return eights.view(torch.bool).view(shape)
 
 
 # This module may be loaded while a step is being compiled.
 @torch.compiler.disable
-def _eights() -> Tensor:
+def _bits_of_bytes() -> Tensor:
     """Return a table: for each byte, its 8 bits as 8 bytes in an int64."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return bits.bool().view(torch.int64).flatten()
 
 
-_EIGHTS = _eights()
+_BITS_OF_BYTES = _bits_of_bytes()

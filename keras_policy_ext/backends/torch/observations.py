@@ -61,17 +61,17 @@ class Observed:
         """Move an observation out of a state's newly accumulated gradient."""
         gradient = parameter.grad.detach()
         observation = gradient.clone()
-        gradient.mul_(0.0)
+        gradient.mul_(0.0)  # A NaN stays, and infinity becomes one.
         # A loop that has cleared the gradient has discarded the earlier
         # backward pass, so the earlier observation is discarded too.
-        continued = parameter.grad is self.gradient
-        if continued and self.latest is not None:
+        is_same_pass = parameter.grad is self.gradient
+        if is_same_pass and self.latest is not None:
             observation = self.latest + observation
         self.latest, self.gradient = observation, parameter.grad
 
     def keep(self) -> None:
-        """Move `latest` into `earlier`, which clearing gradients keeps."""
-        self.earlier = _largest(self.earlier, self.latest)
+        """Merge `latest` into `earlier`, which clearing gradients keeps."""
+        self.earlier = _larger(self.earlier, self.latest)
         self.latest = self.gradient = None
 
     def taken(self) -> Tensor | None:
@@ -127,7 +127,7 @@ def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
     `value` is assigned to it, as for `merged`. Replicas share one observation.
     """
     observed = variable.observed
-    if value is variable.value:  # No step yet: see `merged`.
+    if value is variable.value:  # The optimizer waits: see `merged`.
         observed.keep()
         return []
     if observed.group is not None and not _is_settled(value):
@@ -182,9 +182,9 @@ def changed_value(variable: keras.Variable) -> Tensor | None:
     """
     tensor, observed = variable.value, variable.observed
     # Tensors of other types stand for numbers that are not there yet.
-    is_float32 = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    has_numbers = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     # A call of `to` may have cast it.
-    is_float32 = is_float32 and tensor.dtype == torch.float32
+    is_float32 = has_numbers and tensor.dtype == torch.float32
     if observed is None or not is_float32 or tensor.device.type != "cpu":
         return None
     if tensor._version == observed.version:
@@ -223,8 +223,10 @@ def pinned_flags(count: int, pinned: bool = True) -> Tensor:
 def seen_lately(parameter: Tensor) -> bool:
     """Return True if a GPU reported that all operands were observed."""
     state = _STATES.get(id(parameter))
-    flags = None if state is None else _HOST_FLAGS.get(state.observed)
-    return flags is not None and True not in flags[1]
+    if state is None or state.observed not in _HOST_FLAGS:
+        return False
+    _, bytes_of_flags = _HOST_FLAGS[state.observed]
+    return True not in bytes_of_flags
 
 
 def know_replicas(parameter: Tensor) -> None:
@@ -243,7 +245,7 @@ def know_replicas(parameter: Tensor) -> None:
         for each in states:
             each.observed.group = group
     if module is not None and state is not None:
-        _know_replicas(module, state)
+        _record_group(module, state)
 
 
 def know_group(
@@ -266,11 +268,10 @@ def know_replicas_in_graph() -> None:
     """
     module = _active_module()
     parameters = () if module is None else module.parameters()
-    for each in parameters:
-        state = _STATES.get(id(each))
+    for parameter in parameters:
+        state = _STATES.get(id(parameter))
         if state is not None:
-            # All of the module learn it together.
-            _know_replicas(module, state)
+            _record_group(module, state)  # In all states of the module.
             return
 
 
@@ -281,21 +282,22 @@ def _active_module() -> Any:
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
-def _know_replicas(
+def _record_group(
     module: DistributedDataParallel, state: keras.Variable
 ) -> None:
-    """Record a module's process group in all its states, once."""
+    """Record the process group of a module in all its states, like `state`."""
     joining = getattr(getattr(module, "_join_config", None), "enable", False)
-    is_known = state.observed.group is not None
-    if is_known or joining or module.process_group.size() == 1:
+    is_recorded = state.observed.group is not None
+    if is_recorded or joining or module.process_group.size() == 1:
         return
-    for each in module.parameters():
-        state = _STATES.get(id(each))
+    for parameter in module.parameters():
+        state = _STATES.get(id(parameter))
         if state is not None:
             state.observed.group = module.process_group
 
 
-def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+def _larger(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return the maximum of two observations, or the one that is not None."""
     if first is None or second is None:
         return second if first is None else first
     return _counted(torch.maximum(first, second))
@@ -303,7 +305,7 @@ def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def _counted(largest: Tensor) -> Tensor:
     """Return an observation with at least one use per slot that has an amax."""
-    # The observations may have used different slots.
+    # The merged observations may have used different slots.
     slots = (largest[:, 1:] != 0.0).sum(1, keepdim=True).to(largest.dtype)
     uses = torch.maximum(largest[:, :1], UNIT * slots)
     return torch.cat([uses, largest[:, 1:]], dim=1)
@@ -319,24 +321,25 @@ def _over_replicas(
 ) -> list[Tensor | None]:
     """Combine each observation with those of its replicas, by all-reduce."""
     # There is one all-reduce per process group, of the maximum of each entry.
-    places: dict[Any, list[int]] = {}
-    for place, state in enumerate(states):
+    indices_of_group: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
         if state.observed.group is not None:
-            places.setdefault(state.observed.group, []).append(place)
+            indices_of_group.setdefault(state.observed.group, []).append(i)
     combined = list(observations)
-    for group, chosen in places.items():
-        parts = [_filled(observations[i], states[i]) for i in chosen]
+    for group, indices in indices_of_group.items():
+        parts = [_filled(observations[i], states[i]) for i in indices]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        # A maximum may lose NaN, and infinity is not entered either.
+        # A maximum may lose NaN. Infinity is discarded later, as NaN would be.
         flat = torch.nan_to_num(flat, nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
         sizes = [part.numel() for part in parts]
-        for i, part in zip(chosen, flat.split(sizes), strict=True):
+        for i, part in zip(indices, flat.split(sizes), strict=True):
             combined[i] = _counted(part.reshape(tuple(states[i].shape)))
     return combined
 
 
 def _filled(observation: Tensor | None, state: keras.Variable) -> Tensor:
+    """Return an observation of a state; zeros for None."""
     if observation is None:
         return torch.zeros_like(state.value.detach())
     return observation
@@ -347,24 +350,24 @@ def _before_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Update the float8 states of an optimizer's kernels before its step."""
+    """Update float8 states before an optimizer's step; return its arguments."""
     if not _STATES:
-        return None
+        return None  # The arguments stay.
     _enter_states_of(optimizer)
 
     # A closure takes gradients inside the step, so the same follows it.
-    def followed(argument: Any) -> Any:
+    def updating(argument: Any) -> Any:
         if argument is optimizer or not callable(argument):
             return argument
-        return _followed(argument, optimizer)
+        return _updating_states(argument, optimizer)
 
     return (
-        tuple(map(followed, args)),
-        {name: followed(value) for name, value in kwargs.items()},
+        tuple(map(updating, args)),
+        {name: updating(value) for name, value in kwargs.items()},
     )
 
 
-def _followed(
+def _updating_states(
     closure: Callable[..., Any], optimizer: torch.optim.Optimizer
 ) -> Any:
     """Wrap an optimizer's closure to update float8 states after each call."""
@@ -379,7 +382,7 @@ def _followed(
 
 
 def _enter_states_of(optimizer: torch.optim.Optimizer) -> None:
-    """Enter observations for the states of what an optimizer updates."""
+    """Enter observations into states whose kernels an optimizer updates."""
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
     with torch.no_grad(), variable_values.without_notifying():

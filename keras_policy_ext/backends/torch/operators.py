@@ -11,7 +11,7 @@ what autograd does between them. So no step asks autograd again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,45 +40,45 @@ def run(
     """Run an operation as a custom operator; return the outputs plus the bias.
 
     The operator adds the bias if it runs straight. Elsewhere the compiler adds
-    it, perhaps with what comes next. The compiler knows all of an operation.
+    it, perhaps with what comes next.
     """
-    matrix = state[0] if state else None
-    return _contraction(_written(operation), inputs, kernel, matrix, bias)
+    name, matrix = _registered_name(operation), state[0] if state else None
+    return _contraction(name, inputs, kernel, matrix, bias)
 
 
-def _straight(bound: Any, keep: bool) -> Any:
-    """Return the straight passes of a bound operation, or None."""
+def _straight_of(bound: Any, for_gradients: bool) -> Any:
+    """Return the `Straight` of a bound operation; None if it has none."""
     straight = bound.straight
-    if straight is None or (keep and not straight.differentiates):
+    if straight is None or (for_gradients and not straight.differentiates):
         return None
     return straight
 
 
-def _written(operation: Operation | FrozenOperation) -> str:
-    """Return the name under which an operation is registered."""
+def _registered_name(operation: Operation | FrozenOperation) -> str:
+    """Register an operation; return its key in `_OPERATIONS`."""
     return _name_of(_in_pieces(operation))
 
 
 def _in_pieces(value: Any) -> Any:
     """Return a dataclass as class and fields, recursively; else the value."""
-    # A graph takes pieces for constants, and no objects of this package.
-    # `is_dataclass` asks the class, for which torch 2.11 ends the graph.
+    # The compiler takes classes and tuples as constants of a graph, but not
+    # objects of this package. `is_dataclass` would end the graph (torch 2.11).
     if not hasattr(value, "__dataclass_fields__"):
         return value
     names = [each.name for each in dataclasses.fields(value) if each.init]
     return type(value), tuple([_in_pieces(getattr(value, n)) for n in names])
 
 
-def _of_pieces(pieces: Any) -> Any:
+def _from_pieces(pieces: Any) -> Any:
     """Return the value of which `_in_pieces` made these pieces."""
     kind = pieces[0] if isinstance(pieces, tuple) and pieces else None
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return pieces
     names = [each.name for each in dataclasses.fields(kind) if each.init]
-    return kind(**dict(zip(names, map(_of_pieces, pieces[1]), strict=True)))
+    return kind(**dict(zip(names, map(_from_pieces, pieces[1]), strict=True)))
 
 
-_KEPT_AS = 4
+_RESIDUALS_VERSION = 4
 """The version of the residuals; increase it if their shapes or dtypes change.
 
 Inductor looks up compiled graphs, in any process, by the names and shapes of
@@ -89,13 +89,13 @@ an operator's arguments. It assumes that the results are unchanged.
 @torch.compiler.assume_constant_result
 def _name_of(pieces: Any) -> str:
     """Register an operation; return a name that is equal in any process."""
-    operation = _of_pieces(pieces).resolved()
-    # What is compiled and kept on a disk is of these kernels alone.
+    operation = _from_pieces(pieces).resolved()
+    # The name has the kernels, since a graph on a disk is for these alone.
     kernels = "; ".join([": ".join(choice) for choice in operation.choices])
-    name = text = f"{operation!r}, by {kernels}, kept as {_KEPT_AS}"
+    name = text = f"{operation!r}, by {kernels}, kept as {_RESIDUALS_VERSION}"
     number = 1
     while _OPERATIONS.setdefault(name, operation) != operation:
-        # Another recipe, of a class that is called the same.
+        # The name is taken, by a recipe whose class is another of this name.
         number += 1
         name = f"{text} #{number}"
     return name
@@ -104,9 +104,9 @@ def _name_of(pieces: Any) -> str:
 def _operator(name: str, key: str = "default") -> Callable[[Any], Any]:
     """Return a decorator that registers an operator for a dispatch key."""
 
-    # An operator of `torch.library.custom_op` takes the host longer: it looks
-    # for results that share memory, at each call (torch 2.11). One of
-    # `torch.library.register_autograd` is dispatched in Python twice.
+    # `torch.library.custom_op` takes the host longer: it looks for results that
+    # share memory, at each call (torch 2.11). After `register_autograd` a call
+    # is dispatched in Python twice.
     def register(function: Any) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=())
         tag = torch.Tag.pt2_compliant_tag
@@ -132,24 +132,23 @@ def _forward(
     trains = keep and operation.training is not False
     if keep and state is not None:
         observations.know_replicas_in_graph()
-    straight = _straight(operation.bound, keep)
+    straight = _straight_of(operation.bound, for_gradients=keep)
     passes = straight and straight.of(inputs.shape, kernel.shape, inputs.device)
     if passes:
         with no_autocast(inputs):
-            outputs, saved = passes.forward(inputs, kernel, bias, state, trains)
+            outputs, saved = passes.forward(
+                inputs, kernel, bias, state, observe=trains
+            )
         return [outputs, *saved] if keep else [outputs]
     with no_autocast(inputs):
         outputs, residuals = operation.bound.forward(
             inputs, kernel, _listed(state), trains, bias, slot=operation.slot
         )
         if keep and not trains:
-            # `backward` looks by them for a kernel that outgrew its scale.
+            # By its amax, `backward` sees if the kernel outgrew its scale.
             residuals = operation.bound.observed(residuals, inputs, kernel)
-    tensors = [inputs, kernel, *_listed(state)]
-    arguments = len(tensors)
-    for tensor in [outputs, *(residuals.leaves() if keep else ())]:
-        tensors.append(unshared(tensor, tensors))
-    return tensors[arguments:]
+    results = [outputs, *residuals.leaves()] if keep else [outputs]
+    return unshared(results, [inputs, kernel, *_listed(state)])
 
 
 @torch.library.register_fake("keras_policy_ext::forward")
@@ -163,10 +162,10 @@ def _(
 ) -> list[Tensor]:
     operation: Any = _OPERATIONS[name]
     bound = operation.bound
-    straight = _straight(bound, keep)
+    straight = _straight_of(bound, for_gradients=keep)
     if straight and straight.fits(inputs.shape, kernel.shape, inputs.device):
         return straight.empty(inputs, kernel, keep)
-    # Observing needs no branch, which could not be chosen without numbers.
+    # With `observe=True` there is no branch on numbers, which are unknown here.
     outputs, residuals = bound.forward(
         inputs, kernel, _listed(state), observe=True, bias=bias
     )
@@ -187,37 +186,35 @@ def _backward(
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Return the needed gradients, and that of a state if there is one."""
-    # `shapes` has the sizes of the inputs, `rank` of them, then those of the
-    # kernel. `needed` is of the inputs, the kernel and the bias.
+    # An operator takes no nested lists: `shapes` has the sizes of the inputs,
+    # `rank` of them, then those of the kernel.
+    inputs_needed, kernel_needed, bias_needed = needed
     operation: Any = _OPERATIONS[name]
     bound = operation.bound
-    sizes = tuple(shapes[:rank]), tuple(shapes[rank:])
-    straight = _straight(bound, True)
-    passes = straight and straight.of(*sizes, outputs_grad.device)
+    two_shapes = tuple(shapes[:rank]), tuple(shapes[rank:])
+    straight = _straight_of(bound, for_gradients=True)
+    passes = straight and straight.of(*two_shapes, outputs_grad.device)
     if passes:
         with no_autocast(outputs_grad):
-            tensors = passes.backward(
+            gradients = passes.backward(
                 leaves, outputs_grad, state, needed, operation.slot
             )
-        return [x for x in tensors if x is not None]
-    residuals = bound.residuals(leaves, sizes)
+        return [x for x in gradients if x is not None]
+    residuals = bound.residuals(leaves, two_shapes)
     bias_grad = None
     with no_autocast(outputs_grad):
-        inputs_grad, kernel_grad, state_grad, _ = bound.backward(
+        inputs_grad, kernel_grad, state_grads, _ = bound.backward(
             residuals,
             outputs_grad,
             _listed(state),
-            (needed[0], needed[1]),
+            (inputs_needed, kernel_needed),
             slot=operation.slot,
         )
-        if needed[2]:
+        if bias_needed:
             bias_grad = outputs_grad.sum_to_size(tuple(bias_shape))
-    tensors = [outputs_grad, *_listed(state), *leaves]
-    arguments = len(tensors)
-    for tensor in (inputs_grad, kernel_grad, bias_grad, *state_grad):
-        if tensor is not None:
-            tensors.append(unshared(tensor.contiguous(), tensors))
-    return tensors[arguments:]
+    gradients = [inputs_grad, kernel_grad, bias_grad, *state_grads]
+    results = [x.contiguous() for x in gradients if x is not None]
+    return unshared(results, [outputs_grad, *_listed(state), *leaves])
 
 
 @torch.library.register_fake("keras_policy_ext::backward")
@@ -232,19 +229,20 @@ def _(
     needed: Sequence[bool],
 ) -> list[Tensor]:
     operation: Any = _OPERATIONS[name]
-    dtype = getattr(torch, operation.kernel_dtype)
+    inputs_needed, kernel_needed, bias_needed = needed
+    kernel_dtype = getattr(torch, operation.kernel_dtype)
     found = []
-    if needed[0]:
+    if inputs_needed:
         found.append(outputs_grad.new_empty(shapes[:rank]))
-    if needed[1]:
-        found.append(outputs_grad.new_empty(shapes[rank:], dtype=dtype))
-    if needed[2]:
+    if kernel_needed:
+        found.append(outputs_grad.new_empty(shapes[rank:], dtype=kernel_dtype))
+    if bias_needed:
         found.append(outputs_grad.new_empty(bias_shape))
     return found + [torch.empty_like(matrix) for matrix in _listed(state)]
 
 
-class _Passes(ReverseMode):
-    """An autograd function of the two operators."""
+class _Differentiable(ReverseMode):
+    """An autograd function whose two passes are the operators of this file."""
 
     @staticmethod
     def forward(
@@ -255,24 +253,23 @@ class _Passes(ReverseMode):
         state: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.name, ctx.uses_state = name, state is not None
+        ctx.name, ctx.states = name, len(_listed(state))
         ctx.shapes, ctx.rank = [*inputs.shape, *kernel.shape], inputs.dim()
         ctx.bias_shape = [] if bias is None else list(bias.shape)
-        outputs, *saved = _forward(name, inputs, kernel, state, bias, True)
+        outputs, *saved = _forward(name, inputs, kernel, state, bias, keep=True)
         ctx.save_for_backward(*_listed(state), *saved)
         return outputs
 
     @staticmethod
     def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
         saved = ctx.saved_tensors
-        state = saved[0] if ctx.uses_state else None
-        needs = ctx.needs_input_grad
-        needed = [needs[1], needs[2], needs[4]]
+        _, inputs_needed, kernel_needed, _, bias_needed = ctx.needs_input_grad
+        needed = [inputs_needed, kernel_needed, bias_needed]
         gradients = _backward(
             ctx.name,
-            list(saved[ctx.uses_state :]),
+            list(saved[ctx.states :]),
             outputs_grad,
-            state,
+            saved[0] if ctx.states else None,
             ctx.shapes,
             ctx.rank,
             ctx.bias_shape,
@@ -300,24 +297,25 @@ def _contraction(
     keep = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (inputs, kernel, *_listed(state))
     )
-    straight, added = operation.bound.straight, None
+    straight, bias_inside = operation.bound.straight, None
     if bias is not None and straight is not None:
-        # A bias that is trained alone gets its gradient from an addition.
+        # If only the bias is trained, its gradient is that of an addition.
         is_apart = torch.is_grad_enabled() and not keep
         if not is_apart and bias.shape == kernel.shape[straight.contracted :]:
-            added = bias
+            bias_inside = bias
+    arguments = name, inputs, kernel, state, bias_inside
     if keep:
-        outputs = _Passes.apply(name, inputs, kernel, state, added)
+        outputs = _Differentiable.apply(*arguments)
     else:
-        outputs = _forward(name, inputs, kernel, state, added, False)[0]
-    return outputs if bias is added else outputs + bias
+        (outputs,) = _forward(*arguments, keep=False)
+    return outputs if bias is bias_inside else outputs + bias
 
 
 def run_frozen(
     operation: FrozenOperation, inputs: Tensor, *constants: Tensor
 ) -> Tensor:
     """Run a frozen operation as a custom operator; return the outputs."""
-    return _frozen(_written(operation), inputs, list(constants))
+    return _frozen(_registered_name(operation), inputs, list(constants))
 
 
 @torch.library.custom_op("keras_policy_ext::frozen", mutates_args=())
@@ -327,7 +325,8 @@ def _frozen(
     """Return the outputs of the frozen operation of this name."""
     operation: Any = _OPERATIONS[name]
     outputs = operation.forward(inputs, tuple(constants))
-    return unshared(outputs.contiguous(), [inputs, *constants])
+    (outputs,) = unshared([outputs.contiguous()], [inputs, *constants])
+    return outputs
 
 
 @_frozen.register_fake
@@ -345,10 +344,10 @@ def _frozen_grad(
     shape: Sequence[int],
 ) -> torch.Tensor:
     """Return the gradient of a frozen operation's inputs, of this shape."""
-    # By its name, since an operator takes no objects.
     operation: Any = _OPERATIONS[name]
     result = operation.inputs_grad(outputs_grad, tuple(constants), tuple(shape))
-    return unshared(result.contiguous(), [outputs_grad, *constants])
+    (result,) = unshared([result.contiguous()], [outputs_grad, *constants])
+    return result
 
 
 @_frozen_grad.register_fake
@@ -371,6 +370,7 @@ def _save_frozen(
 
 
 def _frozen_gradients(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
+    """Return the gradients of the arguments of `_frozen`."""
     constants = list(ctx.saved_tensors)
     gradient = _frozen_grad(ctx.name, outputs_grad, constants, ctx.shape)
     return None, gradient, [None] * len(constants)
@@ -383,11 +383,16 @@ def _listed(state: Tensor | None) -> tuple[Tensor, ...]:
     return () if state is None else (state,)
 
 
-def unshared(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return the tensor, cloned if it shares memory with one of `others`.
+def unshared(
+    results: Iterable[Tensor], arguments: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return results, cloned if they share memory with an argument or a result.
 
-    The result of an operator may not share memory with its arguments.
+    An operator may not return such tensors.
     """
-    memory = tensor.untyped_storage()
-    shared = any(memory is other.untyped_storage() for other in others)
-    return tensor.clone() if shared else tensor
+    tensors = [*arguments]
+    for result in results:
+        memory = result.untyped_storage()
+        is_shared = any(memory is x.untyped_storage() for x in tensors)
+        tensors.append(result.clone() if is_shared else result)
+    return tensors[len(arguments) :]

@@ -51,7 +51,8 @@ class ScaledMM(NativeMatmul):
     @property
     def writes_float32(self) -> bool:
         """True if a float32 output is cheap; False on a CPU."""
-        # On a CPU the results must not change, here and in `with_bias`.
+        # On a CPU, results are rounded as those of emulated matmuls are: before
+        # they become float32, and before the bias of `with_bias` is added.
         return torch_devices.here().maker != "cpu"
 
     def with_bias(self, bias: Tensor) -> ScaledMM | None:
@@ -78,9 +79,10 @@ class ScaledMM(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        x, y = _matrices(a, b)
         scales = a.scale.reshape(()), b.scale.reshape(())
-        wide = getattr(torch, dtype)
-        product = _scaled_mm(*_matrices(a, b), *scales, wide, fast, self._bias)
+        out_dtype = getattr(torch, dtype)
+        product = _scaled_mm(x, y, *scales, out_dtype, fast, self._bias)
         return product.unsqueeze(0)
 
 
@@ -100,18 +102,21 @@ class ScaledMMOfMatrices(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
-        return f"scaled_mm on {_here()}, of each matrix"
+        on_cpu = torch_devices.here().maker == "cpu"
+        place = "a CPU, asked for" if on_cpu else "CUDA"
+        return f"scaled_mm on {place}, of each matrix"
 
     @override
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        wide = getattr(torch, dtype)
-        operands = zip(a.values, b.values, a.scale, b.scale, strict=True)
+        out_dtype = getattr(torch, dtype)
+        scales = a.scale.reshape(-1), b.scale.reshape(-1)  # One per matrix.
+        matrices = zip(a.values, b.values, *scales, strict=True)
         return torch.stack(
             [
-                _scaled_mm(x, y.t(), s.reshape(()), t.reshape(()), wide, fast)
-                for x, y, s, t in operands
+                _scaled_mm(x, y.t(), x_scale, y_scale, out_dtype, fast)
+                for x, y, x_scale, y_scale in matrices
             ]
         )
 
@@ -119,10 +124,8 @@ class ScaledMMOfMatrices(NativeMatmul):
 class ScaledMMOfRows(NativeMatmul):
     """A kernel: `scaled_mm` with row scales for one operand or both.
 
-    If no kernel of PyTorch takes them, they multiply the output in float32.
-
-    Args:
-        bias: See `ScaledMM`; bfloat16.
+    Scales that PyTorch does not take multiply the output in float32. The bias
+    is that of `ScaledMM`, in bfloat16.
     """
 
     def __init__(self, bias: Tensor | None = None):
@@ -131,11 +134,11 @@ class ScaledMMOfRows(NativeMatmul):
     def with_bias(self, bias: Tensor) -> ScaledMMOfRows | None:
         """Return a kernel that adds a bias before it rounds, or None.
 
-        None if PyTorch takes no row scales; on a CPU results must not change.
+        None if PyTorch takes no row scales, and on a CPU: see `ScaledMM`.
         """
-        can = bias.dtype == torch.bfloat16 and bias.device.type != "cpu"
-        can = can and torch_devices.scales_rows(bias.device)
-        return ScaledMMOfRows(bias) if can else None
+        adds = bias.dtype == torch.bfloat16 and bias.device.type != "cpu"
+        adds = adds and torch_devices.scales_rows(bias.device)
+        return ScaledMMOfRows(bias) if adds else None
 
     @override
     def reads(self, request: Request) -> bool:
@@ -143,7 +146,7 @@ class ScaledMMOfRows(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # As of `ScaledMM`: row scales that it lacks multiply the output.
+        # Nothing about scales: `multiply` applies those that PyTorch lacks.
         return _refusal(request) or _slower_on_a_cpu(request)
 
     @override
@@ -158,8 +161,8 @@ class ScaledMMOfRows(NativeMatmul):
     ) -> Tensor:
         x, y = _matrices(a, b)
         # With row scales: bfloat16 outputs, and e4m3fn as second operand.
-        is_allowed = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
-        if is_allowed and torch_devices.scales_rows(x.device):
+        takes_scales = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
+        if takes_scales and torch_devices.scales_rows(x.device):
             scales = _row_scales(a), _row_scales(b)
             output = _scaled_mm(x, y, *scales, torch.bfloat16, fast, self._bias)
             return output.unsqueeze(0)
@@ -171,11 +174,11 @@ class ScaledMMOfRows(NativeMatmul):
 
 
 class ScaledMMOfBlocks(NativeMatmul):
-    """A kernel: `scaled_mm` with 1 x 128 scales, or 128 x 128 for the second.
+    """A kernel: `scaled_mm` with a scale for 1 x 128 or 128 x 128 elements.
 
-    The checks for GPUs that ran on an H200 do not use it. The layouts are
-    those of PyTorch's own test (`test_scaled_matmul_cuda.py`). They are
-    checked on tensors without data.
+    The second operand may have scales of squares. The checks that ran on an
+    H200 do not use it. The layouts are those of PyTorch's own test
+    (`test_scaled_matmul_cuda.py`). They are checked on tensors without data.
     """
 
     @override
@@ -185,11 +188,10 @@ class ScaledMMOfBlocks(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # Native on a Hopper alone.
         return (
             _refusal(request)
-            or torch_devices.lacking_blocks()
-            or _other_formats(request)
+            or torch_devices.lacking_scales("blocks", BLOCK)
+            or _refusal_of_formats(request)
         )
 
     @override
@@ -203,23 +205,24 @@ class ScaledMMOfBlocks(NativeMatmul):
         # `fast` is ignored: PyTorch's own test covers exact sums only.
         x, y = (_padded(each.values.squeeze(0), BLOCK) for each in (a, b))
         if b.tile.free == BLOCK:
-            # One row of scales for 128 rows of `b`, padded to a multiple of 4.
-            scale = _contiguous(b.scale.squeeze(0))
-            column_scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0).t()
-            kind = F.ScalingType.BlockWise128x128
+            # A row of scales for 128 rows of `b`, padded to a multiple of 4.
+            b_scales = _contiguous(b.scale.squeeze(0))
+            padding = 0, -b_scales.shape[1] % 4
+            b_scales = F.pad(b_scales, padding, value=1.0).t()
+            b_scaling = F.ScalingType.BlockWise128x128
         else:
-            column_scale = _block_scales(b, y.shape[0])
-            kind = F.ScalingType.BlockWise1x128
+            b_scales = _block_scales(b, y.shape[0])
+            b_scaling = F.ScalingType.BlockWise1x128
         product = F.scaled_mm(
             _contiguous(x),
             _contiguous(y).t(),
             _block_scales(a, x.shape[0]),
             F.ScalingType.BlockWise1x128,
-            column_scale,
-            kind,
-            output_dtype=_written(dtype),
+            b_scales,
+            b_scaling,
+            output_dtype=_output_dtype(dtype),
         )
-        return _cut(product, a, b, dtype)
+        return _cropped(product, a, b, dtype)
 
 
 class ScaledMMOfMX(NativeMatmul):
@@ -236,11 +239,10 @@ class ScaledMMOfMX(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
-        # Native on a data center's Blackwell alone.
         return (
             _refusal(request)
-            or torch_devices.lacking_mx()
-            or _other_formats(request)
+            or torch_devices.lacking_scales("mx", MX_BLOCK)
+            or _refusal_of_formats(request)
             or request.refused_as_mx
         )
 
@@ -254,22 +256,22 @@ class ScaledMMOfMX(NativeMatmul):
     ) -> Tensor:
         # `fast` is ignored, as by `ScaledMMOfBlocks`.
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
-        first, second = (
+        a_scales, b_scales = (
             swizzled(encode_scales(each.scale.squeeze(0), E8M0))
             for each in (a, b)
         )
         product = F.scaled_mm(
             _contiguous(x),
             _contiguous(y).t(),
-            first.view(torch.float8_e8m0fnu),
+            a_scales.view(torch.float8_e8m0fnu),
             F.ScalingType.BlockWise1x32,
-            second.view(torch.float8_e8m0fnu),
+            b_scales.view(torch.float8_e8m0fnu),
             F.ScalingType.BlockWise1x32,
             F.SwizzleType.SWIZZLE_32_4_4,
             F.SwizzleType.SWIZZLE_32_4_4,
-            output_dtype=_written(dtype),
+            output_dtype=_output_dtype(dtype),
         )
-        return _cut(product, a, b, dtype)
+        return _cropped(product, a, b, dtype)
 
 
 def swizzled(scales: Tensor) -> Tensor:
@@ -300,11 +302,6 @@ def _lacking(request: Request) -> str | None:
     return torch_devices.lacking(*request.formats)
 
 
-def _here() -> str:
-    on_cpu = torch_devices.here().maker == "cpu"
-    return "a CPU, asked for" if on_cpu else "CUDA"
-
-
 def _slower_on_a_cpu(request: Request) -> str | None:
     """Return why a CPU does not take this kernel, or None."""
     on_cpu = torch_devices.here().maker == "cpu"
@@ -314,7 +311,8 @@ def _slower_on_a_cpu(request: Request) -> str | None:
     return "scaled_mm is slower than float32 on a CPU"
 
 
-def _other_formats(request: Request) -> str | None:
+def _refusal_of_formats(request: Request) -> str | None:
+    """Return why matmuls with block scales do not read these formats."""
     if request.a.format == request.b.format == "float8_e4m3fn":
         return None
     return "torch's matmuls with scales of blocks read float8_e4m3fn only"
@@ -332,19 +330,19 @@ def _row_scales(operand: Quantized) -> Tensor:
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:
-    """Return 1 x 128 block scales padded to `rows`, column-major."""
+    """Return the scales of 1 x 128 blocks padded to `rows`, column-major."""
     scale = operand.scale.squeeze(0)
     scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
     return _contiguous(scale.t()).t()
 
 
-def _written(dtype: str) -> torch.dtype:
+def _output_dtype(dtype: str) -> torch.dtype:
     """Return the output dtype of a matmul with block scales."""
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
-def _cut(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
-    """Crop a matmul's output to the operands' rows; cast it to `dtype`."""
+def _cropped(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
+    """Remove what padding added to a matmul's output; cast it to `dtype`."""
     rows, columns = a.values.shape[1], b.values.shape[1]
     product = product.narrow(0, 0, rows).narrow(1, 0, columns)
     return product.to(getattr(torch, dtype)).unsqueeze(0)
@@ -366,13 +364,13 @@ def _scaled_mm(
     rows, columns = a.shape[0], b.shape[1]
     if a.device.type == "cuda":
         a, b = _padded(a), _padded(b)
-    if bias is not None and b.shape[1] > columns:
-        bias = F.pad(bias, (0, b.shape[1] - columns))
+    more_rows, more_columns = a.shape[0] - rows, b.shape[1] - columns
+    if bias is not None and more_columns:
+        bias = F.pad(bias, (0, more_columns))
     if scale_a.dim():
-        over = a.shape[0] - rows, b.shape[1] - columns
-        scale_a = F.pad(scale_a, (0, over[0]), value=1.0).unsqueeze(1)
-        scale_b = F.pad(scale_b, (0, over[1]), value=1.0).unsqueeze(0)
-    # `F.scaled_mm`: not on a CPU in torch 2.11; its checks are slow.
+        scale_a = F.pad(scale_a, (0, more_rows), value=1.0).unsqueeze(1)
+        scale_b = F.pad(scale_b, (0, more_columns), value=1.0).unsqueeze(0)
+    # `F.scaled_mm` is not there on a CPU (torch 2.11), and its checks are slow.
     product = torch._scaled_mm(
         _contiguous(a),
         _contiguous(b.t()).t(),
@@ -393,8 +391,9 @@ def _aligned(scale: Tensor) -> Tensor:
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    # `contiguous` and slices want the device itself; a clone and `narrow` can
-    # be checked on fake CUDA tensors without CUDA (torch 2.13).
+    """Return a tensor, cloned if it is not contiguous."""
+    # Tests pass fake CUDA tensors without CUDA: `clone` and `narrow` take them,
+    # `contiguous` and slices do not (torch 2.13).
     if x.is_contiguous():
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -405,4 +404,5 @@ def _padded(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     rows, columns = (-size % multiple for size in x.shape)
     if not rows and not columns:
         return x
+    # `F.pad` takes no float8: the code of 0 is 0.
     return F.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)

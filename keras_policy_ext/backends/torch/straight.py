@@ -44,10 +44,11 @@ _empty = torch.empty
 
 _FLOAT32 = torch.float32
 
-_WIDTH = 8
-"""How many float32 numbers the scales of two operands lie apart in memory.
+_SCALES_WIDTH = 8
+"""How many float32 numbers the used scales of an operand take in memory.
 
-Between them is a marked scale: see `triton_casts.MARKED_AFTER`.
+The first is its scale, and the one at `triton_casts.MARKED_AFTER` its marked
+scale. The others are not written.
 """
 
 _DTYPES = "bfloat16", "float16", "float32"
@@ -57,7 +58,7 @@ class Cast:
     """The cast of an operand of one shape with one scale, in both layouts.
 
     Args:
-        straight: The passes that it is part of.
+        straight: The plan that it is part of.
         operand: `"inputs"`, `"kernel"` or `"outputs_grad"`.
         matrix: A matrix of its shape and strides.
         seen_lately: Whether a GPU has reported that all operands were observed.
@@ -78,20 +79,17 @@ class Cast:
         grid = triton_casts.grid_of((m, k))
         quantization = straight.quantizations[operand]
         self._dtype = getattr(torch, quantization.format)
-        self._shape, self._across = (m, k), (k, m)
-        self._tiles = grid[0] * grid[1]  # How many.
-        self._sums = (grid[0], k) if sums else None  # A shape.
-        self._sizes = m, k, *matrix.stride()
+        self._shape, self._across_shape = (m, k), (k, m)
+        self._tile_count = math.prod(grid)
+        self._sums_shape = (grid[0], k) if sums else None
+        self._sizes_and_strides = m, k, *matrix.stride()
         self._has_state = straight.source is not None
-        index = OPERANDS.index(operand)
-        is_last = operand == "outputs_grad"
-        # The scale of a kernel is written behind that of the inputs. Without a
-        # state there is an amax for each of them, and one apart for gradients.
-        place = 0 if is_last or not index else _WIDTH
-        if not self._has_state:
-            index = 0 if is_last else index  # Of its amax.
+        is_kernel = operand == "kernel"
+        # The operand's place in `scales` and `unseen`: its row of the state, or
+        # without a state that of its amax, which a kernel has beside inputs.
+        index = OPERANDS.index(operand) if self._has_state else int(is_kernel)
         may_be_unseen = straight.may_be_unseen
-        # The constants depend on which of these are None: any tensor will do.
+        # Only which of these are None is read: any tensor will do.
         hint = ScaleHint(
             scale=matrix if self._has_state else None,
             unseen=matrix if may_be_unseen else None,
@@ -102,19 +100,19 @@ class Cast:
             quantization,
             hint,
             (m, k),
-            straight.interpreted,
+            by_integers=straight.interpreted,
             INDEX=index,
-            PLACE=place,
+            PLACE=_SCALES_WIDTH if is_kernel else 0,
             MARKED=not self._has_state,
             OBSERVE=observe and self._has_state,
             SUMS=sums,
         )
-        self._launch = Launch(triton_casts.cast_kernel, grid, constants)
-        self._find_amax = None
+        self._cast = Launch(triton_casts.cast_kernel, grid, constants)
+        self._find_amax = None  # Where the state has a scale.
         if not self._has_state or (may_be_unseen and not seen_lately):
-            options = {"ALWAYS": not self._has_state, "INDEX": index}
-            options["TILE"] = constants["TILE"]
-            self._find_amax = Launch(triton_casts.amax_kernel, grid, options)
+            of_amax = {name: constants[name] for name in ("INDEX", "TILE")}
+            of_amax["ALWAYS"] = not self._has_state
+            self._find_amax = Launch(triton_casts.amax_kernel, grid, of_amax)
 
     def __call__(
         self,
@@ -124,10 +122,10 @@ class Cast:
         unseen: Tensor,
         used: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Quantize a matrix; write its scale into `used`.
+        """Quantize a matrix; write its scale into `used`, see `_SCALES_WIDTH`.
 
-        `scales` and `unseen` are read from the state. Without one `scales` is
-        zeros, int32, that become amaxes.
+        `scales` and `unseen` were read from the state. Without one `scales` is
+        zeros, int32, which become amaxes.
 
         Returns:
             The codes, those of the transpose, the amax of each tile, and the
@@ -135,24 +133,25 @@ class Cast:
         """
         device = x.device
         values = _empty(self._shape, dtype=self._dtype, device=device)
-        across = _empty(self._across, dtype=self._dtype, device=device)
+        across = _empty(self._across_shape, dtype=self._dtype, device=device)
         amaxes = sums = used  # Stand-ins, which are not written to.
         if self._has_state:
-            amaxes = _empty(self._tiles, dtype=_FLOAT32, device=device)
-        if self._sums is not None:
-            sums = _empty(self._sums, dtype=_FLOAT32, device=device)
+            amaxes = _empty(self._tile_count, dtype=_FLOAT32, device=device)
+        if self._sums_shape is not None:
+            sums = _empty(self._sums_shape, dtype=_FLOAT32, device=device)
         own_amaxes = amaxes if self._has_state else scales
+        sizes = self._sizes_and_strides
         if self._find_amax is not None:
-            self._find_amax(stream, x, unseen, own_amaxes, *self._sizes)
-        made = values, across, own_amaxes, sums
-        self._launch(stream, x, scales, unseen, used, *made, *self._sizes)
+            self._find_amax(stream, x, unseen, own_amaxes, *sizes)
+        written = used, values, across, own_amaxes, sums
+        self._cast(stream, x, scales, unseen, *written, *sizes)
         return values, across, amaxes, sums
 
 
 class CastOfRows:
     """The cast of an operand with a scale for each row; see `Cast`.
 
-    It writes the transpose with a scale for each column.
+    It writes the transpose with a scale for each column of the operand.
     """
 
     def __init__(
@@ -162,48 +161,54 @@ class CastOfRows:
         grid = triton_casts.grid_of((m, k))
         quantization = straight.quantizations[operand]
         self._dtype = getattr(torch, quantization.format)
-        self._shape, self._across, self._count = (m, k), (k, m), m + k
-        # As the matmuls want them: a column of the first operand's scales.
+        self._shape, self._across_shape = (m, k), (k, m)
+        self._amax_count = m + k  # Of the rows, then of the columns.
+        # `_scaled_mm` reads a column of scales first, and then a row.
         is_kernel, is_inputs = operand == "kernel", operand == "inputs"
-        self._row_shape = (1, m) if is_kernel else (m, 1)
-        self._column_shape = (k, 1) if is_inputs else (1, k)
-        self._sums = (grid[0], k) if sums else None  # A shape.
-        self._sizes = m, k, *matrix.stride()
+        self._row_scales_shape = (1, m) if is_kernel else (m, 1)
+        self._column_scales_shape = (k, 1) if is_inputs else (1, k)
+        self._sums_shape = (grid[0], k) if sums else None
+        self._sizes_and_strides = m, k, *matrix.stride()
         tile = {"TILE": triton_casts.tile_of((m, k))}
         constants = {
             **triton_casts.format_constants(quantization, straight.interpreted),
-            # The outputs use saturated values: see `OperandUse.quantize`.
+            # Where gradients read them. The outputs use saturated values.
             "MARKS_ROWS": not is_inputs,
             "MARKS_COLUMNS": not is_kernel,
             "SUMS": sums,
             **tile,
         }
         self._find_amaxes = Launch(triton_casts.edges_kernel, grid, tile)
-        self._launch = Launch(triton_casts.cast_rows_kernel, grid, constants)
+        self._cast = Launch(triton_casts.cast_rows_kernel, grid, constants)
 
     def __call__(self, stream: int, x: Tensor) -> tuple[Tensor, ...]:
         """Return codes, those of the transpose, both scales, column sums."""
-        device = x.device
-        amaxes = torch.zeros(self._count, dtype=torch.int32, device=device)
+        device, sizes = x.device, self._sizes_and_strides
+        # Int32 bits of floats, which the kernel raises.
+        amaxes = torch.zeros(self._amax_count, dtype=torch.int32, device=device)
         values = _empty(self._shape, dtype=self._dtype, device=device)
-        across = _empty(self._across, dtype=self._dtype, device=device)
-        of_rows = _empty(self._row_shape, dtype=_FLOAT32, device=device)
-        of_columns = _empty(self._column_shape, dtype=_FLOAT32, device=device)
-        sums = of_rows  # A stand-in, which is not written to.
-        if self._sums is not None:
-            sums = _empty(self._sums, dtype=_FLOAT32, device=device)
-        self._find_amaxes(stream, x, amaxes, *self._sizes)
-        made = values, across, of_rows, of_columns, sums
-        self._launch(stream, x, amaxes, *made, *self._sizes)
-        return made
+        across = _empty(self._across_shape, dtype=self._dtype, device=device)
+        rows, columns = self._row_scales_shape, self._column_scales_shape
+        row_scales = _empty(rows, dtype=_FLOAT32, device=device)
+        column_scales = _empty(columns, dtype=_FLOAT32, device=device)
+        sums = row_scales  # A stand-in, which is not written to.
+        if self._sums_shape is not None:
+            sums = _empty(self._sums_shape, dtype=_FLOAT32, device=device)
+        self._find_amaxes(stream, x, amaxes, *sizes)
+        written = values, across, row_scales, column_scales, sums
+        self._cast(stream, x, amaxes, *written, *sizes)
+        return written
 
 
 class Saved(NamedTuple):
     """The tensors that a forward pass with one scale saves for the gradients.
 
-    `inputs` (k, m) and `kernel` (k, n) are codes. The two rows of `used`
-    begin with their scales; column 4 has marked scales. What follows was read
-    from a state. The amaxes are of tiles, and None if nothing is observed.
+    Attributes:
+        inputs: The codes of the transpose, (k, m).
+        kernel: The codes, (k, n).
+        used: A row of scales for each of both; see `_SCALES_WIDTH`.
+        scales, unseen: What was read from the state; None without a state.
+        inputs_amax, kernel_amax: Of tiles; None if nothing is observed.
     """
 
     inputs: Tensor
@@ -218,14 +223,15 @@ class Saved(NamedTuple):
 class Straight:
     """The forward and the backward pass of a plan, as lists of kernels.
 
-    A plan, of two plain matrices, has a `DelayedSource` or no state. Outside of
-    training a state observes the kernel alone: only the forward pass is here.
+    The `BoundPlan` is of two plain matrices, with a `DelayedSource` or without
+    state.
     """
 
     def __init__(self, bound: Any, interpreted: bool):
         plan = bound.plan
         has_state = plan.source.state_shape is not None
         self._is_gathered = plan.gathering is not None
+        self._kind_of_passes = PassesOfCodes if self._is_gathered else Passes
         self.interpreted = interpreted
         self.rule = plan.source.rule
         self.source = plan.source if has_state else None
@@ -236,6 +242,8 @@ class Straight:
             ]
             for operand in OPERANDS
         }
+        # Outside of training a state observes the kernel alone: the backward
+        # pass of such a plan is not here.
         self.differentiates = plan.training is not False or not has_state
         # The column of `used` with the scales that gradients read. Without a
         # state these are the marked ones: NaN of an operand that is not finite.
@@ -244,18 +252,19 @@ class Straight:
         self.outputs_dtype = getattr(torch, plan.inputs_dtype)
         self.kernel_dtype = getattr(torch, plan.kernel_dtype)
         self.grad_dtype = getattr(torch, bound.kernel_grad_dtype)
-        # On a CPU, which interprets, the results must not change.
+        # Whether the matmul adds a bias, as by `ScaledMM.with_bias`.
         on_cpu = bound.device.maker == "cpu"
-        self.adds = self.outputs_dtype in HALVES and not on_cpu  # A bias.
+        self.adds = self.outputs_dtype in HALVES and not on_cpu
         # Triton's interpreter does not round to 16 bits as a GPU does.
         self.sums_dtype = _FLOAT32 if interpreted else self.outputs_dtype
-        self._passes: dict[Any, Passes | None] = {}
+        self._passes: dict[Any, Passes | None] = {}  # By shapes and device.
 
     def for_gradients(self, inputs: Tensor, kernel: Tensor) -> Passes | None:
         """Return the passes for these operands; None if they cannot run.
 
         Tensors without data cannot run: a kernel would read from address 0.
         """
+        # A gathered kernel has a type of its own.
         has_kernel = self._is_gathered or backend.is_real(kernel)
         has_data = has_kernel and backend.is_real(inputs)
         if not (self.differentiates and has_data):
@@ -265,22 +274,16 @@ class Straight:
     def of(
         self, inputs: Shape, kernel: Shape, device: torch.device
     ) -> Passes | None:
-        """Return the passes for operands of these shapes; None for others."""
+        """Return passes for these shapes, made once; None if none can run."""
         key = inputs, kernel, device
         if key not in self._passes:
             fits = self.fits(*key)
-            self._passes[key] = self.made(*key) if fits else None
+            kind = self._kind_of_passes
+            self._passes[key] = kind(self, *key) if fits else None
         return self._passes[key]
 
-    def made(
-        self, inputs: Shape, kernel: Shape, device: torch.device
-    ) -> Passes:
-        """Return new passes; see `of`."""
-        kind = PassesOfCodes if self._is_gathered else Passes
-        return kind(self, inputs, kernel, device)
-
     def fits(self, inputs: Shape, kernel: Shape, device: torch.device) -> bool:
-        """Return True if the device and the sizes are supported; see `of`."""
+        """Return True if the device and the shapes are supported; see `of`."""
         if not (self.interpreted or device.type == "cuda"):
             return False
         sizes = self.sizes(inputs, kernel)
@@ -294,10 +297,10 @@ class Straight:
         return m, k, n
 
     def empty(self, inputs: Tensor, kernel: Tensor, keep: bool) -> list[Tensor]:
-        """Return tensors of the shapes of the outputs and what is saved.
+        """Return empty tensors for outputs and, if `keep`, for what is saved.
 
         They are for the compiler, which asks for shapes. The operands need no
-        data. If `keep` is not set, nothing is saved.
+        data.
         """
         m, k, n = self.sizes(inputs.shape, kernel.shape)
         rows = inputs.shape[: len(inputs.shape) - self.contracted]
@@ -311,13 +314,13 @@ class Straight:
             shapes += [
                 ((k, m), inputs_format),
                 ((k, n), kernel_format),
-                *self.scales_saved(m, k, n),
+                *self._saved_after_codes(m, k, n),
             ]
         return [inputs.new_empty(size, dtype=dtype) for size, dtype in shapes]
 
-    def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
-        """Return shapes and dtypes of what is saved after the codes."""
-        shapes: list[Any] = [((2, _WIDTH), _FLOAT32)]  # `used`
+    def _saved_after_codes(self, m: int, k: int, n: int) -> list[Any]:
+        """Return shapes and dtypes of what `Saved` has after the codes."""
+        shapes: list[Any] = [((2, _SCALES_WIDTH), _FLOAT32)]
         if self.source is not None:
             tiles = triton_casts.number_of_tiles
             shapes += [((3,), _FLOAT32), ((3,), torch.bool)]
@@ -327,9 +330,9 @@ class Straight:
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return saved tensors in the form of `Residuals.leaves`."""
         named = Saved(*saved)
-        leaves = []
-        for codes, used in zip(named[:2], named.used.unbind(0), strict=True):
-            leaves += [codes.mT[None], used[self.grads_column].reshape(1, 1, 1)]
+        x_scale, w_scale = named.used[:, self.grads_column].reshape(2, 1, 1, 1)
+        leaves = [named.inputs.mT[None], x_scale]
+        leaves += [named.kernel.mT[None], w_scale]
         others = [named.scales, named.unseen if self.may_be_unseen else None]
         others += [named.inputs_amax, named.kernel_amax]
         return leaves + [x for x in others if x is not None]
@@ -338,29 +341,23 @@ class Straight:
 class StraightOfRows(Straight):
     """`Straight` with a scale for each row that a matmul reads."""
 
-    def made(
-        self, inputs: Shape, kernel: Shape, device: torch.device
-    ) -> Passes:
-        """Return new passes; see `of`."""
-        return PassesOfRows(self, inputs, kernel, device)
+    def __init__(self, bound: Any, interpreted: bool):
+        super().__init__(bound, interpreted)
+        self._kind_of_passes = PassesOfRows
 
-    def scales_saved(self, m: int, k: int, n: int) -> list[Any]:
-        """Return shapes and dtypes of what is saved after the codes."""
+    def _saved_after_codes(self, m: int, k: int, n: int) -> list[Any]:
+        # Scales of the columns of the inputs and of the rows of the kernel.
         return [((k, 1), _FLOAT32), ((1, k), _FLOAT32)]
 
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return saved tensors in the form of `Residuals.leaves`."""
-        x, w, x_scale, w_scale = saved
-        scales = x_scale.reshape(1, 1, -1), w_scale.reshape(1, -1, 1)
-        return [x.mT[None], scales[0], w[None], scales[1]]
+        x_across, w, x_scale, w_scale = saved
+        x_scale, w_scale = x_scale.reshape(1, 1, -1), w_scale.reshape(1, -1, 1)
+        return [x_across.mT[None], x_scale, w[None], w_scale]
 
 
 class Passes:
-    """Both passes for operands of one shape, on one device.
-
-    Attributes:
-        columns: The shape of a bias.
-    """
+    """Both passes for operands of one shape, on one device."""
 
     def __init__(
         self,
@@ -372,27 +369,29 @@ class Passes:
         self._straight, self._source = straight, straight.source
         self._m, self._k, self._n = straight.sizes(inputs, kernel)
         self._inputs_shape, self._kernel_shape = inputs, kernel
-        self.columns = kernel[straight.contracted :]
+        self.columns = kernel[straight.contracted :]  # The shape of a bias.
         rows = inputs[: len(inputs) - straight.contracted]
-        self._shape = *rows, *self.columns  # Of the outputs.
+        self._outputs_shape = *rows, *self.columns
         self._device, self._fast_accum = device, device.type == "cuda"
         self._stream = stream_of(device)
-        self._casts: dict[Any, Any] = {}  # By operand, strides and flags.
+        self._casts: dict[Any, Any] = {}  # By operand, strides and options.
         # Whether a GPU reports to the host what was never observed.
-        self._tells = False
+        self._reports = False
         if self._source is not None:
-            self._tells = straight.interpreted or casts.tells_the_host()
+            self._reports = straight.interpreted or casts.tells_the_host()
             constants = triton_states.state_constants(self._source)
-            self._width = constants["WIDTH"]  # Of a row of a state.
-            self._read = Launch(triton_states.history_kernel, (3,), constants)
+            self._state_width = constants["WIDTH"]
+            grid = (len(OPERANDS),)  # A program for each operand.
+            history = triton_states.history_kernel
+            self._read_state = Launch(history, grid, constants)
             sizes = {name: constants[name] for name in ("WIDTH", "BLOCK")}
-            sizes["PARTS"] = 4096
-            # Triton compiles a kernel of its own for an argument that is 1, as
-            # the column of slot 0 is, and a `Launch` keeps its first kernel.
-            self._observe = [
-                Launch(
-                    triton_states.observation_kernel, (3,), sizes, num_warps=8
-                )
+            sizes["PARTS"] = 4096  # How many amaxes are read at once.
+            # One for each slot: Triton compiles a kernel of its own for an
+            # argument that is 1, as the column of slot 0 is, and a `Launch`
+            # keeps its first kernel.
+            observing = triton_states.observation_kernel
+            self._observe_in_slot = [
+                Launch(observing, grid, sizes, num_warps=8)
                 for _ in range(SLOTS)
             ]
         programs = (-(-self._n // triton_casts.SUMMED),)
@@ -414,17 +413,17 @@ class Passes:
         straight = self._straight
         x = _matrix(inputs, self._m, self._k)
         operands, saved = self._operands(x, kernel, state, observe)
-        added = None
+        bias_inside = None  # The bias, if the matmul adds it.
         if bias is not None and straight.adds and bias.shape == self.columns:
-            added = bias if bias.dim() == 1 else bias.reshape(-1)
+            bias_inside = bias if bias.dim() == 1 else bias.reshape(-1)
         outputs = torch._scaled_mm(
             *operands,
-            bias=added,
+            bias=bias_inside,
             out_dtype=straight.outputs_dtype,
             use_fast_accum=self._fast_accum,
         )
-        outputs = _shaped(outputs, self._shape)
-        if bias is not None and added is None:
+        outputs = _shaped(outputs, self._outputs_shape)
+        if bias is not None and bias_inside is None:
             outputs = outputs + bias
         return outputs, saved
 
@@ -441,31 +440,28 @@ class Passes:
         `saved` is from `forward`; `needed` says which of the first three.
         """
         straight = self._straight
+        inputs_needed, kernel_needed, bias_needed = needed
         g = _matrix(outputs_grad, self._m, self._n)
-        for_inputs, for_kernel, sums, state_grad = self._gradient(
-            saved, g, state, needed[2], slot
+        for_inputs, for_kernel, sums, state_grad = self._grad_operands(
+            saved, g, state, bias_needed, slot
         )
         inputs_grad = kernel_grad = bias_grad = None
-        if needed[0]:
+        if inputs_needed:
             dtype = straight.outputs_dtype
             inputs_grad = torch._scaled_mm(*for_inputs, out_dtype=dtype)
             inputs_grad = _shaped(inputs_grad, self._inputs_shape)
-        if needed[1]:
+        if kernel_needed:
             dtype = straight.grad_dtype
             kernel_grad = torch._scaled_mm(*for_kernel, out_dtype=dtype)
             if dtype != straight.kernel_dtype:
                 kernel_grad = kernel_grad.to(straight.kernel_dtype)
             kernel_grad = _shaped(kernel_grad, self._kernel_shape)
-        if needed[2]:
+        if bias_needed:
             bias_grad = self._bias_grad(sums)
         return [inputs_grad, kernel_grad, bias_grad, state_grad]
 
-    def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Return saved tensors in the form of `Residuals.leaves`."""
-        return self._straight.leaves(saved)
-
     def _bias_grad(self, sums: Tensor) -> Tensor:
-        """Add up sums of columns, (tiles, n), to the gradient of a bias."""
+        """Add up sums of columns, (rows of tiles, n), to a bias's gradient."""
         dtype = self._straight.sums_dtype
         bias_grad = _empty(self._n, dtype=dtype, device=self._device)
         self._add_up(self._stream(), sums, bias_grad, sums.shape[0], self._n)
@@ -478,45 +474,50 @@ class Passes:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Quantize; return arguments of `_scaled_mm`, and what to save."""
         device, stream = self._device, self._stream()
-        # Each operand's scale, which casts write and the matmul reads.
-        used = _empty((2, _WIDTH), dtype=_FLOAT32, device=device)
+        # A row of scales for each operand, which casts write: `_SCALES_WIDTH`.
+        used = _empty((2, _SCALES_WIDTH), dtype=_FLOAT32, device=device)
         seen_lately, reading = True, ()  # type: tuple[bool, tuple[Tensor, ...]]
         if state is None:
-            # Casts write an amax each into `scales`, and read no `unseen`.
+            # An amax of each operand, which casts find. They read no `unseen`.
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
             # Of each operand, from the state: its scale, and whether it was
-            # never observed, which also goes to flags that the host reads.
+            # never observed. The last also goes to flags that the host reads.
             scales = _empty(3, dtype=_FLOAT32, device=device)
             unseen = _empty(3, dtype=torch.bool, device=device)
-            host_flags = observations.host_flags(state) if self._tells else None
-            reported = unseen if host_flags is None else host_flags
-            self._read(stream, aligned(state), scales, unseen, reported)
+            flags = observations.host_flags(state) if self._reports else None
+            reported = unseen if flags is None else flags
+            self._read_state(stream, aligned(state), scales, unseen, reported)
             seen_lately = observations.seen_lately(state)
             reading = scales, unseen
         observe = observe and state is not None
-        # The last three arguments of `Cast`: no columns are summed.
-        flags, read = (seen_lately, observe, False), (scales, unseen, used)
-        cast = self._cast(Cast, "inputs", x, flags)
-        x_codes, x_across, x_amax, _ = cast(stream, x, *read)
-        w_codes, w_across, w_amax = self._codes_of(kernel, flags, stream, *read)
+        options = {"seen_lately": seen_lately, "observe": observe}
+        cast = self._cast(Cast, "inputs", x, **options)
+        x_codes, x_across, x_amax, _ = cast(stream, x, scales, unseen, used)
+        w_codes, w_across, w_amax = self._kernel_codes(
+            kernel, options, stream, scales, unseen, used
+        )
         x_scale, w_scale = used.select(1, 0).unbind(0)
         amaxes = (x_amax, w_amax) if observe else ()
         saved = x_across, w_codes, used, *reading, *amaxes
         return (x_codes, w_across.t(), x_scale, w_scale), saved
 
-    def _codes_of(
+    def _kernel_codes(
         self,
         kernel: Tensor,
-        flags: tuple[bool, bool, bool],
+        options: dict[str, bool],
         stream: int,
-        *read: Tensor,
+        scales: Tensor,
+        unseen: Tensor,
+        used: Tensor,
     ) -> tuple[Tensor, ...]:
         """Quantize a kernel; return its codes, the transpose and the amax."""
         w = _matrix(kernel, self._k, self._n)
-        return self._cast(Cast, "kernel", w, flags)(stream, w, *read)[:3]
+        cast = self._cast(Cast, "kernel", w, **options)
+        codes, across, amax, _ = cast(stream, w, scales, unseen, used)
+        return codes, across, amax
 
-    def _gradient(
+    def _grad_operands(
         self,
         saved: Sequence[Tensor],
         g: Tensor,
@@ -524,49 +525,54 @@ class Passes:
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
-        """Quantize a gradient of the outputs."""
+        """Quantize a gradient of the outputs for both matmuls that read it."""
         # The results are the arguments of `_scaled_mm` for the gradients of
         # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()
         residuals, column = Saved(*saved), self._straight.grads_column
-        used = _empty(_WIDTH, dtype=_FLOAT32, device=device)
+        used = _empty(_SCALES_WIDTH, dtype=_FLOAT32, device=device)
         scales, unseen, seen_lately = residuals.scales, residuals.unseen, True
-        if state is None:
+        if state is None:  # As in `_operands`, for one operand.
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
             seen_lately = observations.seen_lately(state)
         observe = residuals.inputs_amax is not None
-        cast = self._cast(Cast, "outputs_grad", g, (seen_lately, observe, sums))
-        g_codes, g_across, g_amax, parts = cast(stream, g, scales, unseen, used)
+        options = {"seen_lately": seen_lately, "observe": observe, "sums": sums}
+        cast = self._cast(Cast, "outputs_grad", g, **options)
+        g_codes, g_across, g_amax, column_sums = cast(
+            stream, g, scales, unseen, used
+        )
         x_scale, w_scale = residuals.used.select(1, column).unbind(0)
         g_scale = used.select(0, column)
         state_grad = None
         if state is not None and observe:
-            state_grad = _empty((3, self._width), dtype=_FLOAT32, device=device)
+            shape = 3, self._state_width
+            state_grad = _empty(shape, dtype=_FLOAT32, device=device)
             amaxes: Any = residuals.inputs_amax, residuals.kernel_amax, g_amax
             counts = [amax.numel() for amax in amaxes]
-            observe_slot = self._observe[slot % SLOTS]
-            column = 1 + slot % SLOTS
-            observe_slot(stream, *amaxes, *counts, state_grad, column)
+            slot %= SLOTS  # Its column is behind that of the uses.
+            self._observe_in_slot[slot](
+                stream, *amaxes, *counts, state_grad, 1 + slot
+            )
         elif state is not None:
             state_grad = torch.zeros_like(state)
         for_inputs = g_codes, residuals.kernel.t(), g_scale, w_scale
         for_kernel = residuals.inputs, g_across.t(), x_scale, g_scale
-        return for_inputs, for_kernel, parts, state_grad
+        return for_inputs, for_kernel, column_sums, state_grad
 
     def _cast(
         self,
         kind: type[Cast | CastOfRows],
         operand: str,
         matrix: Tensor,
-        flags: tuple[bool, ...],
+        **options: bool,
     ) -> Any:
-        """Return the cast of matrices with these strides, made once."""
-        key = operand, matrix.stride(), flags
+        """Return a new or earlier `kind` for these strides and options."""
+        key = operand, matrix.stride(), *options.values()
         cast = self._casts.get(key)
         if cast is None:
             cast = self._casts[key] = kind(
-                self._straight, operand, matrix, *flags
+                self._straight, operand, matrix, **options
             )
         return cast
 
@@ -574,25 +580,27 @@ class Passes:
 class PassesOfCodes(Passes):
     """`Passes` of a kernel that `fully_shard` has gathered as codes."""
 
-    def _codes_of(
+    def _kernel_codes(
         self,
         kernel: Tensor,
-        flags: tuple[bool, bool, bool],
+        options: dict[str, bool],
         stream: int,
-        *read: Tensor,
+        scales: Tensor,
+        unseen: Tensor,
+        used: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return gathered codes and the amax; write the scale into `used`."""
-        # Nothing is cast here: `flags` and `stream` are for that.
-        contents, used = kernel.contents, read[-1]
-        used[1, 0] = contents.scale.reshape(())
+        # Nothing is cast: the other arguments are for that.
+        contents, row = kernel.contents, 1  # The row of `used` for kernels.
+        used[row, 0] = contents.scale.reshape(())
         if self._source is None:
-            used[1, self._straight.grads_column] = (
-                contents.marked_scale.reshape(())
-            )
+            marked_scale = contents.marked_scale.reshape(())
+            used[row, self._straight.grads_column] = marked_scale
         codes = contents.codes.reshape(self._k, self._n)
         dtype = getattr(torch, self._straight.quantizations["kernel"].format)
-        both = codes, codes.t().contiguous()
-        return *(x.view(dtype) for x in both), contents.amax.reshape(1)
+        both_layouts = codes, codes.t().contiguous()
+        codes, across = (x.view(dtype) for x in both_layouts)
+        return codes, across, contents.amax.reshape(1)
 
 
 class PassesOfRows(Passes):
@@ -604,15 +612,15 @@ class PassesOfRows(Passes):
         """Return arguments of `_scaled_mm`, and codes and scales to save."""
         w = _matrix(kernel, self._k, self._n)
         stream = self._stream()
-        # Scales of rows have no state, and no columns of operands are summed.
-        cast = self._cast(CastOfRows, "inputs", x, (False,))
-        x_codes, x_across, x_rows, x_columns, _ = cast(stream, x)
-        cast = self._cast(CastOfRows, "kernel", w, (False,))
-        w_codes, w_across, w_rows, w_columns, _ = cast(stream, w)
-        saved = x_across, w_codes, x_columns, w_rows
-        return (x_codes, w_across.t(), x_rows, w_columns), saved
+        # Scales of rows have no state: nothing is observed.
+        cast = self._cast(CastOfRows, "inputs", x, sums=False)
+        x_codes, x_across, x_row_scales, x_column_scales, _ = cast(stream, x)
+        cast = self._cast(CastOfRows, "kernel", w, sums=False)
+        w_codes, w_across, w_row_scales, w_column_scales, _ = cast(stream, w)
+        saved = x_across, w_codes, x_column_scales, w_row_scales
+        return (x_codes, w_across.t(), x_row_scales, w_column_scales), saved
 
-    def _gradient(
+    def _grad_operands(
         self,
         saved: Sequence[Tensor],
         g: Tensor,
@@ -620,13 +628,15 @@ class PassesOfRows(Passes):
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
-        """Quantize a gradient; the results are those of `Passes._gradient`."""
-        x_across, w_codes, x_scale, w_scale = saved
-        cast = self._cast(CastOfRows, "outputs_grad", g, (sums,))
-        g_codes, g_across, of_rows, of_columns, parts = cast(self._stream(), g)
-        for_inputs = g_codes, w_codes.t(), of_rows, w_scale
-        for_kernel = x_across, g_across.t(), x_scale, of_columns
-        return for_inputs, for_kernel, parts, None
+        """Do as `Passes._grad_operands`; there is no gradient of a state."""
+        x_across, w_codes, x_scales, w_scales = saved
+        cast = self._cast(CastOfRows, "outputs_grad", g, sums=sums)
+        g_codes, g_across, row_scales, column_scales, column_sums = cast(
+            self._stream(), g
+        )
+        for_inputs = g_codes, w_codes.t(), row_scales, w_scales
+        for_kernel = x_across, g_across.t(), x_scales, column_scales
+        return for_inputs, for_kernel, column_sums, None
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -645,9 +655,9 @@ def _matrix(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def bind(bound: Any) -> Straight | None:
-    """Return the straight passes of a bound plan; None if it has none."""
-    both, plan = bound.engine.both_layouts, bound.plan
-    if not casts.HAS_TRITON or type(both) is not casts.TritonCasts:
+    """Return the `Straight` of a `BoundPlan`; None if it runs in general."""
+    triton, plan = bound.engine.both_layouts, bound.plan
+    if not casts.HAS_TRITON or type(triton) is not casts.TritonCasts:
         return None
     quantizations = [
         plan.operands.quantizations[operand, matmul]
@@ -662,29 +672,24 @@ def bind(bound: Any) -> Straight | None:
     dtypes = {plan.inputs_dtype, plan.kernel_dtype}
     if not formats <= {*FAMILIES["ocp"]} or not dtypes <= {*_DTYPES}:
         return None
-    if not both.interpreted and casts.lacking() is not None:
+    if not triton.interpreted and casts.lacking() is not None:
         return None
-    chosen = {type(kernel) for kernel, _ in bound.selections.values()}
-    if chosen == {ScaledMM} and _in_both_layouts(plan):
-        return Straight(bound, both.interpreted)
-    if chosen == {ScaledMMOfRows} and _in_rows(
+    kinds = {type(kernel) for kernel, _ in bound.selections.values()}
+    has_known_source = type(plan.source) in (DelayedSource, CurrentSource)
+    casts_once = all(plan.operands.cast_for_both.values())
+    if kinds == {ScaledMM} and has_known_source and casts_once:
+        return Straight(bound, triton.interpreted)
+    if kinds == {ScaledMMOfRows} and _is_cast_by_rows(
         plan, quantizations, bound.device
     ):
-        return StraightOfRows(bound, both.interpreted)
+        return StraightOfRows(bound, triton.interpreted)
     return None
 
 
-def _in_both_layouts(plan: Any) -> bool:
-    """Return True if one cast with one scale serves both uses of operands."""
-    return type(plan.source) in (DelayedSource, CurrentSource) and all(
-        plan.operands.cast_for_both.values()
-    )
-
-
-def _in_rows(
+def _is_cast_by_rows(
     plan: Any, quantizations: list[Quantization], device: Device
 ) -> bool:
-    """Return True if the rows that matmuls read have scales in the matmul."""
+    """Return True if `CastOfRows` casts a plan's operands for `scaled_mm`."""
     return (
         type(plan.source) is CurrentSource
         and len({*quantizations}) == 1

@@ -10,13 +10,12 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 
 MATMUL, ADDED_MATMUL, LINEAR, EINSUM = "matmul", "addmm", "linear", "einsum"
 TENSORDOT, CONVOLUTION, TRANSPOSED = "tensordot", "conv", "conv_transpose"
 OTHER = "other"
-"""Kinds of functions that multiply; those of the last have no sizes here."""
+"""Kinds of functions that multiply; those of the last are not counted."""
 
 _KINDS = {
     **{
@@ -47,7 +46,7 @@ _KINDS = {
     ),
     functional.scaled_dot_product_attention: "attention",
 }
-"""Functions that multiply."""
+"""The kind of each function that multiplies."""
 
 _CHOICES = frozenset(
     getattr(place, name)
@@ -59,12 +58,8 @@ _CHOICES = frozenset(
 )
 """Functions that look for the largest or smallest entries."""
 
-# They find positions too, if they are given an axis.
-_EXTREMES = frozenset(
-    getattr(place, name)
-    for place in (torch, torch.Tensor)
-    for name in ("max", "min")
-)
+# With an axis they return a tuple: the entries and their positions.
+_EXTREMES = {torch.max, torch.min, torch.Tensor.max, torch.Tensor.min}
 
 
 class ProductCall(NamedTuple):
@@ -91,18 +86,19 @@ def trace(
     Like Keras, it runs on the real device if the meta device fails.
     """
     try:
-        return _trace(function, inputs, flow, "meta")
-    # What an operation raises that lacks a kernel for "meta" differs from one
-    # to the next. What fails for another reason fails again.
+        return _trace(function, inputs, flow, device="meta")
+    # Operations without a kernel for "meta" raise errors of many types. Any
+    # other error is raised again on the real device.
     except Exception:
-        return _trace(function, inputs, flow, None)
+        real_device = "gpu" if torch.cuda.is_available() else "cpu"
+        return _trace(function, inputs, flow, device=real_device)
 
 
 def mark_call(
     flow: Flow, number: int, operands: list[Any], results: list[Any]
 ) -> list[Any]:
     """Mark a call that is being recorded; see `Backend.mark_call`."""
-    _Recorder.innermost[-1].keep(*operands, *results)
+    _Recorder.entered[-1].keep(*operands, *results)
     flow.called(number, map(id, operands), map(id, results))
     return results
 
@@ -111,22 +107,23 @@ def _trace(
     function: Callable[..., Any],
     inputs: list[Any],
     flow: Flow | None,
-    device: str | None,
+    device: str,
 ) -> TracedProgram:
-    """Run a function on ones, and record its calls."""
-    with torch.no_grad(), keras.device(device or _real_device()):
+    """Run a function on ones on a device, and record its calls."""
+    with torch.no_grad(), keras.device(device):
         tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
         if flow is not None:
             flow.start(map(id, tensors))
         recorder = _Recorder(flow)
         recorder.keep(*tensors)
-        # Left by code of PyTorch alone, which an interrupt here cannot skip.
-        _Recorder.innermost.append(recorder)
+        # Not in `__enter__` and `__exit__`, where an interrupt could keep
+        # PyTorch from leaving the recorder.
+        _Recorder.entered.append(recorder)
         try:
             with recorder:
                 outputs = function(*tensors)
         finally:
-            _Recorder.innermost.pop()
+            _Recorder.entered.pop()
     if flow is not None:
         flow.finish(map(id, _tensors_in(keras.tree.flatten(outputs))))
     outputs = keras.tree.map_structure(_described, outputs)
@@ -137,12 +134,8 @@ def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     return [x for x in values if isinstance(x, torch.Tensor)]
 
 
-def _real_device() -> str:
-    # The device of a scope further out may be that of shapes alone.
-    return "gpu" if torch.cuda.is_available() else "cpu"
-
-
-def _described(x: Tensor) -> Any:
+def _described(x: Any) -> Any:
+    """Return a `keras.KerasTensor` for a tensor; any other value as it is."""
     if not isinstance(x, torch.Tensor):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
@@ -151,10 +144,12 @@ def _described(x: Tensor) -> Any:
 class _Recorder(TorchFunctionMode):
     """A context that records the functions called in it that multiply.
 
-    Of nested recorders only the innermost records.
+    Attributes:
+        entered: All recorders that run; only the last, the innermost, records.
+        chooses: See `TracedProgram`.
     """
 
-    innermost: ClassVar[list[_Recorder]] = []
+    entered: ClassVar[list[_Recorder]] = []
 
     def __init__(self, flow: Flow | None = None) -> None:
         super().__init__()
@@ -176,9 +171,8 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         outputs = function(*args, **(kwargs or {}))
-        if self.innermost[-1] is self:
-            given = [*args, *(kwargs or {}).values()]
-            operands = keras.tree.flatten(given)
+        if self.entered[-1] is self:
+            operands = keras.tree.flatten([*args, *(kwargs or {}).values()])
             if function in _KINDS:
                 self.products.append(_product_call(function, operands, outputs))
             chooses = function in _CHOICES or (
@@ -195,7 +189,7 @@ class _Recorder(TorchFunctionMode):
         """Pass what is known of the operands on to the outputs of a call."""
         operand_tensors = _tensors_in(operands)
         results = _tensors_in(keras.tree.flatten(outputs))
-        if isinstance(outputs, tuple):
+        if isinstance(outputs, tuple):  # Perhaps a leaf for `keras.tree`.
             results = _tensors_in(outputs)
         if function is torch.Tensor.__setitem__:  # It returns None.
             results = operand_tensors[:1]
@@ -205,13 +199,14 @@ class _Recorder(TorchFunctionMode):
         kind: Any = "choice" if chooses else "other"
         if function in _KINDS:
             kind = "product"
-        pairs = [(id(x), x.dtype) for x in results]
-        self._flow.computed(kind, map(id, operand_tensors), pairs)
+        keys_and_dtypes = [(id(x), x.dtype) for x in results]
+        self._flow.computed(kind, map(id, operand_tensors), keys_and_dtypes)
 
 
 def _product_call(
     function: Any, operands: list[Any], outputs: Any
 ) -> ProductCall:
+    """Return the record of a call; `operands` are all arguments, flattened."""
     kind = _KINDS[function]
     equation = operands[0] if kind == EINSUM else None
     shapes = [x.shape for x in operands if hasattr(x, "shape")]

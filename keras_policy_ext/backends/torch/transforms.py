@@ -25,7 +25,7 @@ def run(
     *state: Tensor,
 ) -> Tensor:
     """Run an operation inside a transform of `torch.func`; add a bias."""
-    # An operand stands for itself: a transform keeps it anyway.
+    # An operand is its own link: a transform keeps it anyway.
     links = tuple(x if x.requires_grad else None for x in (inputs, kernel))
     outputs, *_ = _Run.apply(operation, links, inputs, kernel, *state)
     return outputs if bias is None else outputs + bias
@@ -55,13 +55,10 @@ class _Run(ByExample):
                 inputs, kernel, state, trains, slot=operation.slot
             )
             if not trains:
-                # `backward` looks by them for a kernel that outgrew its scale.
+                # By its amax, `backward` sees if the kernel outgrew its scale.
                 residuals = operation.bound.observed(residuals, inputs, kernel)
-        tensors = [inputs, kernel, *state]
-        arguments = len(tensors)
-        for tensor in (outputs, *residuals.leaves()):
-            tensors.append(operators.unshared(tensor, tensors))
-        return tuple(tensors[arguments:])
+        results = outputs, *residuals.leaves()
+        return tuple(operators.unshared(results, [inputs, kernel, *state]))
 
     @staticmethod
     def setup_context(
@@ -69,18 +66,19 @@ class _Run(ByExample):
     ) -> None:
         ctx.operation, ctx.links, x, kernel, *state = inputs
         ctx.shapes = tuple(x.shape), tuple(kernel.shape)
-        ctx.uses_state = bool(state)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*state, *output[1:])
+        ctx.states = len(state)
+        _, *leaves = output
+        ctx.mark_non_differentiable(*leaves)
+        ctx.save_for_backward(*state, *leaves)
 
     @staticmethod
     def backward(
         ctx: FunctionCtx, outputs_grad: Tensor, *_: Any
     ) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[2:4]
+        needed = ctx.needs_input_grad[2:4]  # Of inputs and kernel.
         slot = ctx.operation.slot
         static = torch_gradients.Pass(
-            ctx.operation, slot, ctx.shapes, needed, ctx.uses_state
+            ctx.operation, slot, ctx.shapes, needed, ctx.states
         )
         gradients = torch_gradients.linked(
             static, outputs_grad, ctx.links, ctx.saved_tensors
@@ -96,7 +94,8 @@ class _RunFrozen(ByExample):
         operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
         outputs = operation.forward(inputs, constants)
-        return operators.unshared(outputs, [inputs, *constants])
+        (outputs,) = operators.unshared([outputs], [inputs, *constants])
+        return outputs
 
     @staticmethod
     def setup_context(

@@ -1,4 +1,8 @@
-"""PyTorch on CUDA: casts in both layouts by Triton kernels."""
+"""PyTorch on CUDA: casts in both layouts by Triton kernels.
+
+Kernels read a matrix `x` of m rows and k columns; `by_row` and `by_column` are
+its strides. A program reads one tile.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ cuBLASLt needs scales at addresses that 16 divides.
 _MARKED_AFTER = tl.constexpr(MARKED_AFTER)
 
 ROWS, COLUMNS = 64, 64
-"""The tile of one program."""
+"""The sizes of a tile."""
 
 _TRITON_DTYPES = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}
 
@@ -47,61 +51,43 @@ def quantize_both_ways(
     m, k = x.shape
     has_scale = hint.scale is not None
     grid = grid_of((m, k))
-    strides = x.stride(0), x.stride(1)
-    # One for each tile, which its program writes, or one that all raise.
+    sizes = m, k, x.stride(0), x.stride(1)
+    # Float32 of each tile, or int32 bits of one that all programs raise.
     tiles = (number_of_tiles(m, k),)
     amaxes = _empty(x, tiles, torch.float32) if has_scale else _zero(x)
+    # A kernel gets any tensor for one that it does not read or write.
     unseen = hint.unseen if hint.unseen is not None else amaxes
     if not has_scale or (hint.unseen is not None and not hint.seen_lately):
-        amax_kernel[grid](
-            x,
-            unseen,
-            amaxes,
-            m,
-            k,
-            *strides,
-            ALWAYS=not has_scale,
-            INDEX=0,
-            TILE=tile_of((m, k)),
-        )
+        options = {"ALWAYS": not has_scale, "INDEX": 0, "TILE": tile_of((m, k))}
+        amax_kernel[grid](x, unseen, amaxes, *sizes, **options)
     dtype = getattr(torch, quantization.format)
     values, across = _empty(x, (m, k), dtype), _empty(x, (k, m), dtype)
-    scale = parts = _empty(x, (), torch.float32)
+    scale = sums_of_tiles = _empty(x, (), torch.float32)
     if wanted.column_sums:
-        parts = _empty(x, (grid[0], k), torch.float32)
-    cast_kernel[grid](
-        x,
-        hint.scale if has_scale else amaxes,
-        unseen,
-        scale,
-        values,
-        across,
-        amaxes,
-        parts,
-        m,
-        k,
-        *strides,
-        **cast_constants(
-            quantization,
-            hint,
-            (m, k),
-            by_integers,
-            OBSERVE=wanted.amax and has_scale,
-            SUMS=wanted.column_sums,
-        ),
+        sums_of_tiles = _empty(x, (grid[0], k), torch.float32)
+    constants = cast_constants(
+        quantization,
+        hint,
+        (m, k),
+        by_integers,
+        OBSERVE=wanted.amax and has_scale,
+        SUMS=wanted.column_sums,
     )
+    read = x, hint.scale if has_scale else amaxes, unseen
+    written = scale, values, across, amaxes, sums_of_tiles
+    cast_kernel[grid](*read, *written, *sizes, **constants)
     amax = amaxes.view(torch.float32) if wanted.amax else None
     sums = None
     if wanted.column_sums:
         sums = _empty(x, (k,), torch.float32)
         sums_kernel[(triton.cdiv(k, SUMMED),)](
-            parts, sums, grid[0], k, **sums_constants()
+            sums_of_tiles, sums, grid[0], k, **sums_constants()
         )
     return Both(values, across, scale, amax, sums)
 
 
 def grid_of(shape: tuple[Size, Size]) -> tuple[Size, Size]:
-    """Return the numbers of tiles along the axes of a matrix, rounded up."""
+    """Return how many tiles cover a matrix along each of its two axes."""
     m, k = shape
     return -(-m // ROWS), -(-k // COLUMNS)
 
@@ -131,8 +117,8 @@ def sums_constants() -> dict[str, int]:
 def tile_of(shape: tuple[int, int]) -> tuple[bool, bool, int, int]:
     """Return the constant `TILE` of kernels that read a matrix in tiles.
 
-    It says whether all tiles are full, whether indices need 64 bits, and how
-    many rows and columns a tile has.
+    `TILE[0]` says whether all tiles are full, `TILE[1]` whether indices need 64
+    bits. `TILE[2]` and `TILE[3]` are the rows and columns of a tile.
     """
     m, k = shape
     is_full = m % ROWS == 0 and k % COLUMNS == 0
@@ -142,10 +128,14 @@ def tile_of(shape: tuple[int, int]) -> tuple[bool, bool, int, int]:
 def format_constants(
     quantization: Quantization, by_integers: bool, margin: int = 0
 ) -> dict[str, Any]:
-    """Return the constants of kernels that cast; `CODE` is for `_code`."""
+    """Return the constants of kernels that cast.
+
+    `TOP` is that of `scale_of`, and `CODE` that of `_encode`.
+    """
     number_format = formats.get(quantization.format)
     # NVIDIA's conversion saturates, and keeps NaN.
     saturates = not by_integers and torch.version.hip is None
+    lowest, shift = casting.grid_constants(quantization.format)
     return {
         "TOP": number_format.max / 2.0**margin,
         "POWER_OF_TWO": quantization.scale_rounding == "up",
@@ -154,9 +144,10 @@ def format_constants(
             saturates,
             by_integers,
             number_format.max,
-            0x7E if number_format.has_inf else 0x7F,
+            0x7E if number_format.has_inf else 0x7F,  # The code of NaN.
             number_format.mantissa_bits,
-            *casting.grid_constants(quantization.format),
+            lowest,
+            shift,
             1.0 / number_format.smallest_subnormal,
         ),
     }
@@ -174,7 +165,7 @@ def cast_constants(
     `INDEX` is the operand's place in the tensors of scales and flags, `PLACE`
     that of the scale which is written. `MARKED` writes that a second time,
     `OBSERVE` writes amaxes, `SUMS` sums of columns. `FOUND_BEFORE` says that
-    `amax_kernel` runs first. No tensor is read.
+    `amax_kernel` runs first. `others` replaces defaults. No tensor is read.
     """
     return {
         "GIVEN": hint.scale is not None,
@@ -204,7 +195,7 @@ def _places(row, column, m, k, TILE: tl.constexpr):
 
 @triton.jit
 def _tile(x, row, column, m, k, by_row, by_column, TILE: tl.constexpr):
-    """Load a tile in float32."""
+    """Load a tile in float32, with zeros outside of the matrix."""
     i, j, inside = _places(row, column, m, k, TILE)
     places = x + i[:, None] * by_row + j[None, :] * by_column
     if TILE[0]:
@@ -231,13 +222,11 @@ def _amax_of_all(x, m, k, by_row, by_column, TILE: tl.constexpr):
 
 @triton.jit
 def _quotient(x, scale, smallest):
-    """Compute `x / scale`, correctly rounded wherever a code depends on it.
-
-    It uses the reciprocal and one correction (P. Markstein, "Computation of
-    elementary functions on the IBM RISC System/6000 processor", 1990), half of
-    the instructions of a division. Infinity, NaN and the signs of zeros are
-    preserved. It divides if the `smallest` scale makes a correction subnormal.
-    """
+    """Compute `x / scale`, correctly rounded wherever a code depends on it."""
+    # The reciprocal and one correction (P. Markstein, "Computation of elementary
+    # functions on the IBM RISC System/6000 processor", 1990) are half of the
+    # instructions of a division. Infinity, NaN and the signs of zeros are
+    # preserved. If the `smallest` scale makes a correction subnormal, divide.
     if smallest < 2.0**-60:
         quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
     else:
@@ -251,17 +240,16 @@ def _quotient(x, scale, smallest):
 
 
 @triton.jit
-def _codes_of(
+def _integer_codes(
     number,
     MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr,
     SHIFT: tl.constexpr,
     SUBNORMALS: tl.constexpr,
 ):
-    """Return the float8 codes of clipped values, by integer arithmetic.
-
-    They are rounded as by `casting.round_to_format`.
-    """
+    """Return the float8 codes of clipped values, by integer arithmetic."""
+    # They are rounded as by `casting.round_to_format`, with the constants of
+    # `casting.grid_constants`. A subnormal times `SUBNORMALS` is its code.
     bits = number.to(tl.int32, bitcast=True)
     exponent = tl.maximum(bits & 0x7F800000, LOWEST)
     anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
@@ -274,13 +262,12 @@ def _codes_of(
 
 
 @triton.jit
-def _code(numbers, scale, smallest, FORMAT: tl.constexpr, CODE: tl.constexpr):
-    """Return the float8 codes of a tile divided by a scale.
-
-    `CODE` of `format_constants` has: whether the conversion of the hardware
-    saturates, whether to use integers, the largest value, the code of NaN, and
-    the constants of `_codes_of`.
-    """
+def _encode(numbers, scale, smallest, FORMAT: tl.constexpr, CODE: tl.constexpr):
+    """Return the float8 codes of a tile divided by scales."""
+    # `smallest` is the smallest scale. `CODE[0]` says whether the conversion by
+    # the hardware saturates, `CODE[1]` whether to use integers. `CODE[2]` is
+    # the largest value, `CODE[3]` the code of NaN. The others are the constants
+    # of `_integer_codes`.
     number = _quotient(numbers, scale, smallest)
     is_nan = numbers != numbers
     if CODE[0]:
@@ -293,7 +280,7 @@ def _code(numbers, scale, smallest, FORMAT: tl.constexpr, CODE: tl.constexpr):
     else:
         number = tl.minimum(tl.maximum(number, -CODE[2]), CODE[2])
         if CODE[1]:
-            code = _codes_of(number, CODE[4], CODE[5], CODE[6], CODE[7])
+            code = _integer_codes(number, CODE[4], CODE[5], CODE[6], CODE[7])
             code = code.to(tl.uint8)
         else:
             code = number.to(FORMAT).to(tl.uint8, bitcast=True)
@@ -303,7 +290,7 @@ def _code(numbers, scale, smallest, FORMAT: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def _store(to, i, j, columns, code, inside, TILE: tl.constexpr):
-    """Write the codes of rows i and columns j into a matrix of float8."""
+    """Write codes at rows i and columns j of a float8 matrix `to`."""
     codes = to.to(tl.pointer_type(tl.uint8), bitcast=True)
     places = codes + i[:, None] * columns + j[None, :]
     if TILE[0]:
@@ -323,14 +310,13 @@ def _own_amax(
     FOUND_BEFORE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the amax of an operand that was never observed before.
-
-    `amaxes` has those of its tiles if `FOUND_BEFORE`, by `amax_kernel`.
-    """
+    """Return the amax of an operand that was never observed before."""
+    # `amaxes` has those of its tiles if `FOUND_BEFORE`, by `amax_kernel`.
     if FOUND_BEFORE:
         tiles = tl.num_programs(0) * tl.num_programs(1)
         amax = largest_of(amaxes, tiles, 4096)
     else:
+        # The host was told that it is observed: the state was restored since.
         amax = _amax_of_all(x, m, k, by_row, by_column, TILE)
     return amax
 
@@ -366,10 +352,11 @@ def cast_kernel(
 ):
     """Quantize a tile into `values`; write its transpose into `across`.
 
-    `scale` has scales or, if not `GIVEN`, amaxes as int32 bits. The scale of an
-    amax that is 0 or not finite is 1. The first program also writes the scale
-    into `used`. If `MARKED`, it writes it a second time, as NaN if a value is
-    not finite: see `Quantized.with_nan_scales`.
+    `scale` has scales or, if not `GIVEN`, amaxes as int32 bits. Flags in
+    `unseen` say that the own amax replaces the scale. The scale of an amax that
+    is 0 or not finite is 1. The first program also writes the scale into
+    `used`. If `MARKED`, it writes it a second time, as NaN if a value is not
+    finite: see `Quantized.with_nan_scales`.
     """
     row, column = tl.program_id(0), tl.program_id(1)
     numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
@@ -377,8 +364,8 @@ def cast_kernel(
     if GIVEN:
         chosen = tl.load(scale + INDEX)
         if MAYBE_UNSEEN:
-            wanted = tl.load(unseen + INDEX) != 0
-            if wanted:
+            is_unseen = tl.load(unseen + INDEX) != 0
+            if is_unseen:
                 amax = _own_amax(
                     x, amaxes, m, k, by_row, by_column, FOUND_BEFORE, TILE
                 )
@@ -397,7 +384,7 @@ def cast_kernel(
     i, j, inside = _places(row, column, m, k, TILE)
     if SUMS:
         tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
-    code = _code(numbers, chosen, chosen, FORMAT, CODE)
+    code = _encode(numbers, chosen, chosen, FORMAT, CODE)
     _store(values, i, j, k, code, inside, TILE)
     _store(across, j, i, m, tl.trans(code), tl.trans(inside), TILE)
 
@@ -415,9 +402,9 @@ def amax_kernel(
     INDEX: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Raise the amax of a matrix, int32 bits, if `ALWAYS`.
+    """Raise the amax of a matrix, int32 bits, to that of a tile, if `ALWAYS`.
 
-    Otherwise, if a flag is set, write the float32 amax of each tile.
+    Otherwise, if its flag in `wanted` is set, write the tile's float32 amax.
     """
     row, column = tl.program_id(0), tl.program_id(1)
     if ALWAYS:
@@ -433,7 +420,7 @@ def amax_kernel(
 
 @triton.jit
 def edges_kernel(x, amaxes, m, k, by_row, by_column, TILE: tl.constexpr):
-    """Raise the amaxes of m rows and of k columns, int32 bits, by a tile."""
+    """Raise the amaxes of m rows and k columns, int32 bits, to a tile's."""
     row, column = tl.program_id(0), tl.program_id(1)
     numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
     i, j, _ = _places(row, column, m, k, TILE)
@@ -442,7 +429,7 @@ def edges_kernel(x, amaxes, m, k, by_row, by_column, TILE: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(
+def _scales_of_rows(
     amaxes,
     place,
     inside,
@@ -452,11 +439,9 @@ def _scales_of(
     POWER_OF_TWO: tl.constexpr,
     NAN_IF_INFINITE: tl.constexpr,
 ):
-    """Return the scales of a tile's rows; `amaxes` are int32 bits of floats.
-
-    The first program of a row of tiles writes them into `scales`, as NaN where
-    an amax is not finite if `NAN_IF_INFINITE`.
-    """
+    """Return the scales of a tile's rows, or columns, from int32 `amaxes`."""
+    # The program of the first tile beside others writes them into `scales`, as
+    # NaN where an amax is not finite if `NAN_IF_INFINITE`.
     bits = tl.load(amaxes + place, mask=inside, other=0)
     amax = bits.to(tl.float32, bitcast=True)
     found = scale_of(amax, 1.0, TOP, False, POWER_OF_TWO)  # Not `INVERTED`.
@@ -488,14 +473,17 @@ def cast_rows_kernel(
     FORMAT: tl.constexpr,
     CODE: tl.constexpr,
 ):
-    """Quantize a tile by the scales of its rows, and across by its columns."""
+    """Quantize a tile by scales of its rows, its transpose by those of columns.
+
+    `amaxes` are those of all rows, then of all columns.
+    """
     row, column = tl.program_id(0), tl.program_id(1)
     numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
     i, j, inside = _places(row, column, m, k, TILE)
-    of_rows = _scales_of(
+    of_rows = _scales_of_rows(
         amaxes, i, i < m, row_scales, column == 0, TOP, POWER_OF_TWO, MARKS_ROWS
     )
-    of_columns = _scales_of(
+    of_columns = _scales_of_rows(
         amaxes + m,
         j,
         j < k,
@@ -507,10 +495,11 @@ def cast_rows_kernel(
     )
     if SUMS:
         tl.store(sums + row * k + j, tl.sum(numbers, 0), mask=j < k)
-    code = _code(numbers, of_rows[:, None], tl.min(of_rows, 0), FORMAT, CODE)
+    smallest = tl.min(of_rows, 0)
+    code = _encode(numbers, of_rows[:, None], smallest, FORMAT, CODE)
     _store(values, i, j, k, code, inside, TILE)
     smallest = tl.min(of_columns, 0)
-    code = _code(numbers, of_columns[None, :], smallest, FORMAT, CODE)
+    code = _encode(numbers, of_columns[None, :], smallest, FORMAT, CODE)
     _store(across, j, i, m, tl.trans(code), tl.trans(inside), TILE)
 
 
@@ -518,7 +507,11 @@ def cast_rows_kernel(
 def sums_kernel(
     sums, found, parts, k, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add up `sums` of columns, one per row of tiles, and write `found`."""
+    """Add up sums of columns, (parts, k), and write them into `found`.
+
+    A program has `BLOCK` columns, and reads `PARTS` parts at a time. There is a
+    part for each row of tiles.
+    """
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((PARTS, BLOCK), tl.float32)
     for start in range(0, parts, PARTS):

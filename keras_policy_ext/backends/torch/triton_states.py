@@ -1,7 +1,8 @@
 """PyTorch on CUDA: scales and states by Triton kernels.
 
-A state is (3, width), a row for each operand: see `numerics.observations`. Its
-seal is what shows that no other code changed a row: -1, then zeros as slots.
+A state is (3, width), a row for each operand: see `numerics.observations`. The
+seal of a row is -1, then zeros as slots: no other code has changed the row. In
+kernels a program has one `row`, and `place` are the columns up to `BLOCK`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ROUNDING = tl.constexpr(ROUNDING)
 _SEALED = tl.constexpr(VALID_MARK)
 _UNSEEN = tl.constexpr(UNSEEN)
 _UNIT = tl.constexpr(UNIT)
-_UNITS = tl.constexpr(1.0 / UNIT)
+_PER_UNIT = tl.constexpr(1.0 / UNIT)
 
 
 class Launch:
@@ -37,8 +38,8 @@ class Launch:
 
     All calls have tensors of the same dtypes, at addresses that 16 divides,
     and the same sizes. So the kernel that the first call compiles is the one
-    for all. Triton itself takes 9 µs to find it, 0.3 µs to start it. It starts
-    kernels in this way (triton 3.6 to 3.9); its interpreter compiles nothing.
+    for all. Triton itself takes 9 µs to find it, 0.3 µs to start it. Later
+    calls start it as Triton does (3.6 to 3.9).
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Launch:
         self._grid = (*grid, 1, 1)[:3]
         names = kernel.arg_names
         self._constants = [constants[n] for n in names if n in constants]
+        # None before a call, and in the interpreter, which compiles nothing.
         self._start: Any = None
 
     def __call__(self, stream: int, *arguments: Any) -> None:
@@ -62,7 +64,7 @@ class Launch:
                 self._launch_arguments = (
                     compiled.function,
                     compiled.packed_metadata,
-                    *(None,) * 3,  # No launch metadata, and no hooks.
+                    *(None,) * 3,  # No launch metadata, no two hooks.
                 )
                 self._start = compiled.run
             return
@@ -75,7 +77,7 @@ class Launch:
 def stream_of(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the address of the current stream."""
     if device.type != "cuda":
-        return int  # Without arguments it returns 0, which nothing reads.
+        return int  # `int()` is 0, which nothing reads.
     driver = triton.runtime.driver.active
     return functools.partial(driver.get_current_stream, device.index)
 
@@ -95,16 +97,10 @@ def history_scales(
     """
     scales = torch.empty(3, dtype=torch.float32, device=state.device)
     unseen = torch.empty(3, dtype=torch.bool, device=state.device)
-    history_kernel[(3,)](
-        state,
-        scales,
-        unseen,
-        unseen if host_flags is None else host_flags,
-        **state_constants(source),
-    )
-    if source.starts_from_current:
-        return HistoryScales(scales, unseen)
-    return HistoryScales(scales, None)
+    flags = unseen if host_flags is None else host_flags
+    constants = state_constants(source)
+    history_kernel[(3,)](state, scales, unseen, flags, **constants)
+    return HistoryScales(scales, unseen if source.starts_from_current else None)
 
 
 def observation(
@@ -156,17 +152,21 @@ class Settling:
 
         All tensors are (3, width) and contiguous.
         """
-        # The kernel has arguments for two, and reads `OBSERVED` of them.
-        given = [*observed, value, value][:2]
+        # The kernel has arguments for two, and reads `OBSERVED` of them: any
+        # tensor stands for the others.
+        two_observed = [*observed, value, value][:2]
         written = aligned(settled)
-        operands = map(aligned, (value, *given, previous))
+        operands = map(aligned, (value, *two_observed, previous))
         self._launch(self._stream(), *operands, written)
         if written is not settled:
             settled.copy_(written)
 
 
 def state_constants(source: DelayedSource) -> dict[str, Any]:
-    """Return the compile-time constants of the state kernels."""
+    """Return the compile-time constants of the state kernels.
+
+    `FIRST` is the first column of the history; for `TOPS` see `scale_of`.
+    """
     width = source.layout.width
     tops = [limit / 2.0**source.recipe.margin for limit in source.limits]
     return {
@@ -181,7 +181,8 @@ def state_constants(source: DelayedSource) -> dict[str, Any]:
 
 
 @triton.jit
-def _positive_finite(amax):
+def _is_positive_finite(amax):
+    """Return True for a number above 0 that is neither infinite nor NaN."""
     bits = amax.to(tl.int32, bitcast=True)
     return (bits > 0) & (bits < 0x7F800000)
 
@@ -193,8 +194,7 @@ def scale_of(
     """Return the scale of an amax; `previous` if it is 0 or not finite.
 
     See `scaling.scale_of_multiplier` (if `INVERTED`) and
-    `scaling.scale_for_limit`. `TOP` is the largest value of the format, without
-    the margin.
+    `scaling.scale_for_limit`. `TOP` is the format's largest value / 2^margin.
     """
     normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
     if INVERTED:
@@ -207,12 +207,12 @@ def scale_of(
         if POWER_OF_TWO:
             bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
             scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(_positive_finite(amax), scale, previous)
+    return tl.where(_is_positive_finite(amax), scale, previous)
 
 
 @triton.jit
 def _is_intact(start, place, FIRST: tl.constexpr):
-    """Return True if a row was observed and has its seal."""
+    """Return True if the row at `start` was observed and has its seal."""
     is_seal = place < FIRST - 1
     seal = tl.where(place == 0, _SEALED, 0.0)
     found = tl.load(start + place, mask=is_seal, other=0.0)
@@ -230,25 +230,22 @@ def _scales_from(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return an operand's scale, the last used one, and if it was observed.
-
-    The last used scale is 0 for a row that was never used, or is not intact.
-    """
+    """Return an operand's scale, the last used one, and if it was observed."""
+    # The last used scale is 0 for a row that was never used, or is not intact.
     start = state + row * WIDTH
-    inside = (place >= FIRST) & (place < WIDTH)
-    history = tl.load(start + place, mask=inside, other=-float("inf"))
-    reduced = tl.max(history, 0)
+    in_history = (place >= FIRST) & (place < WIDTH)
+    history = tl.load(start + place, mask=in_history, other=-float("inf"))
+    amax = tl.max(history, 0)
     if NEWEST_ONLY:
-        reduced = tl.load(start + FIRST)
+        amax = tl.load(start + FIRST)
     intact = _is_intact(start, place, FIRST)
     stored = tl.where(intact, tl.load(start + FIRST - 1), 0.0)
-    reduced = tl.where(intact, reduced, 0.0)
-    known = stored > 0.0
+    amax = tl.where(intact, amax, 0.0)
+    is_known = stored > 0.0
     top = tl.where(row == 0, TOPS[0], tl.where(row == 1, TOPS[1], TOPS[2]))
-    previous = tl.where(known, stored, INITIAL)
-    # `INVERTED`, and not `POWER_OF_TWO`.
-    scale = scale_of(reduced, previous, top, True, False)
-    return scale, stored, known | _positive_finite(reduced)
+    previous = tl.where(is_known, stored, INITIAL)
+    scale = scale_of(amax, previous, top, INVERTED=True, POWER_OF_TWO=False)
+    return scale, stored, is_known | _is_positive_finite(amax)
 
 
 @triton.jit
@@ -256,7 +253,7 @@ def history_kernel(
     state,
     scales,
     unseen,
-    told,
+    host_flags,
     TOPS: tl.constexpr,
     INITIAL: tl.constexpr,
     NEWEST_ONLY: tl.constexpr,
@@ -267,7 +264,7 @@ def history_kernel(
 ):
     """Write each operand's scale and whether it was never observed.
 
-    See `history_scales`; `told` are its `host_flags`. One program per operand.
+    See `history_scales`. There is one program per operand.
     """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     scale, _stored, seen = _scales_from(
@@ -275,7 +272,7 @@ def history_kernel(
     )
     tl.store(scales + row, scale)
     tl.store(unseen + row, seen == 0)
-    tl.store(told + row, seen == 0)
+    tl.store(host_flags + row, seen == 0)
 
 
 @triton.jit
@@ -303,9 +300,10 @@ def observation_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Write the observation of each operand's amax.
+    """Write the observation of each operand's amax into `found`.
 
-    See `observation`. There is one program per operand.
+    `first`, `second` and `third` are the amaxes of the operands' tiles, of
+    which `PARTS` are read at a time. There is one program per operand.
     """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
     if row == 0:
@@ -320,7 +318,7 @@ def observation_kernel(
 
 
 @triton.jit
-def _entered(
+def _history_with_newest(
     given,
     previous,
     row,
@@ -329,17 +327,15 @@ def _entered(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Return a row's history with the amax of the observation `given` added.
-
-    It is the history of `previous` if that amax is not finite.
-    """
+    """Return a row's history with the amax of the observation `given` added."""
+    # It is the history of `previous` if that amax is not finite.
     start = previous + row * WIDTH
     amaxes = tl.where((place > 0) & (place <= FIRST), given, 0.0)
     bits = amaxes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = tl.max(bits, 0) < 0x7F800000
-    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _PER_UNIT
     mean = tl.div_rn(tl.sum(amaxes, 0), tl.maximum(uses, 1.0))
-    newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0)) * _UNITS
+    newest = tl.where(row == KERNEL_ROW, mean, tl.max(amaxes, 0)) * _PER_UNIT
     # The ring turns left: see `StateLayout._with_newest`.
     older = tl.where(place + 1 >= WIDTH, FIRST, place + 1)
     turned = tl.load(start + older, mask=place > FIRST, other=0.0)
@@ -352,13 +348,14 @@ def _entered(
 
 @triton.jit
 def _is_observation(given, place, FIRST: tl.constexpr):
-    """Return whether a row is an observation; see `StateLayout`."""
-    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _UNITS
-    entered = (place > 0) & (place <= FIRST) & (given != 0.0)
-    seen = tl.where(place < FIRST - 1, 1.0, float("inf"))
-    seen = tl.where(entered, seen, 0.0)
-    whole = uses == tl.floor(uses)
-    return whole & (uses >= tl.sum(seen, 0)) & (uses > 0.0)
+    """Return True for a row that is an observation; see `StateLayout`."""
+    uses = tl.sum(tl.where(place == 0, given, 0.0), 0) * _PER_UNIT
+    is_entry = (place > 0) & (place <= FIRST) & (given != 0.0)
+    # Each slot with an amax needs a use; a scale or a history is of a state.
+    needed = tl.where(place < FIRST - 1, 1.0, float("inf"))
+    needed = tl.where(is_entry, needed, 0.0)
+    is_whole = uses == tl.floor(uses)
+    return is_whole & (uses >= tl.sum(needed, 0)) & (uses > 0.0)
 
 
 @triton.jit
@@ -368,14 +365,15 @@ def _larger(a, b):
 
 
 @triton.jit
-def _merged(given, found, place, inside):
-    """Merge observations: see `observations.merged`."""
-    found = _larger(given, found)
-    slots = tl.sum((inside & (place > 0) & (found != 0.0)).to(tl.float32), 0)
-    uses = tl.maximum(found, _UNIT * slots)
-    uses = tl.where(found != found, found, uses)
+def _merged(given, observed, place, inside):
+    """Merge an observation into a value: see `observations.merged`."""
+    largest = _larger(given, observed)
+    is_amax = inside & (place > 0) & (largest != 0.0)
+    slots = tl.sum(is_amax.to(tl.float32), 0)
+    uses = tl.maximum(largest, _UNIT * slots)
+    uses = tl.where(largest != largest, largest, uses)  # NaN stays.
     first = tl.sum(tl.where(place == 0, given, 0.0), 0)
-    return tl.where(first < 0.0, given, tl.where(place == 0, uses, found))
+    return tl.where(first < 0.0, given, tl.where(place == 0, uses, largest))
 
 
 @triton.jit
@@ -395,34 +393,36 @@ def settle_kernel(
     OBSERVED: tl.constexpr,
     KERNEL_ROW: tl.constexpr,
 ):
-    """Write the new row of each operand's state.
+    """Write the new row of each operand's state; see `StateLayout.settle`.
 
-    See `merge` and `StateLayout.settle`. There is one program per operand. It
-    may write where it has read `previous`.
+    `OBSERVED` of `latest` and `earlier` are merged with `value` first. There is
+    one program per operand. It may write where it has read `previous`.
     """
     row, place = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = place < WIDTH
-    given = tl.load(value + row * WIDTH + place, mask=inside, other=0.0)
+    here, inside = row * WIDTH + place, place < WIDTH
+    given = tl.load(value + here, mask=inside, other=0.0)
     if OBSERVED > 0:
-        found = tl.load(latest + row * WIDTH + place, mask=inside, other=0.0)
+        merged = tl.load(latest + here, mask=inside, other=0.0)
         if OBSERVED > 1:
-            other = tl.load(
-                earlier + row * WIDTH + place, mask=inside, other=0.0
-            )
-            found = _larger(found, other)
-        given = _merged(given, found, place, inside)
-    before = tl.load(previous + row * WIDTH + place, mask=inside, other=0.0)
+            other = tl.load(earlier + here, mask=inside, other=0.0)
+            merged = _larger(merged, other)
+        given = _merged(given, merged, place, inside)
+    before = tl.load(previous + here, mask=inside, other=0.0)
     used, stored, seen = _scales_from(
         previous, row, place, TOPS, INITIAL, NEWEST_ONLY, WIDTH, FIRST
     )
     if FROM_CURRENT:
         used = tl.where(seen, used, stored)
-    history = _entered(given, previous, row, place, KERNEL_ROW, WIDTH, FIRST)
+    # The row that an observation makes: seal, zeros, scale, history.
+    history = _history_with_newest(
+        given, previous, row, place, KERNEL_ROW, WIDTH, FIRST
+    )
     observed = tl.where(place >= FIRST, history, 0.0)
     observed = tl.where(place == FIRST - 1, used, observed)
     observed = tl.where(place == 0, _SEALED, observed)
 
-    # A state that is assigned is sealed, and zeros leave what was.
+    # The row that another value makes: a state, whose mark is negative, is
+    # sealed; zeros leave what was; a scaled observation counts as none.
     first = tl.sum(tl.where(place == 0, given, 0.0), 0)
     seal = tl.where(tl.abs(first - _SEALED) <= _ROUNDING, _SEALED, first)
     state = tl.where(place == 0, seal, given)
@@ -430,5 +430,5 @@ def settle_kernel(
     unseen = tl.where(place == 0, _UNSEEN, 0.0)
     other = tl.where(first > 0.0, unseen, other)
     found = tl.where(_is_observation(given, place, FIRST), observed, other)
-    tl.debug_barrier()
-    tl.store(settled + row * WIDTH + place, found, mask=inside)
+    tl.debug_barrier()  # All of `previous` was read.
+    tl.store(settled + here, found, mask=inside)

@@ -91,7 +91,9 @@ def test_the_device_is_the_known_one_of_what_it_says_of_itself(
 ):
     fake(monkeypatch, *FACTS[name], mps=name == "mps")
     monkeypatch.setattr(
-        torch_devices, "_multiplies_bfloat16", lambda: name == "cpu_bf16"
+        torch_devices,
+        "_has_bfloat16_instructions",
+        lambda: name == "cpu_bf16",
     )
     found = backends.engine.device()
     title = {"title": devices.KNOWN[name].title}

@@ -243,7 +243,7 @@ def test_operations_that_look_alike_keep_apart():
         contractions.Plan(contraction, recipe(name), "float32", "float32")
         for name in ("float8_e4m3fn", "float8_e4m3fn")
     ]
-    found = [torch_operators._written(plan) for plan in plans]
+    found = [torch_operators._registered_name(plan) for plan in plans]
     assert found[0] != found[1]
     plans = [torch_operators._OPERATIONS[name] for name in found]
     assert {plan.contraction for plan in plans} == {contraction}
@@ -282,8 +282,8 @@ def test_residuals_of_other_shapes_or_dtypes_need_another_name(name):
     _, residuals = plan.bound.forward(x, w, state, True)
     found = [f"{x.dtype}{list(x.shape)}" for x in residuals.leaves()]
     written = " ".join(found).replace("torch.", "").replace(", ", ",")
-    assert written == KEPT[name], "write it here, and raise _KEPT_AS"
-    assert torch_operators._KEPT_AS == 4
+    assert written == KEPT[name], "write it, and raise _RESIDUALS_VERSION"
+    assert torch_operators._RESIDUALS_VERSION == 4
 
 
 def test_operators_are_named_by_how_residuals_are_kept(monkeypatch):
@@ -294,9 +294,9 @@ def test_operators_are_named_by_how_residuals_are_kept(monkeypatch):
         "float32",
         True,
     )
-    before = torch_operators._written(plan)
-    monkeypatch.setattr(torch_operators, "_KEPT_AS", 1)
-    assert torch_operators._written(plan) != before
+    before = torch_operators._registered_name(plan)
+    monkeypatch.setattr(torch_operators, "_RESIDUALS_VERSION", 1)
+    assert torch_operators._registered_name(plan) != before
 
 
 def test_operators_are_named_by_their_kernels():
@@ -308,9 +308,9 @@ def test_operators_are_named_by_their_kernels():
         "float32",
     )
     plan = contractions.make_plan(*how, True)
-    emulated = torch_operators._written(plan)
+    emulated = torch_operators._registered_name(plan)
     with devices.pretend("h200"):
-        native = torch_operators._written(plan)
+        native = torch_operators._registered_name(plan)
     assert "scaled_mm on CUDA" in native
     assert native != emulated
 
