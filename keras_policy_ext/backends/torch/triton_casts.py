@@ -223,7 +223,7 @@ def _amax_of_all(x, m, k, by_row, by_column, TILE: tl.constexpr):
 @triton.jit
 def _quotient(x, scale, smallest):
     """Compute `x / scale`, correctly rounded wherever a code depends on it."""
-    # The reciprocal and one correction (P. Markstein, "Computation of elementary
+    # A reciprocal and one correction (P. Markstein, "Computation of elementary
     # functions on the IBM RISC System/6000 processor", 1990) are half of the
     # instructions of a division. Infinity, NaN and the signs of zeros are
     # preserved. If the `smallest` scale makes a correction subnormal, divide.

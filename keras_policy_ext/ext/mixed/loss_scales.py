@@ -288,7 +288,7 @@ class LossScaleDTypePolicy(SourceMap):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The loss scale; for `"auto"` dynamic if "mixed_float16", or None."""
+        """The loss scale; `"auto"`: dynamic for mixed_float16, else None."""
         if self._requested != AUTO:
             return self._requested
         return DynamicLossScale() if self.name == "mixed_float16" else None
