@@ -241,7 +241,7 @@ def usual_sizes() -> tuple[int, ...]:
 def _check(model: object, rounds: object) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"Only a model has training steps. Received: {model!r} (of type "
+            f"`model` has no training steps. Received: {model!r} (of type "
             f"{type(model).__name__}). Allowed: a keras.Model."
         )
     check_convertible(model)
