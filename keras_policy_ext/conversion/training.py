@@ -59,18 +59,14 @@ def compiled_in(model: keras.Layer) -> list[Compiled]:
 
 
 def _callables_held_by(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the callable attributes of a layer; those in lists come last."""
-    # TensorFlow keeps all attributes in a dict too: containers come last.
-    containers = []
+    """Yield the callable attributes of a layer, and those in lists."""
     for name, value in walking.attributes(layer).items():
         if name in walking.STEPS:  # Of the trainer: traced anew anyway.
             continue
         if isinstance(value, _CONTAINERS):
-            containers.append((name, value))
+            yield from _callables_in(value, name)
         elif callable(value):
             yield name, value
-    for name, value in containers:
-        yield from _callables_in(value, name)
 
 
 def _callables_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -271,7 +267,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     by_id: dict[int, Any] = {}
     seen: set[int] = set()  # A list may be in itself.
     # Reversed: the next one is taken from the end.
-    waiting = [*vars(model).values()][::-1]
+    waiting = [*walking.attributes(model).values()][::-1]
     waiting.append(getattr(model, "optimizer", None))
     while waiting:
         each = waiting.pop()
