@@ -208,6 +208,13 @@ class MemoryReport(BaseReport):
         )
         yield self._totals()
         rows = self._full_rows() if full else self._short_rows()
+        if not rows:
+            yield (
+                "No layer keeps anything for the backward pass"
+                if self.forms[0].weights
+                else "The model has no weights: a step trains nothing"
+            )
+            return
         first = (
             Column("layer", apart=True)
             if full

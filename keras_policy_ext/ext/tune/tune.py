@@ -308,7 +308,7 @@ def tune(
         >>> kpe.convert(model, tuned).converted[0].policy
         'float8/mxfp8_from_float32'
     """
-    check_is_layer(model, "has layers to tune")
+    check_is_layer(model, "have layers to tune")
     kind, limit = _budget(budget)
     wanted = read_recipes(recipes)
     batch = Batch.read(data)

@@ -8,8 +8,12 @@ from typing import Any
 import keras
 
 from keras_policy_ext.ext.sampling.captured import Loss
-from keras_policy_ext.ext.watch.autopilot import Autopilot, autopilot
-from keras_policy_ext.ext.watch.monitor import Watch, watch
+from keras_policy_ext.ext.watch.autopilot import (
+    Autopilot,
+    autopilot,
+    check_options_of_autopilot,
+)
+from keras_policy_ext.ext.watch.monitor import Watch, check_options, watch
 from keras_policy_ext.ext.watch.rules import Thresholds
 
 
@@ -36,7 +40,8 @@ class Float8Monitor(keras.callbacks.Callback):
         watch: The `Watch` of the model of the last `fit`; None before.
 
     Raises:
-        ValueError, ImportError: When training begins, as `watch` does.
+        TypeError, ValueError, ImportError: As `watch` does; of the model, when
+            training begins.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Float8Monitor(keras.callbacks.Callback):
         page: str | pathlib.Path | None = None,
     ):
         super().__init__()
+        check_options(every, share, loss, path, log_dir)
         self.watch: Watch | None = None
         self._data, self._page = data, page
         self._batch = 0  # the first one of the execution that runs
@@ -125,7 +131,8 @@ class Float8Autopilot(Float8Monitor):
         autopilot: The `Autopilot` of the model of the last `fit`; None before.
 
     Raises:
-        ValueError: When training begins, as `kpe.autopilot` does.
+        TypeError, ValueError, ImportError: As `kpe.autopilot` does; of the
+            model, when training begins.
     """
 
     def __init__(
@@ -144,6 +151,7 @@ class Float8Autopilot(Float8Monitor):
                 f"not depend on time. Received: share={options['share']!r}. "
                 "Allowed: `every`, a number of steps. Leave `share` out."
             )
+        check_options_of_autopilot(every, finer, calm, thresholds)
         super().__init__(data, every=every, **options)
         self.autopilot: Autopilot | None = None
         self._how.pop("share")
