@@ -37,7 +37,7 @@ def dense():
         (lambda model: kpe.export(model, "a"), "can be exported"),
         (lambda model: kpe.record(model, "a.zip"), "can be recorded"),
         (lambda model: kpe.what_if(model, None), "have operands to quantize"),
-        (lambda model: kpe.tune(model, None), "have layers to tune"),
+        (lambda model: kpe.tune(model, None, {}), "have layers to tune"),
     ],
     ids=lambda each: each.replace(" ", "-") if isinstance(each, str) else "",
 )

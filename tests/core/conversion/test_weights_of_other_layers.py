@@ -365,8 +365,8 @@ class TiedModel(keras.Model):
         self.dense = keras.layers.Dense(WIDTH, name="dense")
 
     def call(self, ids):
-        table = self.embedding.embeddings
-        return ops.matmul(self.dense(self.embedding(ids)), ops.transpose(table))
+        x = self.dense(self.embedding(ids))
+        return ops.matmul(x, ops.transpose(self.embedding.embeddings))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_model_that_multiplies_itself_is_told_to_use_a_layer(
     [reason] = [each.reason for each in report.skipped if each.path == "tied"]
     assert reason.startswith("it is a model")
     assert "move the product into a `keras.layers.Layer`" in reason
-    told = [
-        str(each.message) for each in recwarn if reason in each.message.args[0]
-    ]
-    assert any("'tied' stays in floats" in each for each in told) == warns
+    told = [str(each.message) for each in recwarn]
+    assert (
+        any(each.startswith("'tied' stays in floats") for each in told) == warns
+    )
