@@ -48,8 +48,7 @@ OF_A_LAYER = (
 )
 OF_A_MODEL = (
     "it is a model whose own code multiplies with weights of other layers or "
-    "with constants; move the product into a `keras.layers.Layer`, which an "
-    "`include` that matches its path, or `filter='all'`, converts"
+    "with constants; move the product into a `keras.layers.Layer`"
 )
 """Reasons for layers and models without kernels of their own."""
 

@@ -209,11 +209,8 @@ class MemoryReport(BaseReport):
         yield self._totals()
         rows = self._full_rows() if full else self._short_rows()
         if not rows:
-            yield (
-                "No layer keeps anything for the backward pass"
-                if self.forms[0].weights
-                else "The model has no weights: a step trains nothing"
-            )
+            has_weights = self.forms[0].weights
+            yield f"No layer {'keeps anything' if has_weights else 'has weights'}"
             return
         first = (
             Column("layer", apart=True)

@@ -9,11 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.ext.replay.flight_recorder import (
-    Recorder,
-    check_options,
-    record,
-)
+from keras_policy_ext.ext.replay.flight_recorder import Recorder, check, record
 from keras_policy_ext.ext.replay.recording_files import copied
 from keras_policy_ext.ext.sampling.captured import as_parts
 
@@ -34,10 +30,7 @@ class FlightRecorder(keras.callbacks.Callback):
 
     Args:
         path: As for `record`.
-        every: As for `record`.
-        share: As for `record`.
-        spike: As for `record`.
-        max_bytes: As for `record`.
+        **options: `every`, `share`, `spike` and `max_bytes`, as for `record`.
 
     Attributes:
         recorder: The `Recorder` of the model of the last `fit`; None before.
@@ -48,25 +41,11 @@ class FlightRecorder(keras.callbacks.Callback):
             several steps in one execution.
     """
 
-    def __init__(
-        self,
-        path: str | pathlib.Path,
-        *,
-        every: int | None = None,
-        share: float = 0.02,
-        spike: float | None = 3.0,
-        max_bytes: int = 4 * 2**30,
-    ):
+    def __init__(self, path: str | pathlib.Path, **options: Any):
         super().__init__()
-        check_options(path, every, share, spike)
+        check(path, **options)
         self.recorder: Recorder | None = None
-        self._path = path
-        self._options: dict[str, Any] = {
-            "every": every,
-            "share": share,
-            "spike": spike,
-            "max_bytes": max_bytes,
-        }
+        self._path, self._options = path, options
         self._ahead: collections.deque[Any] = collections.deque()
         self._sum = 0.0
 

@@ -333,15 +333,16 @@ def record(
             "with a loss and an optimizer, so that its steps can be computed "
             "again. Call model.compile with those of your loop."
         )
-    output = check_options(path, every, share, spike)
+    output = check(path, every, share, spike)
     return Recorder(model, output, every, share, spike, max_bytes)
 
 
-def check_options(
+def check(
     path: str | pathlib.Path,
-    every: int | None,
-    share: float,
-    spike: float | None,
+    every: int | None = None,
+    share: float = 0.02,
+    spike: float | None = 3.0,
+    max_bytes: int = 0,
 ) -> pathlib.Path:
     """Check arguments of `record`; return the absolute path of the file."""
     output = pathlib.Path(path).absolute()

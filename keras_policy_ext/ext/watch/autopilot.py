@@ -16,7 +16,7 @@ from keras import ops
 from keras_policy_ext import policies, recipes
 from keras_policy_ext.ext.sampling.captured import Loss
 from keras_policy_ext.ext.sampling.samples import check_count
-from keras_policy_ext.ext.watch.monitor import Watch, check_thresholds, watch
+from keras_policy_ext.ext.watch.monitor import Watch, watch
 from keras_policy_ext.ext.watch.rules import (
     OF_PRECISION,
     WORDS,
@@ -381,7 +381,7 @@ def autopilot(
         >>> autopilot.decisions
         []
     """
-    recipe = check_options_of_autopilot(every, finer, calm, thresholds)
+    recipe = check_steering(every, finer, calm)
     watched = watch(
         model,
         every=every,
@@ -402,12 +402,7 @@ def autopilot(
     return Autopilot(watched, recipe, calm)
 
 
-def check_options_of_autopilot(
-    every: int | None,
-    finer: Recipe | str | None,
-    calm: int,
-    thresholds: Thresholds | None,
-) -> Recipe | None:
+def check_steering(every: Any, finer: Any, calm: Any) -> Recipe | None:
     """Check arguments of `autopilot`; return the recipe that `finer` means."""
     recipe = None if finer is None else recipes.get(finer)
     if recipe is not None and (has_state(recipe) or not recipe.trains):
@@ -424,5 +419,4 @@ def check_options_of_autopilot(
             "for 10."
         )
     check_count("calm", calm, "samples", 5)
-    check_thresholds(thresholds)
     return recipe

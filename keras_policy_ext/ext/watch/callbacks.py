@@ -11,9 +11,9 @@ from keras_policy_ext.ext.sampling.captured import Loss
 from keras_policy_ext.ext.watch.autopilot import (
     Autopilot,
     autopilot,
-    check_options_of_autopilot,
+    check_steering,
 )
-from keras_policy_ext.ext.watch.monitor import Watch, check_options, watch
+from keras_policy_ext.ext.watch.monitor import Watch, watch
 from keras_policy_ext.ext.watch.rules import Thresholds
 
 
@@ -56,7 +56,6 @@ class Float8Monitor(keras.callbacks.Callback):
         page: str | pathlib.Path | None = None,
     ):
         super().__init__()
-        check_options(every, share, loss, path, log_dir)
         self.watch: Watch | None = None
         self._data, self._page = data, page
         self._batch = 0  # the first one of the execution that runs
@@ -67,6 +66,7 @@ class Float8Monitor(keras.callbacks.Callback):
             "path": path,
             "log_dir": log_dir,
         }
+        Watch(None, **self._how)  # It checks them.
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check the model; go on with the samples of its earlier `fit`."""
@@ -151,8 +151,9 @@ class Float8Autopilot(Float8Monitor):
                 f"not depend on time. Received: share={options['share']!r}. "
                 "Allowed: `every`, a number of steps. Leave `share` out."
             )
-        check_options_of_autopilot(every, finer, calm, thresholds)
+        check_steering(every, finer, calm)
         super().__init__(data, every=every, **options)
+        Watch(None, **self._how, thresholds=thresholds)
         self.autopilot: Autopilot | None = None
         self._how.pop("share")
         self._how |= {"finer": finer, "calm": calm, "thresholds": thresholds}

@@ -91,6 +91,14 @@ class Watch:
         log_dir: str | pathlib.Path | None,
         thresholds: Thresholds | None = None,
     ):
+        check_sampling(every, share)
+        check_loss(loss)
+        if thresholds is not None and not isinstance(thresholds, Thresholds):
+            raise TypeError(
+                f"`thresholds` has the wrong type. Received: {thresholds!r} "
+                f"(of type {type(thresholds).__name__}). Allowed: "
+                "keras_policy_ext.callbacks.Thresholds(...), or None."
+            )
         self.steps = 0
         self.warnings: list[WatchWarning] = []
         self.rules = Rules(thresholds or Thresholds())
@@ -102,7 +110,11 @@ class Watch:
         self._has_ended = False
         self.model, self._every, self._share = model, every, share
         self._loss, self._kind = loss, ""
-        self._files = _files(path, log_dir)
+        self._files: list[RowFile | EventFile] = []
+        if path is not None:
+            self._files.append(RowFile(path))
+        if log_dir is not None:
+            self._files.append(EventFile(log_dir))
         self._samples = Samples()
         self._next = 0.0
         self._due = -1  # the number of the sample that was due last, from 0
@@ -462,41 +474,4 @@ def watch(
             "layers in float8. Allowed: one that has some. Call "
             "keras_policy_ext.convert first, or keras_policy_ext.what_if."
         )
-    check_options(every, share, loss, path, log_dir)
-    check_thresholds(thresholds)
     return Watch(model, every, share, loss, path, log_dir, thresholds)
-
-
-def check_options(
-    every: int | None,
-    share: float,
-    loss: Loss | None,
-    path: str | pathlib.Path | None,
-    log_dir: str | pathlib.Path | None,
-) -> None:
-    """Raise what `watch` raises of these arguments."""
-    check_sampling(every, share)
-    check_loss(loss)
-    _files(path, log_dir)
-
-
-def check_thresholds(thresholds: object) -> None:
-    """Raise a TypeError if an argument `thresholds` has the wrong type."""
-    if thresholds is not None and not isinstance(thresholds, Thresholds):
-        raise TypeError(
-            f"`thresholds` has the wrong type. Received: {thresholds!r} (of "
-            f"type {type(thresholds).__name__}). Allowed: "
-            "keras_policy_ext.callbacks.Thresholds(...), or None."
-        )
-
-
-def _files(
-    path: str | pathlib.Path | None, log_dir: str | pathlib.Path | None
-) -> list[RowFile | EventFile]:
-    """Return the files of samples; nothing is written yet."""
-    files: list[RowFile | EventFile] = []
-    if path is not None:
-        files.append(RowFile(path))
-    if log_dir is not None:
-        files.append(EventFile(log_dir))
-    return files
