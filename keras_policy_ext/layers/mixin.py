@@ -144,7 +144,7 @@ class Float8Mixin(
         """
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype == self.compute_dtype or not is_floating(dtype):
-            return x
+            return ops.convert_to_tensor(x)
         return ops.cast(x, self.compute_dtype)
 
     def float8_matmul(
