@@ -289,7 +289,7 @@ def strings_of_extensions(tree):
 def test_few_modules_of_the_core_import_extensions_for_type_checkers():
     found = offenders(lambda name: imported_extensions(parse(name)), CORE)
 
-    assert found.keys() == FORWARDING, "The import linter refuses the others"
+    assert found.keys() == FORWARDING, "the core imports no extension"
 
 
 def test_the_core_names_no_module_of_an_extension_in_a_string():
