@@ -215,8 +215,7 @@ def on_contraction(
 
 def handlers() -> tuple[ContractionHandler, ...]:
     """Return the handlers of this thread and task; the innermost is last."""
-    is_open = blocks.open_count and not products.is_handling()
-    return blocks.values() if is_open else ()
+    return () if products.is_handling() else blocks.values()
 
 
 def handled(

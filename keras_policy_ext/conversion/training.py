@@ -62,7 +62,8 @@ def _callables_held_by(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
     for name, value in walking.attributes(layer).items():
         if name in walking.STEPS:  # Of the trainer: traced anew anyway.
             continue
-        for suffix, each in leaves(value):
+        is_leaf = not isinstance(value, (dict, list, tuple))
+        for suffix, each in [("", value)] if is_leaf else leaves(value):
             if callable(each) and not isinstance(each, keras.Layer):
                 yield name + suffix, each
 

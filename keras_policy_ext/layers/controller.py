@@ -230,7 +230,8 @@ class Float8Controller:
         framework = backends.current
         compiling = framework.is_compiling()
         # `compiling` first, or torch.compile's graph would guard `open_count`.
-        if run is None and not compiling and seams.handlers():
+        may_be_handled = run is None and not compiling
+        if may_be_handled and seams.blocks.open_count and seams.handlers():
             given = contraction, inputs, kernel, training, dtype, bias, moved
             contract = functools.partial(self.contract, *given)
             of_kernel = layer, getattr(kernel, "name", "kernel"), kernel
@@ -374,7 +375,8 @@ class Float8Controller:
         # a scale, so that they are at most `limit`, and multiplies the weights
         # by it. `name` and `run` are as for `seams.handled` and `contract`.
         compiling = backends.current.is_compiling()
-        if run is None and not compiling and seams.handlers():
+        may_be_handled = run is None and not compiling
+        if may_be_handled and seams.blocks.open_count and seams.handlers():
             given = name, recipe, contraction, first, second, dtype, limit
             contract = functools.partial(self._contract_two_activations, *given)
             of_none = self.layer, name, None  # No weight.
