@@ -213,8 +213,12 @@ def thaw(model: keras.Layer) -> Report:
     with training.changing(model) as retraced:
         for layer in frozen:
             to_stock_class(layer)
+        # Composites too, if none of the layers in them stays in float8.
         for layer in candidates.survey(model).composites:
-            in_place.leave_with_children(layer, frozen)
+            inner = walking.layers_within(layer)[1:]
+            was_frozen = any(each is x for each in inner for x in frozen)
+            if was_frozen and not any(map(float8_policy_of, inner)):
+                to_stock_class(layer)
         return report_of(ThawedReport, model, frozen, [], retraced=retraced)
 
 

@@ -10,7 +10,6 @@ from keras_policy_ext._keras import keras_hub
 from keras_policy_ext.backends.traced_programs import Sources
 from keras_policy_ext.conversion.candidates import Candidate
 from keras_policy_ext.conversion.model_calls import ModelCall
-from keras_policy_ext.conversion.traced_calls import Call
 from keras_policy_ext.layers.by_operation import record_of
 
 FEW = 4
@@ -78,7 +77,10 @@ def ends(found: Sequence[Candidate], call: ModelCall | None) -> dict[int, str]:
         A reason by the index of the first layer and of each head. If no head
         is known, the last layer counts as one.
     """
-    heads = _only_sources(call.followed() if call else None)
+    followed = call.followed() if call else None
+    reached = followed.reached if followed else ()
+    # Layers that are the only source of an output of the model.
+    heads = {x for each in reached if len(each) == 1 for x in each}
     reasons = {}
     for number, candidate in enumerate(found):
         if _reads_table(candidate.layer):
@@ -103,12 +105,6 @@ def _of_few_layers(choices: frozenset[Sources]) -> set[object]:
     # Among sources, layers are ids; others are arguments.
     layers = [[x for x in each if isinstance(x, int)] for each in choices]
     return {x for each in layers if len(each) <= FEW for x in each}
-
-
-def _only_sources(call: Call | None) -> set[object]:
-    """Return the layers that are the only source of an output of the model."""
-    sources_of_outputs = call.reached if call else ()
-    return {x for each in sources_of_outputs if len(each) == 1 for x in each}
 
 
 def _reads_table(layer: keras.Layer) -> bool:

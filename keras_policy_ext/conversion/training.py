@@ -21,7 +21,6 @@ from keras_policy_ext._keras import (
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
@@ -60,7 +59,8 @@ def compiled_in(model: keras.Layer) -> list[Compiled]:
 
 def _callables_held_by(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
     """Yield the callable attributes of a layer; those in lists come last."""
-    # TensorFlow keeps all attributes in a dict too: containers come last.
+    # Callers keep the first name of each, the attribute's own: TensorFlow has
+    # all attributes in a dict too.
     containers = []
     for name, value in walking.attributes(layer).items():
         if name in walking.STEPS:  # Of the trainer: traced anew anyway.
@@ -128,6 +128,7 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     slots = _slots(model)
     compiled = compiled_in(model)
     yield tuple(each.name for each in compiled)
+    # PyTorch's parameters, in Keras's order: those of inner layers first.
     built_layers.track_again(reversed(walking.layers_within(model)))
     present = {id(v) for v in model.variables}
     old = {id(v) for v in old_variables}
@@ -137,8 +138,8 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
         backends.current.forget_traces(each.function, each.layer)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*old_variables, *slots] if id(v) not in present]
-    # On TensorFlow graphs would keep the memory of weights and slots.
-    backends.current.let_go([v for v in gone if not is_state(v)])
+    # On TensorFlow graphs would keep the memory of weights, states and slots.
+    backends.current.let_go(gone)
 
 
 def _slots(model: keras.Layer) -> list[keras.Variable]:

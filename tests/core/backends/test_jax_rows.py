@@ -145,10 +145,10 @@ class Counting:
     def supports(self, like, *format_names):
         return INTERPRETED.supports(like, *format_names)
 
-    def cast(self, matrix, plain, across, sums=False):
+    def cast(self, matrix, plain, across, column_sums=False):
         both = plain is not None, across is not None
-        self.calls.append((matrix.shape, *both, sums))
-        return INTERPRETED.cast(matrix, plain, across, sums)
+        self.calls.append((matrix.shape, *both, column_sums))
+        return INTERPRETED.cast(matrix, plain, across, column_sums)
 
 
 def step(monkeypatch, recipe, equation, shapes, casts, infinite=False):
@@ -163,7 +163,7 @@ def step(monkeypatch, recipe, equation, shapes, casts, infinite=False):
     with kernels.prefer("native"):
         plan = contractions.make_plan(
             contractions.Einsum(equation), recipe, "float32", "float32", True
-        ).resolved()
+        ).with_preference()
     bound = plan.bound
 
     @jax.jit
@@ -321,6 +321,6 @@ def test_only_float32_kernels_of_bfloat16_have_such_gradients(
             inputs,
             kernel,
             True,
-        ).resolved()
+        ).with_preference()
     found = type(plan.bound._kernel_grad._kernel).__name__
     assert (found == "GradientOfRows") == is_float32
