@@ -303,7 +303,6 @@ class BoundPlan(BoundOperation):
 
     @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
-        """Return True if the cast for `backward` sums the bias's gradient."""
         contraction = self.plan.contraction
         if not self.outputs_grad.sums_columns_of(inputs):
             return False

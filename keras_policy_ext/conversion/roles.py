@@ -53,7 +53,9 @@ def deciding(
     routers = keras_hub.routers(model)
     followed = call.followed() if call and call.chooses else None
     choices = followed.chosen if followed else frozenset[Sources]()
-    choosing = _of_few_layers(choices)
+    # Among sources, layers are ids; others are arguments.
+    layers = [[x for x in each if isinstance(x, int)] for each in choices]
+    choosing = {x for each in layers if len(each) <= FEW for x in each}
     reached = frozenset[object]().union(*choices)
     reasons = {}
     for number, candidate in enumerate(found):
@@ -98,13 +100,6 @@ def _chooses(layer: keras.Layer) -> bool:
     # Then its own product is the last before the choice, as in a codebook.
     record = record_of(layer)
     return record is not None and record.chooses and bool(record.products)
-
-
-def _of_few_layers(choices: frozenset[Sources]) -> set[object]:
-    """Return the ids of layers in choices that at most `FEW` of them reach."""
-    # Among sources, layers are ids; others are arguments.
-    layers = [[x for x in each if isinstance(x, int)] for each in choices]
-    return {x for each in layers if len(each) <= FEW for x in each}
 
 
 def _reads_table(layer: keras.Layer) -> bool:

@@ -471,8 +471,8 @@ class Tracer:
         owner: keras.Layer | None = None,
     ) -> Call:
         """Trace `call` of a layer, or an operation in the graph of `owner`."""
-        has_build = type(layer).build is not keras.Layer.build
-        if owner is None and has_build and not layer.built:
+        is_unbuilt = owner is None and not layer.built
+        if is_unbuilt and type(layer).build is not keras.Layer.build:
             raise ValueError(f"Layer {layer.name!r} is not built.")
         arguments = keras.tree.flatten((args, kwargs))
         tensors = [x for x in arguments if isinstance(x, keras.KerasTensor)]

@@ -106,7 +106,7 @@ def test_codes_and_scales_are_those_of_numpy(size, dtype, plain, across):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sums_are_those_of_the_columns_of_the_matrix(size):
     x = np.random.default_rng(1).uniform(1.0, 2.0, size).astype("float32")
-    found = INTERPRETED.cast(jnp.asarray(x), ROW, ROW, sums=True)
+    found = INTERPRETED.cast(jnp.asarray(x), ROW, ROW, column_sums=True)
     np.testing.assert_allclose(found.column_sums, x.sum(0), rtol=1e-6)
 
 
