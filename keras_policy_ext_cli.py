@@ -44,9 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # cores, a step of a model this small takes ten times as long.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        from keras_policy_ext.ext.cli import commands as cli
+        import keras_policy_ext.ext.cli.commands as cli
     except ModuleNotFoundError as error:
-        if error.name != "keras_policy_ext.ext":
+        # Folders without files may have been left there.
+        if error.name not in (
+            "keras_policy_ext.ext",
+            "keras_policy_ext.ext.cli",
+            "keras_policy_ext.ext.cli.commands",
+        ):
             raise
         text = (
             "keras-policy-ext: error: the command is an extension. Received: "

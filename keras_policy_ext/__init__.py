@@ -47,7 +47,8 @@ from keras_policy_ext.policies import (
     set_dtype_policy,
 )
 
-if importlib.util.find_spec(f"{__name__}.ext"):
+# Without an `__init__.py`, a folder that was left there has no origin.
+if getattr(importlib.util.find_spec(f"{__name__}.ext"), "origin", None):
     from keras_policy_ext import ext
 
     _extensions.add(ext.NAMES, ext.MODULES, [ext.COUNTER])
@@ -175,7 +176,6 @@ __all__ = [
     "what_if",
     "widen",
 ]
-
 
 if TYPE_CHECKING:
     from keras_policy_ext import (

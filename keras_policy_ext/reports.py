@@ -196,7 +196,7 @@ class BaseReport:
         )
 
 
-def percent(part: int, whole: int) -> str:
+def percent(part: float, whole: float) -> str:
     """Format a share as "12.3 %"; "0 %" and "100 %" only if exact."""
     if not whole or not part:
         return "0 %"

@@ -28,6 +28,7 @@ from keras import ops
 from keras_policy_ext import contractions
 from keras_policy_ext._keras import products
 from keras_policy_ext._keras.products import CASTS, MOVES, PRODUCTS, Blocks
+from keras_policy_ext._keras.variable_values import value_without_autocast
 from keras_policy_ext._types import Tensor
 
 __all__ = [
@@ -93,11 +94,15 @@ class Planned(NamedTuple):
 
     def run(self) -> Tensor:
         """Compute the outputs; no handler is called."""
+        plan: Any
         plan, inputs, kernel, state, bias = self
-        if not isinstance(plan, contractions.FrozenPlan):
-            return contractions.run(plan, inputs, kernel, *state, bias=bias)
-        outputs = contractions.run_frozen(plan, inputs, kernel, *state)
-        return outputs if bias is None else ops.add(outputs, bias)
+        dtype = plan.dtype if self.is_frozen else plan.inputs_dtype
+        # A handler may have put variables or arrays in the place of tensors.
+        inputs = ops.convert_to_tensor(inputs, dtype)
+        kernel = value_without_autocast(kernel)
+        bias = None if bias is None else ops.convert_to_tensor(bias, dtype)
+        run = contractions.run_frozen if self.is_frozen else contractions.run
+        return run(plan, inputs, kernel, *state, bias=bias)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,7 +215,8 @@ def on_contraction(
 
 def handlers() -> tuple[ContractionHandler, ...]:
     """Return the handlers of this thread and task; the innermost is last."""
-    return () if products.is_handling() else blocks.values()
+    is_open = blocks.open_count and not products.is_handling()
+    return blocks.values() if is_open else ()
 
 
 def handled(
@@ -219,13 +225,14 @@ def handled(
     weight: keras.Variable | None,
     contraction: contractions.Contraction,
     operands: Sequence[Any],
-    shapes: Sequence[Sequence[int]],
+    second_shape: Sequence[int],
     dtype: str,
-    plan: Callable[[], Planned],
+    contract: Callable[..., Any],
 ) -> Tensor:
     """Return what the handlers make of a contraction; there is one at least.
 
-    The arguments are as in `ContractionCall`; `plan` is called once at most.
+    The arguments are as in `ContractionCall`; `second_shape` is the second of
+    `shapes`. `contract` is called once at most, with `run=Planned.of`.
     """
     first, second = operands
     *outer, handler = handlers()  # The innermost is called first.
@@ -235,9 +242,9 @@ def handled(
         weight,
         contraction,
         (first, second),
-        (tuple(shapes[0]), tuple(shapes[1])),
+        (tuple(first.shape), tuple(second_shape)),
         dtype,
-        functools.cache(plan),
+        functools.cache(lambda: contract(run=Planned.of)),
         tuple(outer),
     )
     # Else a product that the handler computes would count as the layer's; nor

@@ -10,11 +10,13 @@ import functools
 import importlib.util
 import inspect
 import pathlib
+import re
 import textwrap
 
 import keras
 import pytest
 
+from calls_counted import NO_CORE
 from private_names import (
     private_attributes,
     private_definitions,
@@ -253,6 +255,51 @@ def test_only_the_folder_of_a_framework_imports_it():
     assert offenders(foreign_frameworks) == {}
 
 
+CORE = [x for x in SOURCES if pathlib.PurePath(x).parts[0] not in NO_CORE]
+
+FORWARDING = {
+    "__init__.py",
+    "conversion/__init__.py",
+    "conversion/filters.py",
+    "layers/__init__.py",
+}
+"""Modules of the core that show names of extensions too, to type checkers."""
+
+OF_EXTENSIONS = "|".join(x.removesuffix(".py") for x in NO_CORE)
+
+
+def imported_extensions(tree):
+    """The modules of extensions that imports of a file name."""
+    names = rf"keras_policy_ext\.({OF_EXTENSIONS})\b.*"
+    return sorted({n for n in imported_names(tree) if re.fullmatch(names, n)})
+
+
+def strings_of_extensions(tree):
+    """The strings, and parts of f-strings, that name a module of extensions."""
+    names = rf"(keras_policy_ext)?\.+({OF_EXTENSIONS})\b[\w.:]*"
+    return sorted(
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(names, node.value)
+    )
+
+
+def test_few_modules_of_the_core_import_extensions_for_type_checkers():
+    found = offenders(lambda name: imported_extensions(parse(name)), CORE)
+
+    assert found.keys() == FORWARDING, "the core imports no extension"
+
+
+def test_the_core_names_no_module_of_an_extension_in_a_string():
+    found = offenders(lambda name: strings_of_extensions(parse(name)), CORE)
+
+    # The package asks whether there are extensions. Their table names them,
+    # and `_extensions.get` imports what it names.
+    assert found == {"__init__.py": [".ext"]}
+
+
 def lines_of_asserts(name):
     nodes = ast.walk(parse(name))
     return [node.lineno for node in nodes if isinstance(node, ast.Assert)]
@@ -377,6 +424,21 @@ def test_the_check_sees_every_way_into_keras_internals(source):
 )
 def test_the_check_sees_every_way_to_a_framework(source):
     assert imported_frameworks(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import_module('keras_policy_ext.ext.gain.auto')",
+        "import_module('keras_policy_ext.optimizers')",
+        "import_module('.ext.gain.auto', __package__)",
+        "name = f'{__package__}.ext.{extension}'",
+        "name = f'keras_policy_ext.ext.{extension}'",
+        "HOMES = {'filters.Auto': 'keras_policy_ext.ext.gain.auto:Auto'}",
+    ],
+)
+def test_the_check_sees_strings_that_name_a_module_of_an_extension(source):
+    assert strings_of_extensions(ast.parse(source))
 
 
 @pytest.mark.parametrize(

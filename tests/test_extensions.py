@@ -5,13 +5,16 @@ import importlib
 import inspect
 import pathlib
 import re
+import shutil
 
 import keras
 import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from calls_counted import NO_CORE
 from keras_policy_ext import _extensions, ext
+from processes import run
 
 pytestmark = pytest.mark.any_backend
 
@@ -76,6 +79,43 @@ def test_without_its_extension_a_filter_is_asked_for_by_name(monkeypatch):
     assert len(kpe.convert(model, filter="safe").skipped) == 1
 
 
+CORE_ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import keras, keras_policy_ext as kpe, keras_policy_ext_cli
+assert kpe.__file__.startswith(sys.argv[1])
+model = keras.Sequential([keras.layers.Dense(16)])
+model.build((None, 32))
+kpe.convert(model, filter="all")
+for name in ("tune", "optimizers"):
+    try:
+        getattr(kpe, name)
+    except AttributeError as error:
+        assert "belongs to an extension that is not" in str(error)
+    else:
+        raise AssertionError(name)
+assert keras_policy_ext_cli.main(["doctor"]) == 2
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("left", ["ext/__pycache__", "ext/cli/__pycache__"])
+def test_a_folder_that_was_left_over_is_no_extension(left, tmp_path):
+    without = shutil.ignore_patterns("__pycache__")
+    copy = shutil.copytree(ROOT, tmp_path / ROOT.name, ignore=without)
+    for name in {*NO_CORE} - {"reference"}:
+        path = copy / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (copy / left).mkdir(parents=True, exist_ok=True)
+    run(keras.backend.backend(), CORE_ALONE, tmp_path)
+
+
+def test_all_names_can_be_imported_at_once():
+    names = {}
+    exec("from keras_policy_ext import *", names)
+    assert {*kpe.__all__} <= names.keys()
+
+
 def module_named(name):
     """Whether there is a module of the package of this dotted name."""
     place = ROOT.parent.joinpath(*name.split("."))
@@ -95,12 +135,34 @@ def is_public(module, name):
     return True
 
 
+def modules_in_strings(node):
+    """The modules of the core that a string names, as an import could.
+
+    Any string that is such a name counts, in an f-string also its beginning.
+    Of `import_module`, the package itself and relative names count too.
+    """
+    name, names = "", r"keras_policy_ext(\.\w*)+"
+    if isinstance(node, ast.Constant):
+        name = node.value
+    elif isinstance(node, ast.Call) and node.args:
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called in ("import_module", "__import__"):
+            name = getattr(node.args[0], "value", "")
+            names = r"keras_policy_ext|\.[\w.]*"
+    if isinstance(name, str) and re.fullmatch(names, name):
+        home = name.rstrip(".").split(".")
+        if home[1:2] != ["ext"] and home[-1] not in ext.MODULES:
+            yield ".".join(home)
+
+
 def names_of_the_core(tree):
     """The names of the core that a file imports, each with its module.
 
     Where a whole module is imported, they are the attributes that it reads.
+    Relative imports have no name here that is public.
     """
     for node in ast.walk(tree):
+        yield from ((name, "*") for name in modules_in_strings(node))
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
             yield from (
@@ -109,6 +171,9 @@ def names_of_the_core(tree):
                 if name.split(".")[0] == "keras_policy_ext"
             )
         if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            yield from (("." * node.level, each.name) for each in node.names)
             continue
         home = node.module.split(".")
         if home[0] != "keras_policy_ext" or home[1:2] == ["ext"]:
@@ -137,7 +202,7 @@ def is_foundation(path, module):
     parts = module.split(".")
     if parts[1:2] == ["backends"]:
         return parts[2:3] == [path.parent.name]
-    return parts[1] in FOUNDATION
+    return not FOUNDATION.isdisjoint(parts[1:2])
 
 
 def used_of_the_core():
@@ -196,6 +261,35 @@ def test_the_names_of_a_whole_module_are_those_that_are_read():
         ("keras_policy_ext", "convert"),
         ("keras_policy_ext.saving", "*"),
     }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from keras_policy_ext.layers.controller import Float8Controller",
+        "from ...layers.controller import Float8Controller",
+        "from .. import moments",
+        "import keras_policy_ext as kpe",
+        "importlib.import_module('keras_policy_ext')",
+        "importlib.import_module('keras_policy_ext.layers.controller')",
+        "import_module('...layers.controller', __package__)",
+        "HOMES = {'jax': 'keras_policy_ext.layers.controller'}",
+        "name = f'keras_policy_ext.layers.{own}'",
+    ],
+)
+def test_the_check_sees_every_way_to_a_private_name_of_the_core(source):
+    names = [*names_of_the_core(ast.parse(source))]
+    assert names
+    assert not any(is_public(*each) for each in names)
+    assert not any(is_foundation(ROOT / "ext" / "a.py", x) for x, _ in names)
+
+
+def test_a_string_may_name_modules_of_extensions():
+    tree = ast.parse(
+        "NAMES = ['keras_policy_ext.ext.onnx', 'keras_policy_ext.optimizers']\n"
+        "keras.saving.register_keras_serializable('keras_policy_ext')"
+    )
+    assert not [*names_of_the_core(tree)]
 
 
 TOPICS = [f"extending.{name}" for name in kpe.extending.__all__]

@@ -25,6 +25,41 @@ def dense():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
 
 
+@pytest.mark.parametrize(
+    ("call", "purpose"),
+    [
+        (kpe.convert, "can be converted"),
+        (kpe.revert, "can be reverted"),
+        (kpe.freeze, "can be frozen"),
+        (kpe.thaw, "can be thawed"),
+        (kpe.widen, "can be widened"),
+        (kpe.watch, "can be watched"),
+        (lambda model: kpe.export(model, "a"), "can be exported"),
+        (lambda model: kpe.record(model, "a.zip"), "can be recorded"),
+        (lambda model: kpe.what_if(model, None), "have operands to quantize"),
+        (lambda model: kpe.tune(model, None, {}), "have layers to tune"),
+    ],
+    ids=lambda each: each.replace(" ", "-") if isinstance(each, str) else "",
+)
+def test_what_is_no_model_is_told_what_models_are_for(call, purpose):
+    with pytest.raises(TypeError, match=f"only those {purpose}. Received: 3"):
+        call(3)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_a_plain_policy_is_said_to_be_one(policy):
+    with pytest.raises(ValueError, match="It is a plain policy") as raised:
+        kpe.convert(dense(), policy)
+    assert "Did you mean" not in str(raised.value)
+
+
+def test_the_type_of_what_is_no_policy_is_said():
+    with refused(
+        ValueError, "not a dtype policy", "3 (of type int)", "float32"
+    ):
+        kpe.set_dtype_policy(3)
+
+
 def adam():
     return keras.optimizers.Adam()
 

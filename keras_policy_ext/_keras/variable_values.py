@@ -19,12 +19,13 @@ except ImportError:  # Keras has moved it: the public API has to do.
     _global_state = None
 
 
-def value_without_autocast(variable: keras.Variable | Tensor) -> Tensor:
-    """Return a variable's tensor in its stored dtype, without autocast."""
+def value_without_autocast(variable: Any) -> Tensor:
+    """Return a variable's tensor in its stored dtype, or an array's tensor."""
     # Inside a mixed-precision layer Keras returns a copy in the compute dtype,
     # but float8 is quantized from the variable itself (keras 3.0 to 3.16).
     if not isinstance(variable, keras.Variable):
-        return variable
+        tensor = keras.ops.is_tensor(variable)
+        return variable if tensor else keras.ops.convert_to_tensor(variable)
     try:
         scope = calls.autocast_scope(None)
     except ImportError:  # Without the scope, a value in its own dtype will do.

@@ -120,9 +120,12 @@ def _layers_in(value: Any) -> Iterator[keras.Layer]:
 def attributes(layer: keras.Layer) -> dict[str, Any]:
     """Return the attributes of a layer by name, including sublayers."""
     # On torch a module stores the modules in it separately (`named_children`,
-    # public there; keras 3.0 to 3.15).
+    # public there; keras 3.0 to 3.15). TensorFlow tracks values of attributes
+    # once more in `_self_unconditional_…` (tensorflow 2.21).
     children = getattr(layer, "named_children", dict)
-    return {**vars(layer), **dict(children())}
+    held = {**vars(layer), **dict(children())}
+    tracking = "_self_unconditional_"
+    return {k: v for k, v in held.items() if not k.startswith(tracking)}
 
 
 def uses_in_graph(model: keras.Layer) -> dict[int, int]:

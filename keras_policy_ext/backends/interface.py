@@ -518,7 +518,3 @@ class Backend(Arithmetic, Tracing, Gradients, States):
 
     keeps_variables_in_graphs = False
     """Whether compiled steps read variables without calling this package."""
-
-    def device_name(self) -> str:
-        """Return the device's name, such as `"cpu"` or `"NVIDIA H200"`."""
-        return "cpu"

@@ -327,6 +327,12 @@ def frozen_plan(
     )
 
 
-def run_frozen(plan: FrozenPlan, inputs: Tensor, *constants: Tensor) -> Tensor:
-    """Compute the outputs of a frozen plan; only the inputs have a gradient."""
-    return backends.current.run_frozen(plan, inputs, *constants)
+def run_frozen(
+    plan: FrozenPlan,
+    inputs: Tensor,
+    *constants: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute the outputs of a frozen plan; constants have no gradient."""
+    outputs = backends.current.run_frozen(plan, inputs, *constants)
+    return outputs if bias is None else ops.add(outputs, bias)

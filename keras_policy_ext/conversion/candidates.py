@@ -328,15 +328,15 @@ _NAMES = """
 _WITHOUT_WEIGHTS = [getattr(keras.layers, name) for name in _NAMES.split()]
 
 
-def check(model: keras.Layer) -> None:
-    """Raise unless a model can be converted or reverted in its present state.
+def check(model: keras.Layer, purpose: str = "can be converted") -> None:
+    """Raise unless a model is built; `purpose` says what errors name.
 
     Raises:
         TypeError: If it is no Keras model or layer.
         ValueError: If the model has no weights yet, a part of an unbuilt model
             has none, or the variables hold no values.
     """
-    check_is_layer(model, "can be converted")
+    check_is_layer(model, purpose)
     if not (model.built and has_call(model)):
         _check_parts(model)
     if not all(variable_values.has_value(v) for v in model.variables):
@@ -425,13 +425,10 @@ def _parts(model: keras.Layer) -> Iterator[tuple[str, Any]]:
 
 def leaves(value: object) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested lists and dicts, as (subscripts, leaf)."""
-    if isinstance(value, dict):
-        items = [(repr(key), each) for key, each in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(str(i), each) for i, each in enumerate(value)]
-    else:
+    if not isinstance(value, (dict, list, tuple)):
         yield "", value
         return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in items:
         for suffix, leaf in leaves(each):
-            yield f"[{key}]{suffix}", leaf
+            yield f"[{key!r}]{suffix}", leaf

@@ -145,7 +145,7 @@ def freeze(
     selection = Selection.read(include, exclude, filter)
     if isinstance(selection.filter, candidates.SizeFilter):
         raise ValueError(_no_filter(filter))
-    candidates.check(model)
+    candidates.check(model, "can be frozen")
     eligible, skipped = freezable(model)
     work = work_of(model)
     by_role = deciding(model, selection, eligible, work.call)
@@ -208,7 +208,7 @@ def thaw(model: keras.Layer) -> Report:
         >>> type(model.layers[0]) is keras.layers.Dense
         True
     """
-    candidates.check(model)
+    candidates.check(model, "can be thawed")
     frozen = frozen_layers(model)
     with training.changing(model) as retraced:
         for layer in frozen:
@@ -536,7 +536,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
         >>> len(kpe.widen(model))
         1
     """
-    candidates.check(model)
+    candidates.check(model, "can be widened")
     frozen = frozen_layers(model)
     if not frozen or keras.distribution.distribution() is not None:
         raise ValueError(_refusal(model, frozen))

@@ -41,6 +41,7 @@ from keras_policy_ext.conversion.candidates import (
 )
 from keras_policy_ext.conversion.filters import Safe
 from keras_policy_ext.conversion.report import (
+    OF_A_MODEL,
     Report,
     RevertedReport,
     report_of,
@@ -265,6 +266,10 @@ def convert(
         warn_of_little(report, model)
         for sentence in report.without_effect:
             _user_code.warn(sentence)
+        for each in report.skipped:
+            asked = any(p.search(each.path) for p in selection.include or ())
+            if asked and each.reason == OF_A_MODEL:
+                _user_code.warn(f"{each.path!r} stays in floats: {OF_A_MODEL}.")
         if nothing_folded:
             _user_code.warn(
                 f"`smooth_swiglu` had no effect on {model.name!r}: no gated "
@@ -404,7 +409,7 @@ def revert(model: keras.Layer) -> Report:
         >>> type(model.layers[0]) is keras.layers.Dense
         True
     """
-    candidates.check(model)
+    candidates.check(model, "can be reverted")
     layers = walking.layers_within(model)
     stays = [each for layer in layers for each in _why_it_stays(layer)]
     staying = {id(each.layer) for each in stays}

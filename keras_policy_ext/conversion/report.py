@@ -42,11 +42,15 @@ LITTLE = 0.1
 REASONS = 3
 """The number of reasons in that warning: those with most multiplications."""
 
-MULTIPLIES_OTHERS = (
+OF_A_LAYER = (
     "its own code multiplies with weights of other layers or with constants, "
     "such as the table of an embedding, and stays as it is"
 )
-"""The reason for a layer without kernels of its own."""
+OF_A_MODEL = (
+    "it is a model whose own code multiplies with weights of other layers or "
+    "with constants; move the product into a `keras.layers.Layer`"
+)
+"""Reasons for layers and models without kernels of their own."""
 
 _FROZEN = re.compile(r"float8/frozen(?=[(_])")
 """The start of the policy names that `freeze` gives."""
@@ -182,6 +186,7 @@ class Report(LayersReport):
 
     _unchanged_title: ClassVar[str] = "Not converted"
     _verb: ClassVar[str] = "converts"
+    _nothing_done: ClassVar[str] = ""  # The whole text if nothing changed.
     _columns = (Column("policy / reason not converted", wraps=True),)
     _full_columns = (
         Column("layer", apart=True),
@@ -214,6 +219,8 @@ class Report(LayersReport):
     def _head(self) -> list[str]:
         """Return the first lines; of a model without float8, only that."""
         totals = self.totals
+        if self._nothing_done and not self.converted:
+            return [self._nothing_done]
         if self.converted and totals.layers and not totals.listed_in_float8:
             layers = counted(len(self.converted), "layer")
             return [f"{layers} back in plain policies; none is in float8"]
@@ -292,10 +299,7 @@ ReportClass = TypeVar("ReportClass", bound=Report)
 class RevertedReport(Report):
     """The report of `revert`: a `Report` of the layers that left float8."""
 
-    def _head(self) -> list[str]:
-        if not self.converted and not self.totals.listed_in_float8:
-            return ["No layer was in float8; there is nothing to revert"]
-        return super()._head()
+    _nothing_done = "No layer was in float8; there is nothing to revert"
 
 
 _KERNELS = (
@@ -387,6 +391,8 @@ class FrozenReport(Report):
 class ThawedReport(Report):
     """The report of `thaw`: a `Report`, and a note that weights are rounded."""
 
+    _nothing_done = "No layer was frozen; there is nothing to thaw"
+
     def _notes(self, full: bool) -> list[str]:
         layers = counted(len(self.converted), "layer")
         rounded = (
@@ -414,7 +420,10 @@ def report_of(
     excluded = [
         *excluded,
         *(
-            Unconverted(layer, MULTIPLIES_OTHERS)
+            Unconverted(
+                layer,
+                OF_A_MODEL if isinstance(layer, keras.Model) else OF_A_LAYER,
+            )
             for layer in work.multiplying
             if names_others and id(layer) not in listed
         ),

@@ -485,7 +485,10 @@ def _checked_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     policy = policies.as_float8(policy)
     inner = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]
     if not inner:
-        raise ValueError(_no_float8(policy.name))
+        hint = (
+            "It is a plain policy, and layers keep their own: pass a recipe. "
+        )
+        raise ValueError(_no_float8(policy.name, hint))
     for each in inner:
         if not each.recipe.trains:
             raise ValueError(
@@ -506,14 +509,14 @@ def _within(policy: keras.DTypePolicy) -> list[keras.DTypePolicy]:
     return [x for one in inner for x in _within(one)]
 
 
-def _no_float8(received: object) -> str:
+def _no_float8(received: object, hint: str = "") -> str:
     words = ("float8", policy_names.ALIAS, *recipes.names())
     return (
         f"{received!r} is not a recipe or a float8 dtype policy. "
-        f"{did_you_mean(received, words)}Allowed: a recipe or its name, one "
-        f"of {', '.join(map(repr, recipes.names()))}; 'float8' for the "
-        "default one; a Float8DTypePolicy or its name, such as "
-        "'float8/current_from_float32', where each layer keeps its own "
+        f"{hint or did_you_mean(received, words)}Allowed: a recipe "
+        f"or its name, one of {', '.join(map(repr, recipes.names()))}; "
+        "'float8' for the default one; a Float8DTypePolicy or its name, such "
+        "as 'float8/current_from_float32', where each layer keeps its own "
         "source. To leave float8, use `revert`."
     )
 

@@ -19,12 +19,11 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
-from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.candidates import leaves, path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.transaction import unchanged_on_error
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
-_CONTAINERS = (dict, list, tuple)
 
 
 class Compiled(NamedTuple):
@@ -58,29 +57,13 @@ def compiled_in(model: keras.Layer) -> list[Compiled]:
 
 
 def _callables_held_by(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the callable attributes of a layer; those in lists come last."""
-    # Callers keep the first name of each, the attribute's own: TensorFlow has
-    # all attributes in a dict too.
-    containers = []
+    """Yield the callable attributes of a layer, and those in lists."""
     for name, value in walking.attributes(layer).items():
         if name in walking.STEPS:  # Of the trainer: traced anew anyway.
             continue
-        if isinstance(value, _CONTAINERS):
-            containers.append((name, value))
-        elif callable(value):
-            yield name, value
-    for name, value in containers:
-        yield from _callables_in(value, name)
-
-
-def _callables_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, callable) in nested lists and dicts, except layers."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, each in items:
-        if isinstance(each, _CONTAINERS):
-            yield from _callables_in(each, f"{name}[{key!r}]")
-        elif callable(each) and not isinstance(each, keras.Layer):
-            yield f"{name}[{key!r}]", each
+        for suffix, each in leaves(value):
+            if callable(each) and not isinstance(each, keras.Layer):
+                yield name + suffix, each
 
 
 def _members_of_user_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
@@ -269,24 +252,23 @@ def _models_in(model: keras.Layer) -> list[keras.Model]:
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizer of `compile`, then those in other attributes."""
-    by_id: dict[int, Any] = {}
+    found: list[Any] = []
     seen: set[int] = set()  # A list may be in itself.
     # Reversed: the next one is taken from the end.
-    waiting = [*vars(model).values()][::-1]
+    waiting = [*walking.attributes(model).values()][::-1]
     waiting.append(getattr(model, "optimizer", None))
     while waiting:
         each = waiting.pop()
-        if isinstance(each, (dict, list, tuple)):
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
         if isinstance(each, dict):
-            each = list(each.values())
-        if isinstance(each, (list, tuple)):
+            waiting.extend([*each.values()][::-1])
+        elif isinstance(each, (list, tuple)):
             waiting.extend(each[::-1])
         elif isinstance(each, keras.optimizers.Optimizer):
-            by_id[id(each)] = each
-    return list(by_id.values())
+            found.append(each)
+    return found
 
 
 def _has_substitutes(

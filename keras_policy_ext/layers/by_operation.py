@@ -388,6 +388,7 @@ def _multiply(
         or dtype not in COMPUTE_DTYPES
     ):
         return stock()
+    inputs = ops.convert_to_tensor(inputs)
     if isinstance(contraction, Einsum):
         contraction, inputs = _split_by_matrix(
             layer, kernel, contraction, inputs, tuple(operand.shape)
@@ -420,8 +421,7 @@ def _split_by_matrix(
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)
     # All matrices multiply the same inputs: each one gets a copy.
-    inputs = ops.expand_dims(ops.convert_to_tensor(inputs), 0)
-    inputs = ops.repeat(inputs, kernel_shape[0], axis=0)
+    inputs = ops.repeat(ops.expand_dims(inputs, 0), kernel_shape[0], axis=0)
     return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
 
 

@@ -230,24 +230,19 @@ class Float8Controller:
         framework = backends.current
         compiling = framework.is_compiling()
         # `compiling` first, or torch.compile's graph would guard `open_count`.
-        may_be_handled = (
-            run is None and not compiling and seams.blocks.open_count
-        )
-        if may_be_handled and seams.handlers():
+        if run is None and not compiling and seams.handlers():
             given = contraction, inputs, kernel, training, dtype, bias, moved
+            contract = functools.partial(self.contract, *given)
+            of_kernel = layer, getattr(kernel, "name", "kernel"), kernel
             read = kernel if moved is None else moved
+            operands = inputs, kernel
             return seams.handled(
-                layer,
-                getattr(kernel, "name", "kernel"),
-                kernel,
-                contraction,
-                (inputs, kernel),
-                (inputs.shape, read.shape),
-                dtype,
-                functools.partial(self.contract, *given, run=seams.Planned.of),
+                *of_kernel, contraction, operands, read.shape, dtype, contract
             )
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
+        if bias is not None:  # PyTorch takes no gradient of a variable.
+            bias = ops.convert_to_tensor(bias, dtype)
         if isinstance(kernel, StoredVariable):
             return self._contract_stored(
                 contraction, inputs, kernel, dtype, bias, run
@@ -331,10 +326,8 @@ class Float8Controller:
             contraction, kernel.recipe, kernel.axes, dtype
         )
         self.layer.float8_state.last_call.plan = plan
-        if run is not None:
-            return run(plan, inputs, *kernel.multiplied, bias=bias)
-        outputs = contractions.run_frozen(plan, inputs, *kernel.multiplied)
-        return with_bias(outputs, bias)
+        run = run or contractions.run_frozen
+        return run(plan, inputs, *kernel.multiplied, bias=bias)
 
     def contract_activations(
         self,
@@ -381,22 +374,13 @@ class Float8Controller:
         # a scale, so that they are at most `limit`, and multiplies the weights
         # by it. `name` and `run` are as for `seams.handled` and `contract`.
         compiling = backends.current.is_compiling()
-        may_be_handled = (
-            run is None and not compiling and seams.blocks.open_count
-        )
-        if may_be_handled and seams.handlers():
+        if run is None and not compiling and seams.handlers():
             given = name, recipe, contraction, first, second, dtype, limit
+            contract = functools.partial(self._contract_two_activations, *given)
+            of_none = self.layer, name, None  # No weight.
+            operands = first, second
             return seams.handled(
-                self.layer,
-                name,
-                None,  # No weight.
-                contraction,
-                (first, second),
-                (first.shape, second.shape),
-                dtype,
-                functools.partial(
-                    self._contract_two_activations, *given, run=seams.Planned.of
-                ),
+                *of_none, contraction, operands, second.shape, dtype, contract
             )
         if limit is not None:
             first, second = contractions.fold(
@@ -474,8 +458,8 @@ def new_state(layer: keras.Layer) -> Float8State:
 
 
 def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x` plus a bias; `x` itself if the bias is None."""
-    return x if bias is None else ops.add(x, bias)
+    """Return `x` plus a bias, in its dtype; `x` itself if the bias is None."""
+    return x if bias is None else ops.add(x, ops.cast(bias, x.dtype))
 
 
 def number_in_call(state: StateVariable) -> int:

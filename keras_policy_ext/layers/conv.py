@@ -33,7 +33,7 @@ class _Convolves(Float8Mixin):
             return super().call(inputs)
         x = self._convolved(self.convert_input(inputs), training)
         if self.use_bias:
-            bias = self.convert_input(ops.convert_to_tensor(self.bias))
+            bias = self.convert_input(self.bias)
             if self.data_format != "channels_last":
                 shape = (1, self.filters) + (1,) * self.rank
                 bias = ops.reshape(bias, shape)
@@ -104,7 +104,7 @@ class _Float8SeparableConv(_Convolves):
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
         x = ops.depthwise_conv(
             inputs,
-            self.convert_input(ops.convert_to_tensor(self.depthwise_kernel)),
+            self.convert_input(self.depthwise_kernel),
             strides=self.strides,
             padding=self.padding,
             data_format=self.data_format,

@@ -97,29 +97,17 @@ class _OneEinsum(StockAttributes, Float8Mixin):
         if controller.current_policy is None:
             stock: Any = super()
             return stock.call(inputs, training=training)
-        dtype, bias = layer.compute_dtype, layer.bias
         kernel = variable_values.stored_kernel(layer)
-        if bias is not None:
-            bias = ops.convert_to_tensor(bias)
-            if keras.backend.standardize_dtype(bias.dtype) != dtype:
-                bias = ops.cast(bias, dtype)
-        if layer.lora_enabled:
-            return self._adapted(self.convert_input(inputs), training, bias)
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         contraction = contraction_of_tensors(self._equation, inputs, kernel)
         # The controller casts the inputs, and adds the bias.
         operands = contraction, inputs, kernel
-        x = controller.contract(*operands, training, dtype, bias)
-        return activated(layer.activation, x)
-
-    def _adapted(
-        self, inputs: Tensor, training: bool | None, bias: Tensor | None
-    ) -> Tensor:
-        """Compute the outputs of a layer with LoRA adapters."""
-        layer: Any = self
-        kernel = variable_values.stored_kernel(layer)
-        inputs = ops.convert_to_tensor(inputs, sparse=False)
-        x = self.float8_einsum(self._equation, inputs, kernel, training)
+        bias, dtype = layer.bias, layer.compute_dtype
+        if not layer.lora_enabled:
+            x = controller.contract(*operands, training, dtype, bias)
+            return activated(layer.activation, x)
+        x = controller.contract(*operands, training, dtype)
+        inputs = self.convert_input(inputs)
         x = ops.add(x, lora.einsum_adapter(layer, self._equation, inputs))
         return activated(layer.activation, with_bias(x, bias))
 

@@ -123,10 +123,8 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
 
     def _adapter(self, inputs: Tensor) -> Tensor:
         """Return what LoRA adds to the logits, in the dtype of the inputs."""
-        a, b = (
-            ops.cast(ops.convert_to_tensor(factor), inputs.dtype)
-            for factor in (self.lora_embeddings_a, self.lora_embeddings_b)
-        )
+        a = ops.cast(self.lora_embeddings_a, inputs.dtype)
+        b = ops.cast(self.lora_embeddings_b, inputs.dtype)
         x = ops.matmul(ops.matmul(inputs, ops.transpose(b)), ops.transpose(a))
         return ops.multiply(x, self.lora_alpha / self.lora_rank)
 
@@ -181,10 +179,8 @@ def look_up(layer: keras.Layer, inputs: Tensor) -> Tensor:
     x = ops.cast(x, layer.compute_dtype)
     if not layer.lora_enabled:
         return x
-    a, b = (
-        ops.cast(ops.convert_to_tensor(factor), layer.compute_dtype)
-        for factor in (layer.lora_embeddings_a, layer.lora_embeddings_b)
-    )
+    a = ops.cast(layer.lora_embeddings_a, layer.compute_dtype)
+    b = ops.cast(layer.lora_embeddings_b, layer.compute_dtype)
     adapter = ops.matmul(ops.take(a, inputs, axis=0), b)
     share = layer.lora_alpha / layer.lora_rank
     return ops.add(x, ops.multiply(adapter, share))

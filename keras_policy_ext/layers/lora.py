@@ -61,10 +61,9 @@ def conv_adapter(
 
 def _factors(layer: keras.Layer) -> tuple[Tensor, Tensor]:
     """Return the adapters A and B of a layer, in the compute dtype."""
-    return tuple(
-        layer.convert_input(ops.convert_to_tensor(factor))
-        for factor in (layer.lora_kernel_a, layer.lora_kernel_b)
-    )
+    factors = layer.lora_kernel_a, layer.lora_kernel_b
+    a, b = map(layer.convert_input, factors)
+    return a, b
 
 
 def _scale(layer: keras.Layer, x: Tensor) -> Tensor:

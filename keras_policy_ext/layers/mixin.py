@@ -144,7 +144,7 @@ class Float8Mixin(
         """
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype == self.compute_dtype or not is_floating(dtype):
-            return x
+            return ops.convert_to_tensor(x)
         return ops.cast(x, self.compute_dtype)
 
     def float8_matmul(
@@ -190,8 +190,8 @@ class Float8Mixin(
                 are observed if a gradient is taken.
             dtype: The dtype of the result. Inputs are cast to it before they
                 are quantized. None for the compute dtype.
-            bias: Added to the result, in its dtype; None for no bias. A GPU
-                kernel may add it before rounding.
+            bias: A weight, tensor or array, added to the result in its dtype;
+                None for no bias. A GPU kernel may add it before rounding.
 
         Returns:
             A tensor of dtype `dtype`.

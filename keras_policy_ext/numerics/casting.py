@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -32,6 +33,24 @@ Codec = Callable[[Tensor, str], Tensor]
 
 MAGNITUDE_BITS = 0x7FFFFFFF
 SIGN_BIT = -0x80000000
+
+
+def tensor_of(x: Any, dtype: str | None = None) -> Tensor:
+    """Return a tensor unchanged; convert a number, list, array or variable."""
+    if ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
+        return x
+    name = str(getattr(x, "dtype", ""))
+    if not name:
+        return ops.convert_to_tensor(x, dtype)
+    if "float8" in name and keras.backend.backend() == "torch":
+        # PyTorch has the dtypes, but reads no such array (torch 2.13).
+        codes = ops.convert_to_tensor(np.asarray(x).view("uint8"))
+        x = primitives.current.as_float8(codes, name)
+    # Without a dtype: to PyTorch Keras keeps a bfloat16 array (keras 3.15).
+    x = ops.convert_to_tensor(x)
+    if dtype is None and name == "float64":
+        dtype = "float32"  # JAX has no other.
+    return x if dtype is None else as_dtype(x, dtype)
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
@@ -65,7 +84,8 @@ def cast(x: Tensor, dtype: str) -> Tensor:
         [0.1015625, 448.0]
     """
     limit = _limit(dtype)
-    return _cast(ops.clip(ops.cast(x, "float32"), -limit, limit), dtype)
+    x = ops.cast(tensor_of(x, "float32"), "float32")
+    return _cast(ops.clip(x, -limit, limit), dtype)
 
 
 def quantize(
@@ -94,6 +114,7 @@ def quantize(
         [0.1015625, 1024.0]
     """
     _limit(dtype)  # Raises for other dtypes.
+    x, scale = tensor_of(x, "float32"), tensor_of(scale, "float32")
     return _cast(scaled(x, scale, dtype, is_factor), dtype)
 
 
@@ -158,8 +179,8 @@ def dequantize(q: Tensor, scale: Tensor, dtype: str = "float32") -> Tensor:
     Returns:
         Tensor of the shape of `q` and of dtype `dtype`.
     """
-    scale = ops.cast(scale, "float32")
-    return ops.cast(ops.multiply(widen(q), scale), dtype)
+    scale = ops.cast(tensor_of(scale, "float32"), "float32")
+    return ops.cast(ops.multiply(widen(tensor_of(q)), scale), dtype)
 
 
 def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
@@ -241,6 +262,7 @@ def view(x: Tensor, dtype: str) -> Tensor:
     It also works for a last axis of unknown size on TensorFlow, where
     `ops.view` fails (keras 3.15; for a scalar keras 3.12).
     """
+    x = x if ops.is_tensor(x) else tensor_of(x)
     is_size_known = len(x.shape) > 0 and x.shape[-1] is not None
     if is_size_known or keras.backend.backend() != "tensorflow":
         return ops.view(x, dtype)
@@ -359,6 +381,7 @@ def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:
     """Convert scales, float32 values of the format, to codes of one byte."""
+    scale = tensor_of(scale, "float32")
     if scale_format != "float8_e8m0fnu":
         return encode(scale, scale_format)
     bits = view(scale, "int32")
@@ -371,6 +394,7 @@ def decode_scales(codes: Tensor, scale_format: str) -> Tensor:
 
     Byte 0 of E8M0 is 2^-127, or 0 where subnormals are flushed; 255 is NaN.
     """
+    codes = tensor_of(codes, "uint8")
     if scale_format != "float8_e8m0fnu":
         return decode(codes, scale_format)
     byte = ops.cast(codes, "int32")

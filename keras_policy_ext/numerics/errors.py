@@ -7,7 +7,7 @@ import math
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics.casting import quantize
+from keras_policy_ext.numerics.casting import quantize, tensor_of
 from keras_policy_ext.numerics.scaling import amax
 
 
@@ -27,8 +27,10 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> Tensor:
     Raises:
         ValueError: If the shapes differ.
     """
-    reference = ops.cast(reference, "float32")
-    approximation = ops.cast(approximation, "float32")
+    reference, approximation = (
+        ops.cast(tensor_of(x, "float32"), "float32")
+        for x in (reference, approximation)
+    )
     if tuple(reference.shape) != tuple(approximation.shape):
         raise ValueError(
             "The tensor and its approximation have different shapes. "
@@ -62,6 +64,7 @@ def underflow_fraction(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
     Returns:
         Scalar float32 tensor between 0 and 1; 0 if `x` is all zero.
     """
+    x = tensor_of(x, "float32")
     non_zero = ops.not_equal(x, 0)
     quantized = ops.cast(quantize(x, scale, dtype), "float32")
     lost = ops.logical_and(non_zero, ops.equal(quantized, 0))

@@ -12,7 +12,7 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import primitives
-from keras_policy_ext.numerics.casting import EXPONENT_BITS, view
+from keras_policy_ext.numerics.casting import EXPONENT_BITS, tensor_of, view
 
 SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 """2^-126: the smallest float32 whose reciprocal is finite on every backend."""
@@ -39,6 +39,7 @@ def amax(
     Returns:
         Float32 tensor, scalar for `axis=None`. Not finite if a value is not.
     """
+    x = x if ops.is_tensor(x) else tensor_of(x, "float32")
     if 0 in tuple(x.shape):
         # Keras's `max` of it forgets the axes on PyTorch (keras 3.15).
         return ops.sum(ops.cast(x, "float32"), axis=axis, keepdims=keepdims)
@@ -101,6 +102,7 @@ def scale_from_amax(
         >>> float(kpe.numerics.scale_from_amax(896.0, "float8_e4m3fn"))
         2.0
     """
+    amax, previous = tensor_of(amax, "float32"), tensor_of(previous, "float32")
     return scale_for_limit(
         amax, formats.get(dtype).max, margin, power_of_two, previous
     )
@@ -213,6 +215,6 @@ def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     Returns:
         Float32 tensor of the same shape.
     """
-    bits = view(scale, "int32")
+    bits = view(tensor_of(scale, "float32"), "int32")
     exponent = ops.bitwise_and(bits + _MANTISSA_BITS, ~_MANTISSA_BITS)
     return view(exponent, "float32")

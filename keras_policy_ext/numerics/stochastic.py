@@ -16,6 +16,7 @@ from keras_policy_ext.numerics.casting import (
     SIGN_BIT,
     grid_constants,
     shifted_right,
+    tensor_of,
     view,
 )
 
@@ -58,9 +59,11 @@ def key_of_use(
     Two kernels with the same outputs gradient get different bits, by their
     numbers. All arguments are ints or int32 scalars; the seed is below 2^31.
     """
-    of_step = mix(step + ops.convert_to_tensor(seed, "int32"))
-    of_kernel = mix(ops.convert_to_tensor(kernel, "int32"))
-    return mix(ops.bitwise_xor(of_step, of_kernel) + slot)
+    given = (
+        ops.cast(tensor_of(x), "int32") for x in (step, seed, slot, kernel)
+    )
+    step, seed, slot, kernel = given
+    return mix(ops.bitwise_xor(mix(step + seed), mix(kernel)) + slot)
 
 
 def key_of_matmul(key: Tensor, amax: Tensor, number: int) -> Tensor:
@@ -127,7 +130,7 @@ def stochastic_round(
         ValueError: If `dtype` is another dtype.
     """
     check_roundable(dtype)
-    x = ops.cast(x, "float32")
+    x = ops.cast(tensor_of(x, "float32"), "float32")
     bits = keras.random.randint(
         ops.shape(x), 0, 2**RANDOM_BITS, dtype="int32", seed=seed
     )

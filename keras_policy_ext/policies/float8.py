@@ -389,8 +389,8 @@ def _from_dtype(identifier: object) -> keras.DTypePolicy:
 def _unknown(identifier: object, cause: str) -> str:
     return (
         f"{identifier!r} is not a dtype policy. {_hint(identifier)}Received: "
-        f"a {type(identifier).__name__}. Allowed: {_ALLOWED}. Pass one of "
-        f"these. Cause: {cause}"
+        f"{identifier!r} (of type {type(identifier).__name__}). Allowed: "
+        f"{_ALLOWED}. Pass one of these. Cause: {cause}"
     )
 
 

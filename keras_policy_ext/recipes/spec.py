@@ -195,7 +195,7 @@ def _grammar(spec: str) -> str:
     return (
         f"Cannot read this as a recipe. Received: {spec!r}. Allowed: '' "
         "(delayed, 1024), a history length such as '16', a name "
-        f"({', '.join(REGISTRY)}), or a name with keyword literals such as "
+        f"({', '.join(names())}), or a name with keyword literals such as "
         "'delayed(amax_history_length=16,margin=1)'. Write it in one of "
         "these forms."
     )
@@ -207,7 +207,7 @@ def _class(name: object) -> type[Recipe]:
         if isinstance(candidate, str) and candidate in REGISTRY:
             return REGISTRY[candidate]
     raise ValueError(
-        f"{name!r} is not a recipe. {did_you_mean(name, REGISTRY)}Allowed: "
-        f"{', '.join(REGISTRY)}. Use one of these, or derive a dataclass from "
+        f"{name!r} is not a recipe. {did_you_mean(name, names())}Allowed: "
+        f"{', '.join(names())}. Use one of these, or derive a dataclass from "
         "recipes.Recipe to add your own."
     )

@@ -212,7 +212,7 @@ def load_weights(
         'float8'
     """
     files.check_exists(path)
-    candidates.check(model)
+    candidates.check(model, "can load weights")
     try:
         files.check_weights(path)
         with (

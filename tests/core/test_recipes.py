@@ -347,3 +347,11 @@ def test_products_without_state_keep_the_formats(fp8_format):
     )
     current = recipes.CurrentScaling(fp8_format=fp8_format, power_of_two=True)
     assert current.for_activations is current
+
+
+@pytest.mark.parametrize("text", ["nope", "nope("])
+def test_errors_list_only_recipes_to_train_with(text):
+    with pytest.raises(ValueError, match="nvfp4") as raised:
+        recipes.get(text)
+    assert "frozen" not in str(raised.value)
+    assert ", ".join(recipes.names()) in str(raised.value)

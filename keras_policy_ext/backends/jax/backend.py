@@ -73,12 +73,6 @@ class JaxBackend(Backend):
         return list(marked)
 
     @override
-    def device_name(self) -> str:
-        if jax.default_backend() == "cpu":
-            return "cpu"
-        return str(jax.devices()[0].device_kind)
-
-    @override
     def step_by_step(self) -> AbstractContextManager[None]:
         return jax.disable_jit()
 

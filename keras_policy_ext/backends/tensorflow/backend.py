@@ -81,13 +81,6 @@ class TensorFlowBackend(Backend):
         return list(marked[len(operands) :])
 
     @override
-    def device_name(self) -> str:
-        for gpu in tf.config.list_physical_devices("GPU"):
-            details = tf.config.experimental.get_device_details(gpu)
-            return str(details.get("device_name", gpu.name))
-        return "cpu"
-
-    @override
     def traces_for_xla(self) -> bool:
         # That is, inside of a function with `jit_compile=True`.
         inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)

@@ -147,7 +147,7 @@ def _found() -> Device:
 def gpu_of(index: int) -> Device:
     """Return the `Device` of the GPU with this index; CUDA is asked once."""
     if torch.version.hip:  # PyTorch for AMD: such as "gfx942:sramecc+".
-        name = torch.cuda.get_device_properties(0).gcnArchName
+        name = torch.cuda.get_device_properties(index).gcnArchName
         return devices.of_amd(name, title=name.partition(":")[0])
     capability = torch.cuda.get_device_capability(index)
     title = f"compute capability {capability}"
@@ -186,12 +186,6 @@ class TorchBackend(Backend):
 
     trace = staticmethod(traced_programs.trace)
     mark_call = staticmethod(traced_programs.mark_call)
-
-    @override
-    def device_name(self) -> str:
-        if not torch.cuda.is_available():
-            return "cpu"
-        return torch.cuda.get_device_name()
 
     @override
     def is_compiling(self) -> bool:

@@ -241,8 +241,9 @@ def usual_sizes() -> tuple[int, ...]:
 def _check(model: object, rounds: object) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"Only a model has training steps. Received: {model!r} (of type "
-            f"{type(model).__name__}). Allowed: a keras.Model."
+            "This is not a Keras model, and no step can be measured. Received: "
+            f"{model!r} (of type {type(model).__name__}). Allowed: a "
+            "keras.Model. Pass the model itself."
         )
     check_convertible(model)
     if not model.compiled:

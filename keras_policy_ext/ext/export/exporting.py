@@ -54,7 +54,7 @@ def run(
     _check_format(request.format, request.options, formats)
     if request.format == "onnx":
         return _to_onnx(model, request)
-    check_convertible(model)
+    check_convertible(model, "can be exported")
     if request.format == "safetensors":
         return _to_file(model, request)
     return _to_folder(model, request)

@@ -166,11 +166,13 @@ class Inspection(LayersReport):
         parameters: Entries of the weights, without the float8 state.
         state: Entries of the float8 state. `model.count_params()` is the sum
             of the two.
+        built: Whether the model is built, or has weights in layers that are.
     """
 
     layers: tuple[Inspected, ...]
     parameters: int
     state: int
+    built: bool = True
 
     _columns = (
         Column("kernel"),
@@ -218,6 +220,14 @@ class Inspection(LayersReport):
             rows.append([name, *cells])
         head = "  ".join(filter(None, about))
         return [head, *(["", *row] for row in rows)]
+
+    def _head(self) -> list[str]:
+        if self.built:
+            return super()._head()
+        return [
+            "The model is not built, so its layers have no weights yet. Call "
+            "it on a batch of data, or `model.build(input_shape)`, first."
+        ]
 
     def _notes(self, full: bool) -> list[str]:
         """Return sentences on the float8 state, and on emulated layers."""
@@ -290,6 +300,7 @@ def inspect(model: keras.Layer) -> Inspection:
         tuple(_inspected(layer, work.of(layer)) for layer in shown),
         scalars(weights),
         scalars(states),
+        built=model.built or bool(weights),
     )
 
 

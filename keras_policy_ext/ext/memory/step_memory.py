@@ -208,6 +208,10 @@ class MemoryReport(BaseReport):
         )
         yield self._totals()
         rows = self._full_rows() if full else self._short_rows()
+        if not rows:
+            has_weights = self.forms[0].weights
+            yield f"No layer {'keeps anything' if has_weights else 'has weights'}"
+            return
         first = (
             Column("layer", apart=True)
             if full

@@ -126,8 +126,8 @@ class PlanReport(BaseReport):
         yield (
             f"A training step on {self.device}, estimated: "
             f"{_time(self.seconds)} in {self.source}, of which "
-            f"{self.share:.0%} are matmuls of {counted(self.layers, 'layer')} "
-            "that can be in float8."
+            f"{self.share * 100:.0f} % are matmuls of "
+            f"{counted(self.layers, 'layer')} that can be in float8."
         )
         yield self._table()
         for entry in self.recipes:

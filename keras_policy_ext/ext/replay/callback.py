@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext.ext.replay.flight_recorder import Recorder, record
+from keras_policy_ext.ext.replay.flight_recorder import Recorder, check, record
 from keras_policy_ext.ext.replay.recording_files import copied
 from keras_policy_ext.ext.sampling.captured import as_parts
 
@@ -36,13 +36,14 @@ class FlightRecorder(keras.callbacks.Callback):
         recorder: The `Recorder` of the model of the last `fit`; None before.
 
     Raises:
-        ValueError: When training begins, as `record` does; or if `fit` does
-            not get its batches through `watching`, or takes several steps in
-            one execution.
+        ValueError: As `record` does; of the model, when training begins. Then
+            also if `fit` does not get its batches through `watching`, or takes
+            several steps in one execution.
     """
 
     def __init__(self, path: str | pathlib.Path, **options: Any):
         super().__init__()
+        check(path, **options)
         self.recorder: Recorder | None = None
         self._path, self._options = path, options
         self._ahead: collections.deque[Any] = collections.deque()

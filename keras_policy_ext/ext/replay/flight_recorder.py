@@ -325,14 +325,26 @@ def record(
         >>> recorder.reason
         'nonfinite'
     """
-    check_convertible(model)
+    check_convertible(model, "can be recorded")
     if not getattr(model, "compiled", False):
         raise ValueError(
-            f"{model.name!r} cannot be recorded. Received: a "
-            f"{type(model).__name__} that is not compiled. Allowed: a model "
+            f"{model.name!r} cannot be recorded. Received: "
+            f"{type(model).__name__}, not compiled. Allowed: a model "
             "with a loss and an optimizer, so that its steps can be computed "
             "again. Call model.compile with those of your loop."
         )
+    output = check(path, every, share, spike)
+    return Recorder(model, output, every, share, spike, max_bytes)
+
+
+def check(
+    path: str | pathlib.Path,
+    every: int | None = None,
+    share: float = 0.02,
+    spike: float | None = 3.0,
+    max_bytes: int = 0,
+) -> pathlib.Path:
+    """Check arguments of `record`; return the absolute path of the file."""
     output = pathlib.Path(path).absolute()
     if output.suffix != ".zip" or not output.parent.is_dir() or output.exists():
         raise ValueError(
@@ -346,4 +358,4 @@ def record(
             f"`spike` is not a factor. Received: {spike!r}. Allowed: a number "
             "> 1, or None for losses that are not finite alone."
         )
-    return Recorder(model, output, every, share, spike, max_bytes)
+    return output

@@ -205,9 +205,11 @@ def read(path: pathlib.Path, folder: pathlib.Path) -> Recording:
     """
     path.open("rb").close()
     if not zipfile.is_zipfile(path):
-        raise files.damaged(path, "it is no recording")
+        raise ValueError(_no_recording(path))
     with zipfile.ZipFile(path) as archive:
         files.check_archive(path, archive)
+        if _RECORD not in archive.namelist():
+            raise ValueError(_no_recording(path))
         try:
             record = files.json_in(archive.read(_RECORD), path)
             if record["version"] > VERSION:
@@ -249,6 +251,14 @@ def read(path: pathlib.Path, folder: pathlib.Path) -> Recording:
         ) as error:
             raise files.damaged(path, str(error)) from error
     return found
+
+
+def _no_recording(path: pathlib.Path) -> str:
+    return (
+        f"This file is no recording. Received: {str(path)!r}. Allowed: the "
+        "file that keras_policy_ext.record or callbacks.FlightRecorder wrote. "
+        "Pass the path that you gave to them."
+    )
 
 
 def _unpacked(packed: Any, archive: zipfile.ZipFile) -> Any:

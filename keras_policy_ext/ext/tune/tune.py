@@ -43,7 +43,13 @@ from keras_policy_ext.extending.models import (
 )
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.recipes import Recipe
-from keras_policy_ext.reports import BaseReport, Column, Table, counted
+from keras_policy_ext.reports import (
+    BaseReport,
+    Column,
+    Table,
+    counted,
+    percent,
+)
 
 Budget = float | Mapping[str, float]
 Rules = tuple[tuple[str, str | None], ...]
@@ -191,8 +197,8 @@ class Tuned(BaseReport):
         chosen = sum(score.chosen for score in self.scores)
         yield (
             f"{chosen} of {counted(len(rows), 'layer')}, "
-            f"{self.multiplications:.1%} of the multiplications; matmuls read "
-            f"{self.bytes:.1%} of the bytes."
+            f"{percent(self.multiplications, 1)} of the multiplications; "
+            f"matmuls read {percent(self.bytes, 1)} of the bytes."
         )
         yield (
             f"Loss {self.loss:.5g}; expected to rise by "
@@ -308,7 +314,7 @@ def tune(
         >>> kpe.convert(model, tuned).converted[0].policy
         'float8/mxfp8_from_float32'
     """
-    check_is_layer(model, "has layers to tune")
+    check_is_layer(model, "have layers to tune")
     kind, limit = _budget(budget)
     wanted = read_recipes(recipes)
     batch = Batch.read(data)

@@ -381,21 +381,7 @@ def autopilot(
         >>> autopilot.decisions
         []
     """
-    recipe = None if finer is None else recipes.get(finer)
-    if recipe is not None and (has_state(recipe) or not recipe.trains):
-        raise ValueError(
-            "`finer` is not a recipe that layers can follow for a while. "
-            f"Received: {finer!r}. Allowed: a recipe for training without a "
-            "state, such as 'current', 'rowwise' or 'mxfp8'. Pass one of them, "
-            "or None."
-        )
-    if every is None:
-        raise ValueError(
-            "`every` is not a number of steps. Received: None. Allowed: an "
-            "integer >= 1: decisions must not depend on time. Leave it out "
-            "for 10."
-        )
-    check_count("calm", calm, "samples", 5)
+    recipe = check_steering(every, finer, calm)
     watched = watch(
         model,
         every=every,
@@ -414,3 +400,23 @@ def autopilot(
         )
         _OUT.difference_update(layers_in_float8(model))
     return Autopilot(watched, recipe, calm)
+
+
+def check_steering(every: Any, finer: Any, calm: Any) -> Recipe | None:
+    """Check arguments of `autopilot`; return the recipe that `finer` means."""
+    recipe = None if finer is None else recipes.get(finer)
+    if recipe is not None and (has_state(recipe) or not recipe.trains):
+        raise ValueError(
+            "`finer` is not a recipe that layers can follow for a while. "
+            f"Received: {finer!r}. Allowed: a recipe for training without a "
+            "state, such as 'current', 'rowwise' or 'mxfp8'. Pass one of them, "
+            "or None."
+        )
+    if every is None:
+        raise ValueError(
+            "`every` is not a number of steps. Received: None. Allowed: an "
+            "integer >= 1: decisions must not depend on time. Leave it out "
+            "for 10."
+        )
+    check_count("calm", calm, "samples", 5)
+    return recipe

@@ -8,7 +8,11 @@ from typing import Any
 import keras
 
 from keras_policy_ext.ext.sampling.captured import Loss
-from keras_policy_ext.ext.watch.autopilot import Autopilot, autopilot
+from keras_policy_ext.ext.watch.autopilot import (
+    Autopilot,
+    autopilot,
+    check_steering,
+)
 from keras_policy_ext.ext.watch.monitor import Watch, watch
 from keras_policy_ext.ext.watch.rules import Thresholds
 
@@ -36,7 +40,8 @@ class Float8Monitor(keras.callbacks.Callback):
         watch: The `Watch` of the model of the last `fit`; None before.
 
     Raises:
-        ValueError, ImportError: When training begins, as `watch` does.
+        TypeError, ValueError, ImportError: As `watch` does; of the model, when
+            training begins.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Float8Monitor(keras.callbacks.Callback):
             "path": path,
             "log_dir": log_dir,
         }
+        Watch(None, **self._how)  # It checks them.
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check the model; go on with the samples of its earlier `fit`."""
@@ -125,7 +131,8 @@ class Float8Autopilot(Float8Monitor):
         autopilot: The `Autopilot` of the model of the last `fit`; None before.
 
     Raises:
-        ValueError: When training begins, as `kpe.autopilot` does.
+        TypeError, ValueError, ImportError: As `kpe.autopilot` does; of the
+            model, when training begins.
     """
 
     def __init__(
@@ -144,7 +151,9 @@ class Float8Autopilot(Float8Monitor):
                 f"not depend on time. Received: share={options['share']!r}. "
                 "Allowed: `every`, a number of steps. Leave `share` out."
             )
+        check_steering(every, finer, calm)
         super().__init__(data, every=every, **options)
+        Watch(None, **self._how, thresholds=thresholds)
         self.autopilot: Autopilot | None = None
         self._how.pop("share")
         self._how |= {"finer": finer, "calm": calm, "thresholds": thresholds}

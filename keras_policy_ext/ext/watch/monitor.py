@@ -91,6 +91,14 @@ class Watch:
         log_dir: str | pathlib.Path | None,
         thresholds: Thresholds | None = None,
     ):
+        check_sampling(every, share)
+        check_loss(loss)
+        if thresholds is not None and not isinstance(thresholds, Thresholds):
+            raise TypeError(
+                f"`thresholds` has the wrong type. Received: {thresholds!r} "
+                f"(of type {type(thresholds).__name__}). Allowed: "
+                "keras_policy_ext.callbacks.Thresholds(...), or None."
+            )
         self.steps = 0
         self.warnings: list[WatchWarning] = []
         self.rules = Rules(thresholds or Thresholds())
@@ -459,19 +467,11 @@ def watch(
         >>> [row["operand"] for row in watch.history]
         ['inputs', 'kernel', 'outputs_grad']
     """
-    check_convertible(model)
+    check_convertible(model, "can be watched")
     if not layers_in_float8(model):
         raise ValueError(
             f"{model.name!r} has nothing to watch. Received: a model without "
             "layers in float8. Allowed: one that has some. Call "
             "keras_policy_ext.convert first, or keras_policy_ext.what_if."
-        )
-    check_sampling(every, share)
-    check_loss(loss)
-    if thresholds is not None and not isinstance(thresholds, Thresholds):
-        raise TypeError(
-            f"`thresholds` has the wrong type. Received: {thresholds!r} (of "
-            f"type {type(thresholds).__name__}). Allowed: "
-            "keras_policy_ext.callbacks.Thresholds(...), or None."
         )
     return Watch(model, every, share, loss, path, log_dir, thresholds)

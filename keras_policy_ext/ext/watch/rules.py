@@ -318,8 +318,8 @@ class Rules:
                 "underflow",
                 share,
                 around.step,
-                f"{share:.0%} of the values become 0. They are too small "
-                f"beside the largest one, {figures.amax:.3g}.",
+                f"{share * 100:.0f} % of the values become 0. They are too "
+                f"small beside the largest one, {figures.amax:.3g}.",
             )
         if seen.operand != "kernel":
             yield from self._growing(seen, figures, past)
@@ -460,7 +460,7 @@ class Rules:
                 "saturated",
                 share,
                 around.step,
-                f"{share:.0%} of the values saturate. {cause}",
+                f"{share * 100:.0f} % of the values saturate. {cause}",
                 has_to_last=is_mild,
             )
         if not asked.has_one_scale:

@@ -323,7 +323,7 @@ def what_if(
         >>> forward[0].sqnr_db > forward[1].sqnr_db + 6
         True
     """
-    check_is_layer(model, "has operands to quantize")
+    check_is_layer(model, "have operands to quantize")
     wanted = read_recipes(recipes)
     batch = Batch.read(data)
     lacks = loss is None and lacks_targets(model, batch)

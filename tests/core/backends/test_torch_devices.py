@@ -1,6 +1,7 @@
 """Which devices have float8 matmuls on PyTorch, by what they say they are."""
 
 import dataclasses
+import types
 
 import keras
 import pytest
@@ -237,3 +238,19 @@ def test_tensors_of_any_size_are_cast_and_widened(dtype, source, across, shape):
             wide = torch_casts.widen(narrow, compute_dtype)
         assert wide.dtype == getattr(torch, compute_dtype)
         np.testing.assert_array_equal(wide.float(), expected.float())
+
+
+def test_each_gpu_of_amd_is_described_by_its_own_properties(monkeypatch):
+    fake(monkeypatch, capability=(9, 4), architecture="gfx942")
+    names = ["gfx942:sramecc+", "gfx950:sramecc+"]
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: types.SimpleNamespace(gcnArchName=names[index]),
+    )
+    found = [torch_devices.gpu_of(index) for index in range(2)]
+    torch_devices.gpu_of.cache_clear()
+    assert [each.title for each in found] == [
+        devices.of_amd(name, title=name.partition(":")[0]).title
+        for name in names
+    ]

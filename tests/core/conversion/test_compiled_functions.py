@@ -153,3 +153,15 @@ def test_functions_that_are_not_compiled_are_left_alone(model):
     plain = model.plain
     kpe.convert(model)
     assert not model.cache.cleared and model.plain is plain
+
+
+def test_steps_of_keras_are_not_among_the_functions_traced_anew():
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4)])
+    model.kept = {"in a list": [compiled(model.__call__)]}
+    model.compile("sgd", "mse")
+    for change in (kpe.convert, kpe.freeze, kpe.thaw, kpe.revert):
+        model.predict(X, verbose=0)
+        model.evaluate(X, normal(4, 4), verbose=0)
+        names = [f"{model.name}.kept['in a list'][0]"]
+        names = [] if BACKEND == "torch" else names  # It looks itself.
+        assert list(change(model).retraced) == names

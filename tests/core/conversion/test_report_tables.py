@@ -231,6 +231,15 @@ def test_reverting_what_is_not_in_float8_says_so():
     assert str(report) == "No layer was in float8; there is nothing to revert"
 
 
+@pytest.mark.parametrize("change", [None, kpe.convert], ids=["plain", "float8"])
+def test_thawing_what_is_not_frozen_says_so(change):
+    model = a_model()
+    if change is not None:
+        change(model)
+    report = kpe.thaw(model)
+    assert str(report) == "No layer was frozen; there is nothing to thaw"
+
+
 def test_notebooks_get_a_table_in_which_everything_is_escaped():
     report = Report(
         (Converted("a", "<b>Dense</b>", "float8_from_float32"),),

@@ -354,3 +354,41 @@ def test_inspect_tells_kernels_of_one_name_apart():
     kpe.convert(model, include="first")
     table = str(kpe.inspect(model).table(full=True))
     assert "up/kernel: inputs" in table and "down/kernel: inputs" in table
+
+
+class TiedModel(keras.Model):
+    """Multiplies with the table of its embedding in its own `call`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding = keras.layers.Embedding(TOKENS, WIDTH)
+        self.dense = keras.layers.Dense(WIDTH, name="dense")
+
+    def call(self, ids):
+        x = self.dense(self.embedding(ids))
+        return ops.matmul(x, ops.transpose(self.embedding.embeddings))
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"include": "tied"}, True),
+        ({"include": "dense"}, False),
+        ({"filter": "all"}, False),
+    ],
+    ids=["include", "another include", "all"],
+)
+def test_a_model_that_multiplies_itself_is_told_to_use_a_layer(
+    options, warns, recwarn
+):
+    model = TiedModel(name="tied")
+    model(np.zeros((2, LENGTH), "int32"))
+    report = kpe.convert(model, **options)
+    assert [each.path for each in report.converted] == ["tied/dense"]
+    [reason] = [each.reason for each in report.skipped if each.path == "tied"]
+    assert reason.startswith("it is a model")
+    assert "move the product into a `keras.layers.Layer`" in reason
+    told = [str(each.message) for each in recwarn]
+    assert (
+        any(each.startswith("'tied' stays in floats") for each in told) == warns
+    )

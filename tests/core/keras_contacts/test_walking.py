@@ -69,3 +69,13 @@ def test_keras_does_not_track_what_a_function_reads():
     layer = keras.layers.Lambda(lambda x: x * held)
     assert walking.captured_variables(layer) == [held]
     assert layer.variables == []
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow tracks values")
+def test_tensorflow_holds_the_values_of_attributes_once_more():
+    model, inner, *_ = nested_model()
+    model.part = inner
+    held = {n for n, v in vars(model).items() if isinstance(v, dict) and v}
+    tracking = {n for n in held if n.startswith("_self_unconditional_")}
+    assert tracking
+    assert not tracking & walking.attributes(model).keys()

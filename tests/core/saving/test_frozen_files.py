@@ -381,8 +381,9 @@ def test_a_matrix_of_integers_is_no_kernel(tmp_path):
     loaded = kpe.load_model(
         tmp_path / "model.keras", custom_objects={"WithTable": WithTable}
     )
-    assert_same(model, loaded, normal(4, 6))
     assert loaded.layers[0].table.dtype == "int32"
+    x = normal(4, 6)
+    np.testing.assert_array_equal(outputs_of(loaded, x), outputs_of(model, x))
 
 
 def test_lora_comes_back_beside_the_bytes(tmp_path):

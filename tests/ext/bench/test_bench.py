@@ -125,7 +125,7 @@ def test_layers_are_chosen_as_by_convert(batch, clock):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"model": "mlp"}, TypeError, "Only a model has"),
+        ({"model": "mlp"}, TypeError, "not a Keras model"),
         ({"data": np.ones((8, SIZE))}, ValueError, "`data` has no targets"),
         ({"data": 3}, TypeError, "`data` is not a batch"),
         ({"rounds": 0}, ValueError, "`rounds` is not a number of rounds"),

@@ -145,6 +145,17 @@ def test_what_is_multiplied_is_counted_where_it_is(case):
     assert totals.sizes_known == ("unknown" not in case)
 
 
+@pytest.mark.parametrize("length", [None, 8])
+def test_the_warning_of_little_in_float8_says_if_sizes_are_unknown(length):
+    with pytest.warns(UserWarning, match="None of the multi") as caught:
+        report = kpe.convert(mixture(length), filter=lambda *_: False)
+    notes = " ".join(report.totals.notes())
+    assert notes.startswith("Some sizes of inputs are not") == (length is None)
+    (message,) = (str(each.message) for each in caught)
+    assert message.count("Some sizes of inputs") == (length is None)
+    assert f". {notes} To have more" in message or not notes
+
+
 @pytest.mark.filterwarnings("ignore:.* of the multiplications")
 @pytest.mark.parametrize("make, name", [(tied, "head"), (merged, "merged")])
 def test_a_layer_that_multiplies_with_kernels_of_others_is_named(make, name):

@@ -124,3 +124,23 @@ def test_layers_without_state_are_shown_too():
     (dense,) = kpe.inspect(model).layers
     assert "CurrentScaling" in dense.recipe and dense.operands == ()
     assert dense.policy == "float8/current_from_float32"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: keras.Sequential([keras.layers.Dense(4)]),
+        lambda: keras.layers.Dense(4),
+        lambda: keras.layers.Dense(4, dtype="mixed_float8"),
+    ],
+    ids=["model", "layer", "float8"],
+)
+def test_what_is_not_built_is_said_to_be_so(model):
+    text = str(kpe.inspect(model()))
+    assert text.startswith("The model is not built")
+    assert "No layer with a kernel" not in text
+
+
+def test_a_built_model_without_kernels_has_none():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.ReLU()])
+    assert str(kpe.inspect(model)).startswith("No layer with a kernel")

@@ -553,3 +553,11 @@ def test_the_peak_of_a_compiled_step_is_not_guessed():
     model.compile("adam", "mse")
     (form,) = kpe.memory(model, BATCH, ()).forms
     assert form.peak is None
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_model_without_weights_has_no_empty_table(full):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.ReLU()])
+    text = kpe.memory(model, 2).table(full=full)
+    assert "No layer has weights" in text
+    assert "class" not in text

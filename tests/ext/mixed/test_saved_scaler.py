@@ -272,3 +272,39 @@ def test_a_damaged_scale_changes_nothing(wrong):
         optimizer.load_own_variables(store)
     for a, b in zip(before, optimizer.variables, strict=True):
         np.testing.assert_array_equal(a, numpy(b))
+
+
+@keras.saving.register_keras_serializable("test_saved_scaler")
+class WithoutPolicy(keras.Model):
+    """A model whose config says neither its name nor its dtype policy.
+
+    Its layers are of classes that can be in float8, and none is converted.
+    """
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.config = {"first": first, "second": second}
+        self.first, self.second = (
+            kpe.layers.Dense(2, dtype=kpe.LossScaleDTypePolicy("float16", x))
+            for x in (first, second)
+        )
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def get_config(self):
+        return dict(self.config)
+
+
+@pytest.mark.parametrize("scales", [(8.0, 8.0), (8.0, 16.0)])
+def test_load_model_restores_the_scaler_that_keras_compile_put_on(
+    scales, tmp_path
+):
+    with kpe.policy_scope("mixed_float16"):
+        model = WithoutPolicy(*scales)
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=JIT)
+    model.fit(*data(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert_same_optimizers(model.optimizer, loaded.optimizer)

@@ -312,7 +312,37 @@ def test_the_command_says_what_is_no_recording(tmp_path, capsys):
     path = tmp_path / "a.zip"
     assert "cannot replay" in error_of(capsys, "replay", str(path))
     path.write_text("text")
-    assert "it is no recording" in error_of(capsys, "replay", str(path))
+    assert "file is no recording" in error_of(capsys, "replay", str(path))
+
+
+@pytest.mark.parametrize("kind", ["text", "archive"])
+def test_a_file_of_another_kind_is_no_recording(kind, tmp_path):
+    path = tmp_path / "a.zip"
+    path.write_text("text")
+    if kind == "archive":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("config.json", "{}")
+    with refused(ValueError, "no recording", "a.zip", "FlightRecorder"):
+        kpe.replay(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "about"),
+    [
+        ("a.txt", {}, "`path`"),
+        ("a.zip", {"every": 0}, "`every`"),
+        ("a.zip", {"share": 2.0}, "`share`"),
+        ("a.zip", {"spike": 1.0}, "`spike`"),
+    ],
+    ids=["path", "every", "share", "spike"],
+)
+def test_the_callback_refuses_what_is_out_of_range(
+    name, options, about, tmp_path
+):
+    with pytest.raises(ValueError, match=about):
+        kpe.callbacks.FlightRecorder(tmp_path / name, **options)
+    with pytest.raises(TypeError, match="unknown"):
+        kpe.callbacks.FlightRecorder(tmp_path / "a.zip", unknown=1)
 
 
 @pytest.mark.full

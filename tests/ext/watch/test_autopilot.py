@@ -199,14 +199,18 @@ def test_a_layer_out_of_float8_computes_as_in_16_bits():
         ({"calm": "5"}, "`calm` is not a number of samples"),
         ({"every": 0}, "`every` is not a number of steps"),
         ({"every": None}, "`every` is not a number of steps"),
+        ({"finer": "nope"}, "'nope' is not a recipe"),
+        ({"path": "figures.txt"}, "figures.txt"),
     ],
-    ids=["finer", "calm", "text", "every", "time"],
+    ids=["finer", "calm", "text", "every", "time", "name", "path"],
 )
 def test_bad_arguments(options, words):
     with pytest.raises(TypeError, match="no argument `share`"):
         kpe.callbacks.Float8Autopilot(X, share=0.1)
     with pytest.raises(ValueError, match=words):
         kpe.autopilot(mlp("current"), **options)
+    with pytest.raises(ValueError, match=words):
+        kpe.callbacks.Float8Autopilot(X, **options)
 
 
 @pytest.mark.any_backend

@@ -423,3 +423,16 @@ def test_thresholds_and_losses_of_another_type_are_refused():
         kpe.watch(mlp(), thresholds={"noise": 3})
     with refused(TypeError, "`loss`", "mse", "outputs"):
         kpe.watch(mlp(), loss="mse")
+    with refused(TypeError, "thresholds", "3", "Thresholds"):
+        kpe.callbacks.Float8Autopilot(X, thresholds=3)
+    with refused(TypeError, "`loss`", "mse", "outputs"):
+        kpe.callbacks.Float8Monitor(X, loss="mse")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("every", 0), ("share", 2.0), ("path", "figures.txt")],
+)
+def test_the_callback_refuses_what_is_out_of_range(name, value):
+    with pytest.raises(ValueError, match=name):
+        kpe.callbacks.Float8Monitor(X, **{name: value})
