@@ -214,7 +214,9 @@ def _nests_too_deep(text: str) -> bool:
     if text.count("[") + text.count("{") <= MOST_NESTED:
         return False
     depth = 0
-    for number, part in enumerate(_split_strings(text)):
+    # Escaped backslashes and quotes are removed first: they end no string.
+    text = text.replace("\\\\", "").replace('\\"', "")
+    for number, part in enumerate(text.split('"')):
         if number % 2:
             continue  # Within a string.
         for character in part:
@@ -225,9 +227,3 @@ def _nests_too_deep(text: str) -> bool:
             elif character in _CLOSE:
                 depth -= 1
     return False
-
-
-def _split_strings(text: str) -> list[str]:
-    """Split JSON at quotes: parts outside and inside strings alternate."""
-    # Escaped backslashes and quotes are removed first: they end no string.
-    return text.replace("\\\\", "").replace('\\"', "").split('"')

@@ -75,6 +75,7 @@ _MODULES = ("core", "math", "nn", "numpy", "random")
 _SCOPES = "name_scope_stack"
 
 _FOLLOWED: set[type] = set()
+"""The classes of layers whose operations go through the handlers of `watch`."""
 
 _thread = threading.local()
 """`note`: the function of `recording`; `follows`: True in `following()`."""
@@ -354,6 +355,7 @@ def _through_blocks(
         return run(*args, **kwargs)
 
     def in_the_layer(*args: Any, **kwargs: Any) -> Any:
+        # Undoes the blocks below: what `run` calls is of the layer again.
         with (
             handling(False),
             keras.name_scope(getattr(layer, "name", "layer"), caller=layer),

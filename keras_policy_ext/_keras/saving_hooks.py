@@ -110,11 +110,12 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
         stock: Stock, model: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
         written = stock(model, *args, **kwargs)
-        with contextlib.suppress(TypeError, ValueError):
+        try:
             config, metadata = written
-            entries = {**json.loads(metadata), **describe(model)}
-            return config, json.dumps(entries)
-        return written
+            entries = dict(json.loads(metadata))
+        except (TypeError, ValueError):
+            return written
+        return config, json.dumps({**entries, **describe(model)})
 
     put_around(_saving_lib, "_serialize_model_as_json", serialized)
 
@@ -188,11 +189,12 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
     signature = inspect.signature(keras.Model.export)
 
     def checked(stock: Stock, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(TypeError):  # Keras says what is wrong.
+        try:
             given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            format = given.arguments.get("format")
-            check(given.arguments["self"], str(format))
+        except TypeError:  # Keras says what is wrong.
+            return stock(*args, **kwargs)
+        given.apply_defaults()
+        check(given.arguments["self"], str(given.arguments.get("format")))
         return stock(*args, **kwargs)
 
     put_around(keras.Model, "export", checked)

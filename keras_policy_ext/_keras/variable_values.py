@@ -223,7 +223,8 @@ class Companion:
         """Do nothing; called if an optimizer updated the variable only."""
 
     def memory(self) -> Callable[[], None]:
-        """Return a function that restores this after its variable."""
+        """Return a function that puts this back as it is now."""
+        # It is called once the variable has its old value again.
         raise NotImplementedError
 
 

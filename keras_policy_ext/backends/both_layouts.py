@@ -58,13 +58,13 @@ class Wanted(NamedTuple):
         amax: Whether to return the amax.
         is_transposed_in_memory: Whether memory holds the transpose of the
             matrix. Only a framework whose tensors have no strides needs it.
-        once: Whether nothing reads the transpose.
+        no_transpose: Whether nothing reads the transpose.
         column_sums: Whether to sum the columns, if the kernel can.
     """
 
     amax: bool
     is_transposed_in_memory: bool = False
-    once: bool = False
+    no_transpose: bool = False
     column_sums: bool = False
 
 
@@ -183,10 +183,11 @@ class RowCasts(Protocol):
         matrix: Tensor,
         plain: Quantization | None,
         across: Quantization | None,
-        sums: bool = False,
+        column_sums: bool = False,
     ) -> RowCastsOfBoth:
         """Quantize a matrix (m, k) and its transpose, each by its rows.
 
         `plain` says how to quantize the matrix, `across` the transpose, whose
-        rows are the columns of the matrix; None leaves it out.
+        rows are the columns of the matrix; None leaves it out. `column_sums`
+        asks for the sums of the matrix's columns, the gradient of a bias.
         """

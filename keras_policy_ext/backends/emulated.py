@@ -292,7 +292,7 @@ def scales_in_product(a: Quantized, b: Quantized, dtype: str) -> bool:
     return batch * rows * columns >= UNSPLIT
 
 
-def have_vector(a: Quantized, b: Quantized) -> bool:
+def is_vector_product(a: Quantized, b: Quantized) -> bool:
     """Return True if one of the two operands is a vector.
 
     XLA does not make a matmul of such a product: it sums in the output's dtype.

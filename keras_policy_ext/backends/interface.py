@@ -48,7 +48,7 @@ class Operation(Hashable, Protocol):
     def another_slot(self, slot: Slot) -> Slot:
         """Return another slot, for gradients that are differentiated again."""
 
-    def resolved(self) -> Operation:
+    def with_preference(self) -> Operation:
         """Return a copy with the current setting of `kernels.prefer`."""
 
     @property
@@ -72,7 +72,7 @@ class BoundOperation(Protocol):
         state: tuple[Tensor, ...],
         observe: bool,
         bias: Tensor | None = None,
-        once: bool = False,
+        no_backward: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
         """Return the outputs plus the bias, and the saved tensors.
@@ -83,7 +83,7 @@ class BoundOperation(Protocol):
             state: The state of a recipe, or nothing.
             observe: Whether amaxes are needed for the state.
             bias: In the compute dtype; None for no bias.
-            once: Whether no backward pass follows.
+            no_backward: Whether no backward pass follows.
             slot: The number of this use of the kernel in the step.
         """
 
@@ -155,7 +155,7 @@ class FrozenOperation(Hashable, Protocol):
     def only_widens(self) -> bool:
         """True if it rounds no value, but converts to a wider dtype."""
 
-    def resolved(self) -> FrozenOperation:
+    def with_preference(self) -> FrozenOperation:
         """Return a copy with the current setting of `kernels.prefer`."""
 
     def forward(self, inputs: Tensor, constants: tuple[Tensor, ...]) -> Tensor:

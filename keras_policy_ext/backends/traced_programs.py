@@ -145,7 +145,7 @@ class Flow:
         operands: Iterable[Hashable],
         results: Iterable[tuple[Hashable, object]],
     ) -> None:
-        """Follow an operation.
+        """Pass the sources of an operation's operands on to its results.
 
         Args:
             kind: `"choice"` for a top-k, an argmax or a sort.
@@ -153,6 +153,8 @@ class Flow:
             results: Each with its dtype.
         """
         known = [self._of(key) for key in operands]
+        # The sources of values, of chosen entries, and of the positions of such
+        # entries, in all operands; see `_Seen`.
         reached = NONE.union(*(each.reached for each in known))
         ranked = NONE.union(*(each.ranked for each in known))
         positions = NONE.union(*(each.positions for each in known))

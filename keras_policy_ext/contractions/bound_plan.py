@@ -99,7 +99,8 @@ def bind_matmul(
     adds = is_einsum and hasattr(kernel, "with_bias") and matmul == "forward"
     kind = MatmulWithBias if adds else BoundMatmul
     dtypes = plan.inputs_dtype, plan.kernel_dtype
-    # A variant may write the float32 gradient of a layer in bfloat16 at once.
+    # This gradient is rounded to bfloat16 in any case. A kernel may have a
+    # variant that rounds it before the scales multiply.
     if matmul == "kernel_grad" and dtypes == ("bfloat16", "float32"):
         kernel = getattr(kernel, "of_gradient", kernel)
     return kind(plan, matmul, kernel, [operands[x] for x in MATMULS[matmul]])
@@ -222,14 +223,13 @@ class BoundPlan(BoundOperation):
         state: tuple[Tensor, ...],
         observe: bool,
         bias: Tensor | None = None,
-        once: bool = False,
+        no_backward: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
-        # `once` says that no backward pass follows.
         observe = observe and bool(state) and self._observes_amaxes
         history = self._state_reading(state)
         reading = simplified(history, state)
-        options = PassOptions(reading, observe, once=once, slot=slot)
+        options = PassOptions(reading, observe, no_backward, slot=slot)
         x = self.inputs.quantize(inputs, options)
         w = self.kernel.quantize(kernel, options)
         shapes = shape_of(inputs), shape_of(kernel)
@@ -303,7 +303,6 @@ class BoundPlan(BoundOperation):
 
     @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
-        """Return True if the cast for `backward` sums the bias's gradient."""
         contraction = self.plan.contraction
         if not self.outputs_grad.sums_columns_of(inputs):
             return False
@@ -315,7 +314,6 @@ class BoundPlan(BoundOperation):
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return a state whose scale is large enough for the kernel."""
         if not self._observes_amaxes:
             return state
         # A bank has an amax for each of its matrices.

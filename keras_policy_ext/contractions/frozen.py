@@ -49,7 +49,7 @@ class FrozenPlan:
     prefer: str | None = "auto"
     for_xla: bool = False
 
-    def resolved(self) -> FrozenPlan:
+    def with_preference(self) -> FrozenPlan:
         """Return a copy of this plan with the current value of `prefer`."""
         if self.prefer:
             return self

@@ -192,14 +192,14 @@ class PassOptions(NamedTuple):
     Attributes:
         reading: The reading of the state; None for a recipe without state.
         observe: Whether the amax is needed for the state.
-        once: Whether only the first matmul runs.
+        no_backward: Whether only the first matmul runs.
         sums: Whether to sum the columns of the matrix if the cast can.
         slot: The number of this use of the kernel in the step.
     """
 
     reading: StateReading | None
     observe: bool
-    once: bool = False
+    no_backward: bool = False
     sums: bool = False
     slot: Slot = 0
 
@@ -451,7 +451,7 @@ class OperandInBothLayouts(BoundOperand):
         wanted = Wanted(
             amax=options.observe,
             is_transposed_in_memory=self._is_transposed_in_memory,
-            once=options.once,
+            no_transpose=options.no_backward,
             column_sums=options.sums,
         )
         return read_both(
@@ -495,15 +495,15 @@ class OperandOfRows(BoundOperand):
         if home.shape[0] != 1 or not self._can_cast(home):
             return super().quantize(x, options)
         by_first, by_second = self._quantizations
-        if options.once:
+        if options.no_backward:
             by_second = None
-        cast, sums = self._row_casts.cast, options.sums
+        cast = self._row_casts.cast
         # The cast reads a matrix as it lies in memory.
         if self._is_transposed_in_memory:
             result = cast(quantized.swapped(home)[0], by_second, by_first)
             casts = result.across, result.plain
         else:
-            result = cast(home[0], by_first, by_second, sums)
+            result = cast(home[0], by_first, by_second, options.sums)
             casts = result.plain, result.across
         (saturated, marked), (_, second_marked) = (
             self._for_use(use, cast, x)

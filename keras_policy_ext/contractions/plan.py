@@ -137,7 +137,7 @@ class Plan:
             return self.contraction.histories
         return 1
 
-    def resolved(self) -> Plan:
+    def with_preference(self) -> Plan:
         """Return a copy of this plan with the current value of `prefer`."""
         return self if self.prefer else preferring(self, preferred())
 
@@ -213,7 +213,7 @@ def make_plan(
     fields = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():
         # All fields: torch 2.11 would look up defaults in each call. `prefer`,
-        # a context variable, is read when the plan runs: see `resolved`.
+        # a context variable, is read when the plan runs: see `with_preference`.
         kind, for_xla, gathering = None, False, None
         return Plan(*fields, kind, for_xla, gathering)
     return plan_of(

@@ -213,8 +213,12 @@ def thaw(model: keras.Layer) -> Report:
     with training.changing(model) as retraced:
         for layer in frozen:
             to_stock_class(layer)
+        # Composites too, if none of the layers in them stays in float8.
         for layer in candidates.survey(model).composites:
-            in_place.leave_with_children(layer, frozen)
+            inner = walking.layers_within(layer)[1:]
+            was_frozen = any(each is x for each in inner for x in frozen)
+            if was_frozen and not any(map(float8_policy_of, inner)):
+                to_stock_class(layer)
         return report_of(ThawedReport, model, frozen, [], retraced=retraced)
 
 
@@ -447,7 +451,9 @@ def _plan(
     form: Any = candidate.form
     none_seen: tuple[float, tuple[float, ...]] = 0.0, ()
     for kernel in candidate.kernels:
-        rows = _recorded_rows(layer, kernel)
+        has_state = isinstance(layer, Float8Mixin)
+        state = layer.float8_state.of(kernel) if has_state else None
+        rows = {} if state is None else state.rows()
         _, amaxes = rows.get("inputs", none_seen)
         # A class that does not train looks up rows: it has no inputs to scale.
         if recipe.activations == "static" and form.float8_trains:
@@ -459,14 +465,6 @@ def _plan(
         if trained_scales and scale > 0:
             scales[kernel.path] = float(scale)
     return _Plan(candidate, recipe, inputs, scales)
-
-
-def _recorded_rows(layer: keras.Layer, kernel: keras.Variable) -> Any:
-    """Return (scale, amaxes) by operand, from a kernel's state, or {}."""
-    if not isinstance(layer, Float8Mixin):
-        return {}
-    variable = layer.float8_state.of(kernel)
-    return {} if variable is None else variable.rows()
 
 
 def _unseen(layer: keras.Layer) -> str:

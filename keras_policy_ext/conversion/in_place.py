@@ -95,14 +95,6 @@ def enter_float8_with_children(layer: keras.Layer) -> bool:
     return True
 
 
-def leave_with_children(layer: keras.Layer, changed: list[keras.Layer]) -> None:
-    """Revert a composite if a changed layer is in it, and none in float8."""
-    inner = walking.layers_within(layer)[1:]
-    any_stays = any(float8_policy_of(each) is not None for each in inner)
-    if not any_stays and any(each is one for each in inner for one in changed):
-        to_stock_class(layer)
-
-
 def declare_policies(model: keras.Layer) -> None:
     """Set each backbone's policy to match the float8 layers inside it."""
     # Such a policy has the recipe that most of the layers follow, and rules
@@ -540,7 +532,7 @@ def _on_no_attention(model: keras.Layer, refused: list[Unconverted]) -> str:
     why = (
         "it has no attention layer with all projections in float8"
         if not refused
-        else f"of {path_of(refused[0].layer)!r}, {refused[0].reason}"
+        else f"in {path_of(refused[0].layer)!r}, {refused[0].reason}"
     )
     return (
         f"`attention='float8'` had no effect on {model.name!r}: {why}. "

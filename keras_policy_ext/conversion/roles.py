@@ -10,7 +10,6 @@ from keras_policy_ext._keras import keras_hub
 from keras_policy_ext.backends.traced_programs import Sources
 from keras_policy_ext.conversion.candidates import Candidate
 from keras_policy_ext.conversion.model_calls import ModelCall
-from keras_policy_ext.conversion.traced_calls import Call
 from keras_policy_ext.layers.by_operation import record_of
 
 FEW = 4
@@ -54,7 +53,9 @@ def deciding(
     routers = keras_hub.routers(model)
     followed = call.followed() if call and call.chooses else None
     choices = followed.chosen if followed else frozenset[Sources]()
-    choosing = _of_few_layers(choices)
+    # Among sources, layers are ids; others are arguments.
+    layers = [[x for x in each if isinstance(x, int)] for each in choices]
+    choosing = {x for each in layers if len(each) <= FEW for x in each}
     reached = frozenset[object]().union(*choices)
     reasons = {}
     for number, candidate in enumerate(found):
@@ -78,7 +79,10 @@ def ends(found: Sequence[Candidate], call: ModelCall | None) -> dict[int, str]:
         A reason by the index of the first layer and of each head. If no head
         is known, the last layer counts as one.
     """
-    heads = _only_sources(call.followed() if call else None)
+    followed = call.followed() if call else None
+    reached = followed.reached if followed else ()
+    # Layers that are the only source of an output of the model.
+    heads = {x for each in reached if len(each) == 1 for x in each}
     reasons = {}
     for number, candidate in enumerate(found):
         if _reads_table(candidate.layer):
@@ -96,19 +100,6 @@ def _chooses(layer: keras.Layer) -> bool:
     # Then its own product is the last before the choice, as in a codebook.
     record = record_of(layer)
     return record is not None and record.chooses and bool(record.products)
-
-
-def _of_few_layers(choices: frozenset[Sources]) -> set[object]:
-    """Return the ids of layers in choices that at most `FEW` of them reach."""
-    # Among sources, layers are ids; others are arguments.
-    layers = [[x for x in each if isinstance(x, int)] for each in choices]
-    return {x for each in layers if len(each) <= FEW for x in each}
-
-
-def _only_sources(call: Call | None) -> set[object]:
-    """Return the layers that are the only source of an output of the model."""
-    sources_of_outputs = call.reached if call else ()
-    return {x for each in sources_of_outputs if len(each) == 1 for x in each}
 
 
 def _reads_table(layer: keras.Layer) -> bool:

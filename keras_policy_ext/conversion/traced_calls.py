@@ -471,8 +471,9 @@ class Tracer:
         owner: keras.Layer | None = None,
     ) -> Call:
         """Trace `call` of a layer, or an operation in the graph of `owner`."""
-        if owner is None:
-            _check_built(layer)
+        is_unbuilt = owner is None and not layer.built
+        if is_unbuilt and type(layer).build is not keras.Layer.build:
+            raise ValueError(f"Layer {layer.name!r} is not built.")
         arguments = keras.tree.flatten((args, kwargs))
         tensors = [x for x in arguments if isinstance(x, keras.KerasTensor)]
         flow = Flow() if self._follows else None
@@ -710,12 +711,6 @@ def _says_its_outputs(layer: keras.Layer) -> bool:
     names = ("compute_output_shape", "compute_output_spec")
     cls, base = type(layer), keras.Layer
     return any(getattr(cls, name) is not getattr(base, name) for name in names)
-
-
-def _check_built(layer: keras.Layer) -> None:
-    """Raise if a call of this layer would create weights."""
-    if not layer.built and type(layer).build is not keras.Layer.build:
-        raise ValueError(f"Layer {layer.name!r} is not built.")
 
 
 def _convolved(contraction: Any, inputs: Shape, kernel: Shape) -> Any:

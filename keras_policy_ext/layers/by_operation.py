@@ -405,21 +405,23 @@ def _split_by_matrix(
     kernel: keras.Variable,
     contraction: Einsum,
     inputs: Tensor,
-    shape: tuple[int, ...],
+    kernel_shape: tuple[int, ...],
 ) -> tuple[Einsum, Any]:
     """Return the einsum and its inputs; with a bank, one product per matrix."""
     # But only where each matrix has its own scales, or a tile would cover two.
-    # `shape` is that of the kernel.
+    # Not for a frozen kernel (`trains` is False): its scales are stored.
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
     state = layer.float8_state.of(kernel)
     has_own_scales = layer.float8_controller.scales_each_matrix(state)
-    if not (has_own_scales or _crosses_matrices(contraction, shape, recipe)):
+    if not has_own_scales and not _crosses_matrices(
+        contraction, kernel_shape, recipe
+    ):
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)
     # All matrices multiply the same inputs: each one gets a copy.
-    inputs = ops.repeat(ops.expand_dims(inputs, 0), shape[0], axis=0)
+    inputs = ops.repeat(ops.expand_dims(inputs, 0), kernel_shape[0], axis=0)
     return Einsum(f"{second[0]}{first},{second}->{out}"), inputs
 
 

@@ -223,7 +223,7 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
     """Return the entries of the state of kernel number `i`."""
     layout, matrix = variable.rows_layout, variable.trusted()
     scales, histories = layout.scale(matrix), layout.history(matrix)
-    if not variable.observes_amaxes:
+    if not variable.observes_amaxes:  # A count is in place of the newest amax.
         return {entries.STEPS.format(i=i): histories[0, 0].astype("int32")}
     arrays = {}
     marks = np.array([_mark_of(row) for row in matrix], "float32")

@@ -141,7 +141,7 @@ class StateLayout:
 
     def is_intact(self, state: Tensor) -> Tensor:
         """Return True for each observed row that no other code changed."""
-        return ops.less(self.largest(state), np.inf)
+        return ops.less(self.largest(state), np.inf)  # Infinite in others.
 
     def settle(
         self, value: Tensor, previous: Tensor, used_scales: Tensor
@@ -212,7 +212,8 @@ class StateLayout:
         # A sum that was scaled, as by clipping a norm or averaging batches, has
         # a fractional number of uses, or more amaxes than uses.
         is_slot = np.arange(_FIRST) < SLOTS
-        # Besides the slots an observation has zeros.
+        # `entries`, (rows, replicas, 10), are 8 slots, the scale and the newest
+        # amax. In an observation the last two are zeros.
         needed = np.where(is_slot, 1.0, np.inf).astype("float32")
         uses_needed = ops.where(ops.not_equal(entries, 0.0), needed, 0.0)
         uses_needed = ops.expand_dims(ops.sum(uses_needed, axis=(1, 2)), 1)

@@ -18,7 +18,7 @@ from keras_policy_ext.backends.emulated import (
     KerasConvolutions,
     Plain,
     exact_in,
-    have_vector,
+    is_vector_product,
     may_write_bfloat16,
     scaled,
     scales_in_product,
@@ -300,12 +300,15 @@ class Float8Dot(NativeMatmul):
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
         """Return the product on CUDA; XLA passes its algorithm to cuBLASLt."""
-        if have_vector(a, b):
+        if is_vector_product(a, b):
             # XLA makes no matmul of it, and would add up in the narrow dtype.
             x, y = (each.values.astype(jnp.float32) for each in (a, b))
             return scaled(_product(x, y, _PRECISION[fast]), a, b, dtype)
         algorithm = _CUBLAS[fast]
-        if scales_in_product(a, b, dtype) and not _may_be_partial(dtype):
+        # Over several devices XLA may add up a product, then scale it: both in
+        # `dtype`, with a scale that is rounded to it.
+        may_be_partial = dtype != "float32" and jax.device_count() > 1
+        if scales_in_product(a, b, dtype) and not may_be_partial:
             scale = a.scale.reshape(()) * b.scale.reshape(())
             # XLA gives cuBLASLt the float32 scale from before the cast below.
             # It would not if it could move a reshape behind the cast. At most
@@ -320,12 +323,6 @@ class Float8Dot(NativeMatmul):
             written = jnp.bfloat16
         sums = _product(a.values, b.values, algorithm, written)
         return scaled(sums.astype(jnp.float32), a, b, dtype)
-
-
-def _may_be_partial(dtype: str) -> bool:
-    """Return True if XLA may add up a product over devices, then scale it."""
-    # XLA would do both in `dtype`, with a scale that is rounded to it.
-    return dtype != "float32" and jax.device_count() > 1
 
 
 _CUBLAS = {
@@ -375,8 +372,9 @@ class GradientOfRows(Float8DotOfRows):
             sums = _product(a.values, b.values, _CUBLAS[fast], jnp.bfloat16)
             return scaled(sums.astype(jnp.float32), a, b, "float32")
 
-        # Several devices add up partial sums, which must be in float32.
-        if have_vector(a, b) or jax.device_count() > 1:
+        # XLA makes no matmul of a product with a vector. Several devices add up
+        # partial sums, which must be in float32.
+        if is_vector_product(a, b) or jax.device_count() > 1:
             return usual()
         return lax.platform_dependent(cuda=rounded_before, default=usual)
 

@@ -106,7 +106,7 @@ def _outputs(
 ) -> Tensor:
     """Return the outputs of a pass that no gradient follows."""
     outputs, _ = operation.bound.forward(
-        inputs, kernel, state, observe=False, bias=bias, once=True
+        inputs, kernel, state, observe=False, bias=bias, no_backward=True
     )
     return outputs
 
@@ -241,18 +241,15 @@ _LARGE = 1 << 16
 """Tensors with fewer elements may be saved in any dtype."""
 
 
-def _is_large(x: Tensor) -> bool:
-    """Return True if a tensor has at least `_LARGE` elements."""
-    # The size is symbolic in an export with open sizes.
-    return isinstance(x.size, int) and x.size >= _LARGE
-
-
 def _encoded_until(grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Return saved leaves that XLA cannot decode before the outputs' `grad`."""
     codes = {
         place: leaf
         for place, leaf in enumerate(leaves)
-        if leaf.dtype == jnp.uint8 and _is_large(leaf)
+        if leaf.dtype == jnp.uint8
+        # The size is symbolic in an export with open sizes.
+        and isinstance(leaf.size, int)
+        and leaf.size >= _LARGE
     }
     off_cpu = jax.default_backend() != "cpu"
     if off_cpu or not codes or 0 in grad.shape:

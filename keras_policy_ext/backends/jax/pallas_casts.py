@@ -165,7 +165,7 @@ class ShardCast(NamedTuple):
         given_scale, unseen = scalars
         scale = self._scale(shards, x, given_scale, unseen)
         # XLA fuses a cast whose transpose nothing reads.
-        run = _by_xla if self.wanted.once or self.vmapped else cast
+        run = _by_xla if self.wanted.no_transpose or self.vmapped else cast
         result = run(self.options, x, scale)
         amax, sums = None, result.column_sums
         if self.wanted.amax:
@@ -590,7 +590,7 @@ def _amax_kernel(
 ) -> None:
     """Write the bits of the amax of each `PROGRAMS`th part, or 0."""
     found_ref[...] = jnp.zeros((1,), jnp.int32)
-    # Outside of the branch, where Pallas's interpreter has no `program_id`.
+    # Not in the branch: Pallas's interpreter has no `program_id` there.
     first = pl.program_id(0) * PART
 
     @pl.when(wanted_ref[0] != 0)

@@ -91,12 +91,12 @@ class PallasRowCasts(RowCasts):
         matrix: Tensor,
         plain: Quantization | None,
         across: Quantization | None,
-        sums: bool = False,
+        column_sums: bool = False,
     ) -> RowCastsOfBoth:
         options = How(
             plain=None if plain is None else plain.format,
             across=None if across is None else across.format,
-            sums=sums,
+            sums=column_sums,
             interpreted=self._interpreted,
         )
         kernel = CastsOfRows(options, plain, across)
@@ -225,7 +225,7 @@ def _codes_by_xla(
 def _amaxes_by_pallas(
     options: How, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what `_amaxes_by_xla` returns, by a kernel."""
+    """Return the amaxes of rows and of columns, padded, and column sums."""
     (m, k), side = x.shape, options.side
     grid = pl.cdiv(m, side), pl.cdiv(k, side)
     # All programs raise one vector of zeros to amaxes of rows, then of columns.

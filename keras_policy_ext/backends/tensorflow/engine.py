@@ -18,7 +18,7 @@ from keras_policy_ext.backends.emulated import (
     KerasConvolutions,
     Plain,
     exact_in,
-    have_vector,
+    is_vector_product,
     may_write_bfloat16,
     scaled,
     scales_in_product,
@@ -188,7 +188,7 @@ class XlaMatmul(NativeMatmul):
         is_native = lacking(*map(_format_of, (a, b))) is None
         read = written = "float32"
         # XLA adds up the products of a vector in the dtype of the result.
-        if is_native and not have_vector(a, b):
+        if is_native and not is_vector_product(a, b):
             read = "bfloat16"
             if may_write_bfloat16(a, b, dtype):
                 written = "bfloat16"

@@ -391,6 +391,7 @@ class TorchBackend(Backend):
             if torch.compiler.is_dynamo_compiling():
                 refuse_compiled_transforms()
                 return operators.run(operation, bias, inputs, kernel, *state)
+        # Else another thread compiles: torch 2.13 sets its flag in all threads.
         if torch.onnx.is_in_onnx_export() or torch.jit.is_tracing():
             _refuse_onnx()
             _refuse_torchscript()
@@ -398,7 +399,9 @@ class TorchBackend(Backend):
         # Keras goes on reading that one (keras 3.15).
         if hasattr(kernel, "_fsdp_orig_uid") or hasattr(kernel, GATHERS):
             raise NotImplementedError(FULLY_SHARD)
-        operation = operation.resolved()
+        # A plan made while another thread compiles lacks the preference: it is
+        # read now, as the backward pass may run on a thread that has another.
+        operation = operation.with_preference()
         tensors = (inputs, kernel, *state)
         if are_transforms_active():
             return transforms.run(operation, bias, *tensors)

@@ -122,14 +122,18 @@ def keep_out_of_grad(variable: keras.Variable, parameter: Tensor) -> None:
 
 
 def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
-    """Return a state's stored observations, at most two, and clear them.
+    """Return a state's stored observations, and clear them.
 
-    `value` is assigned to it, as for `merged`. Replicas share one observation.
+    `value` is assigned to it, as for `merged`. They are at most two: of this
+    pass, and of earlier ones whose gradients an optimizer has accumulated.
     """
     observed = variable.observed
-    if value is variable.value:  # The optimizer waits: see `merged`.
+    # An optimizer that accumulates gradients assigns the old value until its
+    # step. The observations are kept for that.
+    if value is variable.value:
         observed.keep()
         return []
+    # Replicas that have not exchanged their observations do so now.
     if observed.group is not None and not _is_settled(value):
         observations = _over_replicas([variable], [observed.taken()])
     else:

@@ -89,7 +89,7 @@ an operator's arguments. It assumes that the results are unchanged.
 @torch.compiler.assume_constant_result
 def _name_of(pieces: Any) -> str:
     """Register an operation; return a name that is equal in any process."""
-    operation = _from_pieces(pieces).resolved()
+    operation = _from_pieces(pieces).with_preference()
     # The name has the kernels, since a graph on a disk is for these alone.
     kernels = "; ".join([": ".join(choice) for choice in operation.choices])
     name = text = f"{operation!r}, by {kernels}, kept as {_RESIDUALS_VERSION}"

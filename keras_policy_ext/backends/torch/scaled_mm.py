@@ -254,7 +254,7 @@ class ScaledMMOfMX(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
-        # `fast` is ignored, as by `ScaledMMOfBlocks`.
+        # `fast` is ignored: PyTorch's own test covers exact sums only.
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
         a_scales, b_scales = (
             swizzled(encode_scales(each.scale.squeeze(0), E8M0))

@@ -593,6 +593,7 @@ class PassesOfCodes(Passes):
         # Nothing is cast: the other arguments are for that.
         contents, row = kernel.contents, 1  # The row of `used` for kernels.
         used[row, 0] = contents.scale.reshape(())
+        # Without a state gradients read marked scales: NaN if not finite.
         if self._source is None:
             marked_scale = contents.marked_scale.reshape(())
             used[row, self._straight.grads_column] = marked_scale

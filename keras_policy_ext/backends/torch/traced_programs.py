@@ -115,7 +115,6 @@ def _trace(
         if flow is not None:
             flow.start(map(id, tensors))
         recorder = _Recorder(flow)
-        recorder.keep(*tensors)
         # Not in `__enter__` and `__exit__`, where an interrupt could keep
         # PyTorch from leaving the recorder.
         _Recorder.entered.append(recorder)

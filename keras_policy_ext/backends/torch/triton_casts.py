@@ -316,7 +316,7 @@ def _own_amax(
         tiles = tl.num_programs(0) * tl.num_programs(1)
         amax = largest_of(amaxes, tiles, 4096)
     else:
-        # The host was told that it is observed: the state was restored since.
+        # The host took it for observed; the state was restored since.
         amax = _amax_of_all(x, m, k, by_row, by_column, TILE)
     return amax
 

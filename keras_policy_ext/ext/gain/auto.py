@@ -38,7 +38,7 @@ def choice_for(contraction: Einsum | Conv) -> Choice:
     recipe = recipes.get("current")
     plan = make_plan(contraction, recipe, "bfloat16", "float32")
     # `fit` compiles for a GPU on TensorFlow, and a model is converted before.
-    return dataclasses.replace(plan, for_xla=True).resolved().choice
+    return dataclasses.replace(plan, for_xla=True).with_preference().choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ def test_codes_and_scales_are_those_of_numpy(size, dtype, plain, across):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sums_are_those_of_the_columns_of_the_matrix(size):
     x = np.random.default_rng(1).uniform(1.0, 2.0, size).astype("float32")
-    found = INTERPRETED.cast(jnp.asarray(x), ROW, ROW, sums=True)
+    found = INTERPRETED.cast(jnp.asarray(x), ROW, ROW, column_sums=True)
     np.testing.assert_allclose(found.column_sums, x.sum(0), rtol=1e-6)
 
 
@@ -145,10 +145,10 @@ class Counting:
     def supports(self, like, *format_names):
         return INTERPRETED.supports(like, *format_names)
 
-    def cast(self, matrix, plain, across, sums=False):
+    def cast(self, matrix, plain, across, column_sums=False):
         both = plain is not None, across is not None
-        self.calls.append((matrix.shape, *both, sums))
-        return INTERPRETED.cast(matrix, plain, across, sums)
+        self.calls.append((matrix.shape, *both, column_sums))
+        return INTERPRETED.cast(matrix, plain, across, column_sums)
 
 
 def step(monkeypatch, recipe, equation, shapes, casts, infinite=False):
@@ -163,7 +163,7 @@ def step(monkeypatch, recipe, equation, shapes, casts, infinite=False):
     with kernels.prefer("native"):
         plan = contractions.make_plan(
             contractions.Einsum(equation), recipe, "float32", "float32", True
-        ).resolved()
+        ).with_preference()
     bound = plan.bound
 
     @jax.jit
@@ -321,6 +321,6 @@ def test_only_float32_kernels_of_bfloat16_have_such_gradients(
             inputs,
             kernel,
             True,
-        ).resolved()
+        ).with_preference()
     found = type(plan.bound._kernel_grad._kernel).__name__
     assert (found == "GradientOfRows") == is_float32

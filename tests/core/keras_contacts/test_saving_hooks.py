@@ -77,6 +77,36 @@ def test_a_layer_is_not_asked_whether_it_can_be_exported():
     assert members_about(keras.Model, "export") == ["export"]
 
 
+def refuse(*_):
+    raise TypeError("refused")
+
+
+def test_a_type_error_of_the_check_before_an_export_is_raised(monkeypatch):
+    monkeypatch.setattr(keras.Model, "export", lambda self, format: format)
+    saving_hooks.before_export(refuse)
+    with pytest.raises(TypeError, match="refused"):
+        dense_model().export("onnx")
+    with pytest.raises(TypeError, match="positional argument"):
+        dense_model().export("onnx", "another")
+
+
+@pytest.mark.parametrize("metadata", ["{}", "[1]", "no JSON", None])
+def test_a_type_error_of_what_describes_a_model_is_raised(
+    monkeypatch, metadata
+):
+    from keras.src.saving import saving_lib
+
+    name = "_serialize_model_as_json"
+    monkeypatch.setattr(saving_lib, name, lambda model: ("config", metadata))
+    saving_hooks.add_to_metadata(refuse)
+    serialize = getattr(saving_lib, name)
+    if metadata == "{}":
+        with pytest.raises(TypeError, match="refused"):
+            serialize(None)
+    else:  # No dict of JSON: it is not described.
+        assert serialize(None) == ("config", metadata)
+
+
 @keras.saving.register_keras_serializable("contacts")
 class Original(keras.layers.Layer):
     """A layer that files name."""
