@@ -21,6 +21,7 @@ from keras_policy_ext._keras import (
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext.conversion.candidates import leaves, path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
@@ -122,8 +123,9 @@ def continued(model: keras.Layer) -> Iterator[tuple[str, ...]]:
         backends.current.forget_traces(each.function, each.layer)
     present |= {id(v) for v in _slots(model)}
     gone = [v for v in [*old_variables, *slots] if id(v) not in present]
-    # On TensorFlow graphs would keep the memory of weights, states and slots.
-    backends.current.let_go(gone)
+    # On TensorFlow graphs would keep the memory of weights and slots. States
+    # are small, and a function that the user compiled before still reads them.
+    backends.current.let_go([v for v in gone if not is_state(v)])
 
 
 def _slots(model: keras.Layer) -> list[keras.Variable]:

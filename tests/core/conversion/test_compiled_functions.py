@@ -1,6 +1,7 @@
 """Functions that a model compiled before it was changed, and keeps."""
 
 import functools
+import gc
 
 import keras
 import numpy as np
@@ -165,3 +166,18 @@ def test_steps_of_keras_are_not_among_the_functions_traced_anew():
         names = [f"{model.name}.kept['in a list'][0]"]
         names = [] if BACKEND == "torch" else names  # It looks itself.
         assert list(change(model).retraced) == names
+
+
+def test_a_function_of_the_user_runs_on_after_revert():
+    """It reads the state that the layer had: TensorFlow must not free it."""
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4)])
+    kpe.convert(model, "delayed")
+    x = ops.convert_to_tensor(X)
+    function = compiled(lambda x: model(x, training=False))
+    before = numpy(function(x))
+    kpe.revert(model)
+    gc.collect()
+    after = numpy(function(x))
+    # torch.compile notices that the layer has changed.
+    expected = numpy(model(x)) if BACKEND == "torch" else before
+    np.testing.assert_allclose(after, expected, rtol=1e-6)
