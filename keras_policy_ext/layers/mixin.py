@@ -142,9 +142,11 @@ class Float8Mixin(
         Returns:
             `x`, in the compute dtype if it is floating.
         """
+        # A variable may tell another dtype than its tensor has (autocasting).
+        x = ops.convert_to_tensor(x)
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype == self.compute_dtype or not is_floating(dtype):
-            return ops.convert_to_tensor(x)
+            return x
         return ops.cast(x, self.compute_dtype)
 
     def float8_matmul(
