@@ -188,7 +188,8 @@ class CpuStates(StateKernels):
         self, source: DelayedSource, state: Tensor
     ) -> HistoryScales:
         rows = _read_rows(source, state.detach().numpy())
-        scales = np.array([scale for _, scale in rows], np.float32)
+        _, scales_of_rows = zip(*rows, strict=True)
+        scales = np.array(scales_of_rows, np.float32)
         unseen = None
         if source.starts_from_current:
             unseen = torch.from_numpy(scales == 0.0)
