@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 313, 60_980
+FILES, LINES = 313, 60_985
 """Of the package. Lower them when it gets smaller."""
 
 CORE_FILES, CORE_LINES = 153, 36_420

@@ -243,7 +243,9 @@ class Float8Controller:
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
         if bias is not None:  # PyTorch takes no gradient of a variable.
-            bias = ops.convert_to_tensor(bias, dtype)
+            bias = ops.convert_to_tensor(bias)
+            if keras.backend.standardize_dtype(bias.dtype) != dtype:
+                bias = ops.cast(bias, dtype)
         if isinstance(kernel, StoredVariable):
             return self._contract_stored(
                 contraction, inputs, kernel, dtype, bias, run
