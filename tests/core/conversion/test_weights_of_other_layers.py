@@ -369,6 +369,7 @@ class TiedModel(keras.Model):
         return ops.matmul(x, ops.transpose(self.embedding.embeddings))
 
 
+@pytest.mark.extension("count")
 @pytest.mark.parametrize(
     ("options", "warns"),
     [
