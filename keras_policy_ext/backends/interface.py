@@ -35,7 +35,7 @@ class Operation(Hashable, Protocol):
 
     @property
     def training(self) -> bool | None:
-        """Whether to record amaxes; None: only where a gradient is taken."""
+        """True to record amaxes, None to do so only if a gradient is taken."""
 
     @property
     def slot(self) -> int:

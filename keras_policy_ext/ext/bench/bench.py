@@ -15,7 +15,10 @@ import numpy as np
 from keras_policy_ext import backends, conversion
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.ext.sampling.captured import Batch, lacks_targets
-from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
+from keras_policy_ext.ext.sampling.recipes_compared import (
+    RecipesReport,
+    read_recipes,
+)
 from keras_policy_ext.extending import user_code
 from keras_policy_ext.extending.models import (
     LayerFilter,
@@ -25,7 +28,7 @@ from keras_policy_ext.extending.models import (
     source_policy_of,
 )
 from keras_policy_ext.recipes import Recipe
-from keras_policy_ext.reports import BaseReport, Column, Table
+from keras_policy_ext.reports import Column, Table
 
 _SAMPLE_SECONDS = 0.1
 """A sample repeats a step until it takes so long."""
@@ -58,7 +61,7 @@ class RecipeTime:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class BenchReport(BaseReport):
+class BenchReport(RecipesReport[RecipeTime]):
     """The report of `bench`: a row for each recipe.
 
     Attributes:
@@ -68,21 +71,6 @@ class BenchReport(BaseReport):
 
     policies: tuple[str, ...]
     recipes: tuple[RecipeTime, ...]
-
-    def __getitem__(self, recipe: str) -> RecipeTime:
-        """Return the `RecipeTime` of the recipe with this name.
-
-        Raises:
-            KeyError: If no entry has this name.
-        """
-        for entry in self.recipes:
-            if entry.recipe == recipe:
-                return entry
-        raise KeyError(f"{recipe!r}; there are {[e.recipe for e in self]}")
-
-    def __iter__(self) -> Iterator[RecipeTime]:
-        """Yield the entries of all recipes."""
-        return iter(self.recipes)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
         """Yield a table of recipes, and the reasons of emulated matmuls."""

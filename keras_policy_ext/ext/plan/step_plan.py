@@ -23,7 +23,10 @@ from keras_policy_ext.ext.gain.estimate import (
 from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.memory import step_memory as memory
 from keras_policy_ext.ext.sampling import symbolic_batches
-from keras_policy_ext.ext.sampling.recipes_compared import read_recipes
+from keras_policy_ext.ext.sampling.recipes_compared import (
+    RecipesReport,
+    read_recipes,
+)
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.what_if.what_if import what_if
 from keras_policy_ext.extending import devices, user_code
@@ -45,7 +48,6 @@ from keras_policy_ext.extending.tracing import (
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.reports import (
-    BaseReport,
     Column,
     Table,
     counted,
@@ -82,7 +84,7 @@ class RecipePlan:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PlanReport(BaseReport):
+class PlanReport(RecipesReport[RecipePlan]):
     """The report of `plan`: a row for each recipe.
 
     Attributes:
@@ -105,21 +107,6 @@ class PlanReport(BaseReport):
     layers: int
     recipes: tuple[RecipePlan, ...]
     notes: tuple[str, ...]
-
-    def __getitem__(self, recipe: str) -> RecipePlan:
-        """Return the `RecipePlan` of the recipe with this name.
-
-        Raises:
-            KeyError: If no entry has this name.
-        """
-        for entry in self.recipes:
-            if entry.recipe == recipe:
-                return entry
-        raise KeyError(f"{recipe!r}; there are {[e.recipe for e in self]}")
-
-    def __iter__(self) -> Iterator[RecipePlan]:
-        """Yield the entries of all recipes."""
-        return iter(self.recipes)
 
     def _parts(self, full: bool, number: int) -> Iterator[str | Table]:
         """Yield a table of recipes, notes, and reasons."""
