@@ -11,7 +11,8 @@ Importing this package imports Keras and registers the classes that saved
 files name. Kernels and tools load on first use.
 """
 
-import importlib
+import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keras_policy_ext._version import __version__
@@ -23,13 +24,7 @@ except (ImportError, ValueError) as error:
 
     raise ImportError(without_backend(error)) from error
 
-from keras_policy_ext import (
-    _extensions,
-    formats,
-    layers,
-    policies,
-    recipes,
-)
+from keras_policy_ext import _extensions, formats, layers, policies, recipes
 from keras_policy_ext._keras import (
     optimizer_variables,
     saving_hooks,
@@ -58,38 +53,24 @@ if getattr(importlib.util.find_spec(f"{__name__}.ext"), "origin", None):
     from keras_policy_ext.export import export, load_quantized
 
 
-def _warn_of_lost_float8(model: Any, path: Any) -> None:
-    """Warn if a model that Keras has loaded lost its float8 layers."""
-    name = f"{__name__}.saving.keras_hooks"
-    importlib.import_module(name).warn_of_lost_float8(model, path)
+def _in_saving(module: str, function: str) -> Callable[..., Any]:
+    """Return a function of a module in `saving`, imported when it is called."""
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        home = importlib.import_module(f"{__name__}.saving.{module}")
+        return getattr(home, function)(*args, **kwargs)
 
-def _load_whole(*args: Any, **kwargs: Any) -> Any:
-    """Load a model whose float8 layers Keras's loader would lose, or None."""
-    name = f"{__name__}.saving.loading"
-    return importlib.import_module(name).load_whole(*args, **kwargs)
-
-
-def _check_export(model: Any, format: str) -> None:
-    """Raise if `Model.export` would write float8 layers incorrectly."""
-    name = f"{__name__}.saving.keras_hooks"
-    importlib.import_module(name).check_export(model, format)
-
-
-def _describe_policies(model: Any) -> dict[str, Any]:
-    """Return the dtype policies of models, as metadata for a model's file."""
-    name = f"{__name__}.saving.keras_hooks"
-    return importlib.import_module(name).policies_of_models(model)
+    return call
 
 
 versions.warn_of_a_newer_keras()
 variable_values.leave_out_of_averages()
 variable_values.tell_companions()
 optimizer_variables.without_states_that_lack_gradients()
-saving_hooks.after_loading(_warn_of_lost_float8)
-saving_hooks.before_loading(_load_whole)
-saving_hooks.before_export(_check_export)
-saving_hooks.add_to_metadata(_describe_policies)
+saving_hooks.after_loading(_in_saving("keras_hooks", "warn_of_lost_float8"))
+saving_hooks.before_loading(_in_saving("loading", "load_whole"))
+saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
+saving_hooks.add_to_metadata(_in_saving("keras_hooks", "policies_of_models"))
 
 _LAZY_MODULES = (
     "backends",

@@ -20,7 +20,7 @@ print(json.dumps(calls_counted.all_counts()))
 FILES, LINES = 313, 60_985
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 153, 36_420
+CORE_FILES, CORE_LINES = 153, 36_400
 """Of what is neither an extension nor the judge."""
 
 SHARE_OF_ANY = 0.11

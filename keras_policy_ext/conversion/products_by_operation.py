@@ -47,8 +47,10 @@ def record(
     unknown = [x for x in unknown if _is_wanted(x, attention)]
     with_own = [x for x in unknown if _may_multiply(x)]
     others = [x for x in unknown if _may_read_others(x)]
-    if not with_own and not (others and (attention or _has_table(model))):
-        return
+    if not with_own:
+        are_tables = map(_is_table, walking.layers_within(model))
+        if not (others and (attention or any(are_tables))):
+            return
     notes = _Notes(model)
     with by_operation.recording(notes.take):
         # Where sources cannot be followed, only products with weights count.
@@ -89,10 +91,6 @@ def _may_read_others(layer: keras.Layer) -> bool:
     library = type(layer).__module__.partition(".")[0]
     is_stock = library in ("keras", "keras_policy_ext")
     return layer.built and not is_stock and not isinstance(layer, keras.Model)
-
-
-def _has_table(model: keras.Layer) -> bool:
-    return any(map(_is_table, walking.layers_within(model)))
 
 
 def _is_table(layer: keras.Layer) -> bool:

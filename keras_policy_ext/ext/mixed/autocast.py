@@ -14,8 +14,8 @@ from typing import Any, Self
 import keras
 from keras import ops
 
-from keras_policy_ext import policies
-from keras_policy_ext._keras import calls, walking
+from keras_policy_ext import extending, policies
+from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.mixed import _keras
 from keras_policy_ext.extending import user_code
@@ -563,7 +563,7 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
             return  # Keras's own constructor is at work.
         # Some are in no attribute, or in a list that was filled later. Keras
         # tracks no new ones once the layer is built: calls need no check.
-        for variable in walking.tracked_variables(self):
+        for variable in extending.models.tracked_variables(self):
             if self._has_made(variable):
                 own(variable, self, self._is_mixed())
         # A metric writes what it reads. On torch what is assigned to a cast

@@ -8,12 +8,8 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import policies
-from keras_policy_ext._keras import (
-    optimizer_facts,
-    optimizer_variables,
-    walking,
-)
+from keras_policy_ext import extending, policies
+from keras_policy_ext._keras import optimizer_facts, optimizer_variables
 from keras_policy_ext.ext.mixed import _keras, inner_optimizers, scaler_settings
 from keras_policy_ext.ext.mixed.loss_scale_monitor import (
     LossScaleMonitor,
@@ -79,7 +75,7 @@ def loss_scale_of_model(model: keras.Model) -> LossScale | None:
     """
     layers = [
         layer
-        for layer in walking.layers_within(model)
+        for layer in extending.models.layers_within(model)
         if not isinstance(layer, keras.layers.InputLayer)
     ]
     own = _the_one(_requested(of_path(model.dtype_policy, model.path)))
