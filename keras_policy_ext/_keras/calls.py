@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
-from keras import ops
 
 from keras_policy_ext._keras import Stock, versions
 
@@ -50,10 +49,8 @@ def without_initial_values(
 ) -> Iterator[None]:
     """In the block, skip initial values of the weights that `wanted` selects.
 
-    It gets a layer and the name of a weight. The weights are zeros, which on
-    PyTorch take no memory and cannot be assigned to, to be replaced once the
-    layer is built. If memory were allocated and freed for each layer, the
-    process would keep it in fragments that are too small for the next layer.
+    It gets a layer and the name of a weight. The weights are zeros, to be
+    replaced once the layer is built.
     """
 
     def add_weight(
@@ -61,16 +58,11 @@ def without_initial_values(
     ) -> Any:
         # A positional argument is the shape, or the initializer: leave these.
         if not args and wanted(layer, kwargs.get("name")):
-            kwargs["initializer"] = _zeros
+            kwargs["initializer"] = "zeros"
         return stock(layer, *args, **kwargs)
 
     with in_place_of("add_weight", add_weight):
         yield
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """Return zeros that on PyTorch are views of a single one."""
-    return ops.broadcast_to(ops.zeros((), dtype), shape)
 
 
 @contextlib.contextmanager

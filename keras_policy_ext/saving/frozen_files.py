@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h5py
@@ -150,11 +150,7 @@ def load_model(
         return saving_hooks.model_of(config, custom_objects, safe_mode)
 
     with files.weights_of(path) as weights:
-        with frozen_when_built(weights):
-            model = new_model()
-        if freezing.shares_stored_kernels(model):
-            # Build it in floats: other holders of a kernel would read zeros.
-            model = new_model()
+        model = made_frozen(new_model, weights)
         freeze_as_saved(model, weights)
         if compile and compile_config:
             model.compile_from_config(compile_config)
@@ -163,8 +159,26 @@ def load_model(
     return model
 
 
+def made_frozen(
+    make: Callable[[], keras.Model], weights: PathLike
+) -> keras.Model:
+    """Return the model that `make` makes, frozen layer by layer if it can be.
+
+    Its float kernels are then never in memory at the same time.
+    """
+    # If a block assigns or inverts a kernel that is frozen, Python, Keras and
+    # each framework raise other errors. The model in floats raises its own.
+    with contextlib.suppress(Exception):
+        with _frozen_when_built(weights):
+            model = make()
+        if not freezing.shares_stored_kernels(model):
+            return model
+    # In floats: other holders of a stored kernel would read zeros.
+    return make()
+
+
 @contextlib.contextmanager
-def frozen_when_built(weights: PathLike) -> Iterator[None]:
+def _frozen_when_built(weights: PathLike) -> Iterator[None]:
     """In the block, freeze each layer as soon as Keras has built it.
 
     Their kernels are zeros, and the recipe is that of the first frozen layer in

@@ -9,6 +9,7 @@ them in the file, reads it. Then the layers are converted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -429,9 +430,10 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
     with (
         keras_hooks.without_warning_of_lost_float8(),
         _input_files.within_memory_of(folder, numbers),
-        frozen_files.frozen_when_built(weights),
     ):
-        model = cls.from_preset(str(folder), load_weights=False, **options)
+        options["load_weights"] = False
+        new_model = functools.partial(cls.from_preset, str(folder), **options)
+        model = frozen_files.made_frozen(new_model, weights)
     backbone = getattr(model, "backbone", model)
     frozen_files.freeze_as_saved(backbone, weights)
     if model is not backbone and (folder / _OF_TASK).exists():

@@ -452,9 +452,12 @@ def test_layers_are_frozen_as_soon_as_they_are_built(suffix, tmp_path):
     path = tmp_path / f"a.weights.{suffix}"
     shards = {"max_shard_size": 1e-4} if suffix == "json" else {}
     model.save_weights(path, **shards)
-    with frozen_files.frozen_when_built(path):
+
+    def make():
         layers = [keras.layers.Dense(256) for _ in range(3)]
-        again = keras.Sequential([keras.Input((256,)), *layers])
+        return keras.Sequential([keras.Input((256,)), *layers])
+
+    again = frozen_files.made_frozen(make, path)
     assert all(layer.is_frozen for layer in again.layers)
     again.load_weights(path)
     x = normal(2, 256)
@@ -507,3 +510,90 @@ def test_experts_by_operation_beside_other_layers_load(
     model.save(tmp_path / "model.keras")
     loaded = kpe.load_model(tmp_path / "model.keras")
     assert_same(model, loaded, normal(2, 5, 8))
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class Assigning(LAYERS.Dense):
+    """A layer that assigns its kernel when it is built."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.kernel.assign(normal(*self.kernel.shape))
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class WritingInPlace(LAYERS.Dense):
+    """A layer that on PyTorch writes into the tensor of its kernel."""
+
+    def build(self, shape):
+        super().build(shape)
+        if keras.backend.backend() == "torch":
+            self.kernel.value.data.normal_()
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class Block(LAYERS.Layer):
+    """A layer that builds another one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = LAYERS.Dense(8, name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class AssigningInner(Block):
+    """A layer that assigns the kernel of a layer in it."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.inner.kernel.assign(np.eye(8))
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class InvertingInner(Block):
+    """A layer that inverts the first values of a kernel, which zeros lack."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.inverse = np.linalg.inv(numpy(self.inner.kernel))
+
+
+def quantized(mode):
+    """Return a function that makes a layer which Keras quantized."""
+
+    def make():
+        layer = LAYERS.Dense(8)
+        layer.build((None, 8))
+        layer.quantize(mode)
+        return layer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(quantized("int8"), id="int8"),
+        pytest.param(quantized("int4"), id="int4"),
+        pytest.param(lambda: Assigning(8), id="assigns"),
+        pytest.param(lambda: WritingInPlace(8), id="writes_in_place"),
+        pytest.param(AssigningInner, id="assigns_inner"),
+        pytest.param(InvertingInner, id="inverts_inner"),
+    ],
+)
+def test_a_layer_whose_kernel_is_used_while_it_is_built_loads(make, tmp_path):
+    """Its first values are other ones than those of the file."""
+    layers = [LAYERS.Dense(8), make(), LAYERS.Dense(3)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    kpe.freeze(model)
+    assert len(frozen_layers(model)) >= 2
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert len(frozen_layers(loaded)) == len(frozen_layers(model))
+    assert_same(model, loaded, normal(4, 8))
