@@ -1,6 +1,7 @@
 """Models of every sort for the tests of saving, trained or as if."""
 
 import functools
+import json
 
 import h5py
 import keras
@@ -276,3 +277,17 @@ def user_model(seed):
     """One layer with two kernels, and a state as if it had been trained."""
     model = fresh("user_layer", float8())
     return randomized(model, seed)
+
+
+def in_shards(model, folder):
+    """Save weights in files as small as Keras writes; return the index."""
+    path = folder / "shards.weights.json"
+    for size in range(64, 2**20, 64):
+        try:
+            model.save_weights(path, max_shard_size=size / 1024**3)
+            break
+        except ValueError:  # An array is larger.
+            continue
+    places = json.loads(path.read_text())["weight_map"].values()
+    assert any(isinstance(each, list) for each in places)
+    return path

@@ -20,11 +20,6 @@ _BUILT = "_post_build"
 """The method that Keras calls once a layer has its weights (3.12 to 3.16)."""
 
 
-def tells_what_is_built() -> bool:
-    """Return True if `after_each_build` works in this version of Keras."""
-    return hasattr(keras.Layer, _BUILT)
-
-
 @contextlib.contextmanager
 def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
     """In the block, call `change` with each layer that this thread builds.

@@ -44,7 +44,8 @@ _LOCAL_HEADER = 30  # bytes, before the name of a member of a zip archive
 def opened(path: Source) -> Iterator[h5py.File | None]:
     """In the block, the HDF5 weights of a model file or folder are open.
 
-    `.keras` files may be bytes. It yields None if there is no HDF5 file.
+    `.keras` files may be bytes, and shards are open as one file. It yields
+    None if there is no HDF5 file.
 
     Raises:
         Exception: If the file cannot be read; one of `OF_DAMAGE`.
@@ -61,6 +62,8 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
             source = stack.enter_context(_member(archive))
         elif place.suffix in (".h5", ".hdf5") and place.is_file():
             source = place
+        elif place.suffix == ".json" and place.is_file():
+            source = stack.enter_context(_linked(parts_of(str(place))))
         file = None if source is None else h5py.File(source, "r")
         yield file if file is None else stack.enter_context(file)
 
@@ -82,6 +85,34 @@ def parts_of(path: str) -> list[str]:
     ]
     _input_files.check_names(path, names)
     return [str(place.parent / name) for name in sorted(set(names))]
+
+
+@contextlib.contextmanager
+def _linked(parts: list[str]) -> Iterator[str]:
+    """In the block, an HDF5 file exists that links to the arrays of others."""
+
+    def link(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            file[name] = h5py.ExternalLink(item.file.filename, item.name)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(pathlib.Path(folder) / WEIGHTS)
+        with h5py.File(path, "w") as file:
+            for part in parts:
+                with h5py.File(os.path.abspath(part), "r") as shard:
+                    shard.visititems(link)
+        yield path
+
+
+@contextlib.contextmanager
+def copied(path: PathLike) -> Iterator[str]:
+    """In the block, a copy of a file's HDF5 weights exists at a path."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = str(pathlib.Path(folder) / WEIGHTS)
+        with opened(path) as source, h5py.File(copy, "w") as file:
+            for name in source or ():
+                source.copy(name, file, expand_external=True)
+        yield copy
 
 
 def groups(file: h5py.File) -> list[h5py.Group]:
@@ -202,7 +233,14 @@ def check_model(path: PathLike) -> int:
             "folder."
         )
     check_exists(path)
-    if text.endswith(".keras") and _is_file(path):
+    if text.endswith((".h5", ".json")) and count(path, lambda group: True):
+        raise ValueError(
+            f"This file has weights, and no model. Received: {text!r}. "
+            "Allowed: a `.keras` file, or a folder that `model.save` wrote. "
+            "Make the model, and call `keras_policy_ext.load_weights(model, "
+            "path)`; with `as_saved=True` for the policies in the file."
+        )
+    if text.endswith(".keras") and pathlib.Path(text).is_file():
         _check_archive(path)
     return _check_content(path)
 
@@ -245,11 +283,9 @@ def weights_of(path: PathLike) -> Iterator[str]:
     text = str(path)
     if pathlib.Path(text).is_dir():
         yield str(pathlib.Path(text) / WEIGHTS)
-    elif text.endswith(".keras") and _is_file(path):
-        with tempfile.TemporaryDirectory() as folder:
-            with zipfile.ZipFile(text) as archive:
-                archive.extract(WEIGHTS, folder)
-            yield str(pathlib.Path(folder) / WEIGHTS)
+    elif text.endswith(".keras") and pathlib.Path(text).is_file():
+        with copied(path) as copy:
+            yield copy
     else:
         yield text
 
@@ -308,26 +344,27 @@ def warn_again(held: Warnings) -> None:
         )
 
 
-def _is_file(path: PathLike) -> bool:
-    return pathlib.Path(str(path)).is_file()
-
-
 def _check_archive(path: PathLike) -> None:
     """Raise if a `.keras` file is unsafe, damaged, or no Keras model."""
+    refused = fault = None
     try:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()
-            refused = _refused(path, archive)
-            damaged = None if refused else archive.testzip()
+            try:
+                _input_files.check_archive(path, archive)
+                if (damaged := archive.testzip()) is not None:
+                    fault = f"the checksum of {damaged} is wrong"
+            except ValueError as error:  # Too large or unsafe.
+                refused = error
     except OF_DAMAGE as error:
-        raise ValueError(
-            _not_whole(path, f"it cannot be read ({error})")
-        ) from error
+        fault = f"it cannot be read ({error})"
     if refused:
         raise refused
-    if damaged is not None:
+    if fault:
         raise ValueError(
-            _not_whole(path, f"the checksum of {damaged} is wrong")
+            f"This `.keras` file is damaged or truncated. Received: "
+            f"{str(path)!r}: {fault}. Allowed: a file as `model.save` wrote "
+            "it. Copy it again, or take an earlier checkpoint."
         )
     lacking = [name for name in (_CONFIG, WEIGHTS) if name not in names]
     if lacking:
@@ -336,20 +373,3 @@ def _check_archive(path: PathLike) -> None:
             f"{str(path)!r}, which lacks {' and '.join(lacking)}. Allowed: "
             "a `.keras` file as `model.save` writes it. Pass another file."
         )
-
-
-def _refused(path: PathLike, archive: zipfile.ZipFile) -> ValueError | None:
-    """Return the error if an archive is too large or unsafe, or None."""
-    try:
-        _input_files.check_archive(path, archive)
-    except ValueError as error:
-        return error
-    return None
-
-
-def _not_whole(path: PathLike, fault: str) -> str:
-    return (
-        f"This `.keras` file is damaged or truncated. Received: "
-        f"{str(path)!r}: {fault}. Allowed: a file as `model.save` wrote it. "
-        "Copy it again, or take an earlier checkpoint."
-    )

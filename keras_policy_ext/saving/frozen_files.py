@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 import shutil
@@ -73,12 +74,8 @@ def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
     if not files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        files.weights_of(path) as weights,
-    ):
-        copy = pathlib.Path(folder) / files.WEIGHTS
-        _rewrite(pathlib.Path(shutil.copyfile(weights, copy)))
+    with files.copied(path) as copy:
+        _rewrite(copy)
         yield copy
 
 
@@ -99,7 +96,7 @@ def config_in(path: PathLike) -> bytes:
         return archive.read(_CONFIG)
 
 
-def _rewrite(path: pathlib.Path) -> None:
+def _rewrite(path: PathLike) -> None:
     """Move the state in Keras's form to groups of this package, in a file."""
     with h5py.File(path, "a") as file:
         for group in files.groups(file):
@@ -142,13 +139,8 @@ def load_model(
     """Load a file with frozen layers as `keras.saving.load_model` would."""
     text = config_in(path)
     compile_config = _input_files.json_in(text, path).get("compile_config")
-
-    def new_model() -> keras.Model:
-        # From the text each time, since layers remove from it what they read.
-        config = json.loads(text)
-        config.pop("compile_config", None)
-        return saving_hooks.model_of(config, custom_objects, safe_mode)
-
+    given = text, custom_objects, safe_mode
+    new_model = functools.partial(saving_hooks.model_of, *given)
     with files.weights_of(path) as weights:
         model = made_frozen(new_model, weights)
         freeze_as_saved(model, weights)
@@ -166,8 +158,8 @@ def made_frozen(
 
     Its float kernels are then never in memory at the same time.
     """
-    # If a block assigns or inverts a kernel that is frozen, Python, Keras and
-    # each framework raise other errors. The model in floats raises its own.
+    # Keras may not tell of builds, or code of a layer may fail, by any error,
+    # where it assigns or inverts a kernel. The model in floats raises its own.
     with contextlib.suppress(Exception):
         with _frozen_when_built(weights):
             model = make()
@@ -183,10 +175,9 @@ def _frozen_when_built(weights: PathLike) -> Iterator[None]:
 
     Their kernels are zeros, and the recipe is that of the first frozen layer in
     the file. `freeze_as_saved` later corrects which layers are frozen, and how.
-    Where Keras does not tell of builds, all layers are first built in floats.
     """
     recipe = _first_recipe(weights)
-    if recipe is None or not calls.tells_what_is_built():
+    if recipe is None:
         yield
         return
 
@@ -237,12 +228,7 @@ def dequantized(path: PathLike) -> Iterator[PathLike]:
     if not has_frozen_layers(path):
         yield path
         return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        files.weights_of(path) as weights,
-    ):
-        copy = pathlib.Path(folder) / files.WEIGHTS
-        shutil.copyfile(weights, copy)
+    with files.copied(path) as copy:
         with h5py.File(copy, "a") as file:
             for group in files.groups(file):
                 if is_frozen(group):
@@ -307,12 +293,10 @@ def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:
     """Return the recipe of the first frozen layer in a file, or None."""
-    for part in files.parts_of(str(weights)):
-        with files.opened(part) as file:
-            for group in [] if file is None else files.groups(file):
-                if is_frozen(group):
-                    return FrozenWeights.of(group, group.name).recipe
-    return None
+    with files.opened(weights) as file:
+        listed = [] if file is None else files.groups(file)
+        first = next(filter(is_frozen, listed), None)
+        return first and FrozenWeights.of(first, first.name).recipe
 
 
 def _frozen_in(

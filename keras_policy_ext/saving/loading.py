@@ -230,13 +230,17 @@ def load_weights(
             else:
                 files.load(model, rewritten)
     except Exception as error:
+        frozen = (  # What was passed already would be no help.
+            "Those of frozen layers with `as_saved=True`, which freezes these, "
+            "or `dequantize=True`. "
+        )
         raise ValueError(
             f"The weights did not load into {model.name!r}, which is "
             f"unchanged. Received: {str(path)!r}. Cause: {error} Allowed: "
             "weights of a model with the same layers in the same order, with "
-            "any policies; of frozen layers with `as_saved=True`, which "
-            "freezes these, or `dequantize=True`. Build the model as the "
-            "saved one was, or load the model itself: `kpe.load_model`."
+            f"any policies. {'' if as_saved or dequantize else frozen}Build "
+            "the model as the saved one was, or load the model itself: "
+            "`kpe.load_model`."
         ) from error
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import float8_layers, states_of
+from saving_models import in_shards
 from steps import normal, numpy, state_of
 from stock_float8 import (
     LENGTH,
@@ -90,6 +91,7 @@ def stock(tmp_path_factory):
     model.save(folder / "model.keras")
     model.save(folder / "model", zipped=False)
     model.save_weights(folder / "model.weights.h5")
+    in_shards(model, folder)
     with (
         zipfile.ZipFile(folder / "model.keras") as archive,
         zipfile.ZipFile(
@@ -157,7 +159,9 @@ def test_keras_loads_no_composite_of_its_own_float8(stock):
         keras.saving.load_model(folder / "model.keras")
 
 
-@pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
+@pytest.mark.parametrize(
+    "name", ["model.keras", "model.weights.h5", "shards.weights.json"]
+)
 def test_weights_load_as_saved_into_a_plain_model(name, stock):
     theirs, folder = stock
     model = plain_model()

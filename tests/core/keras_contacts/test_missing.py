@@ -88,6 +88,7 @@ OTHERS = {
     "_inbound_nodes": "names of Hugging Face",
     "_is_default": "a mark: a layer without it gets its config by itself",
     "_load_state": "assets of frozen models",
+    "_model_from_config": "frozen models: without it, loading one is refused",
     "_dtype_policy": "policies of layers",
     "_dtype": "the dtype that a variable says it has will do",
     "_modules": "of PyTorch",

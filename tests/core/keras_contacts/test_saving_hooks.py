@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import pickle
 import warnings
 
@@ -142,8 +143,15 @@ def test_keras_loads_a_model_with_its_weights_or_a_config_that_shares_none():
     with_ids = [dict(each, shared_object_id=7) for each in config]
     first, second = keras.saving.deserialize_keras_object(with_ids)
     assert first is not second
-    first, second = saving_hooks.model_of(with_ids, None, safe_mode=True)
-    assert first is second
+    text = json.dumps(dict(enumerate(with_ids))).encode()
+    made = saving_hooks.model_of(text, None, safe_mode=True)
+    assert made["0"] is made["1"]
+
+
+def test_a_frozen_model_is_refused_where_its_config_cannot_be_read(monkeypatch):
+    monkeypatch.setattr(saving_hooks, "_saving_lib", None)
+    with pytest.raises(ImportError, match="_model_from_config"):
+        saving_hooks.model_of(b"{}", None, safe_mode=True)
 
 
 class Remembers(keras.layers.Layer):

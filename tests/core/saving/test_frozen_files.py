@@ -19,6 +19,7 @@ from frozen_models import (
 )
 from keras_policy_ext._keras import calls
 from keras_policy_ext.saving import frozen_files
+from saving_models import in_shards
 from steps import normal, numpy, observe_inputs
 
 LAYERS = keras.layers
@@ -321,20 +322,45 @@ def test_a_thawed_model_is_saved_as_any_other(tmp_path):
         assert b"float8" not in archive.read("config.json")
 
 
-def test_sharded_weights_come_back(tmp_path):
+@pytest.mark.parametrize("how", ["as it is", "as_saved", "dequantize"])
+def test_sharded_weights_come_back(how, tmp_path):
+    """Some layers have their entries in several shards."""
+    model, other, by_file = trained(), stack(), stack()
+    path = in_shards(model, tmp_path)
+    if how == "dequantize":
+        kpe.load_weights(other, path, dequantize=True)
+        model.save_weights(tmp_path / "model.weights.h5")
+        kpe.load_weights(
+            by_file, tmp_path / "model.weights.h5", dequantize=True
+        )
+        assert_same(by_file, other, normal(4, 6))
+        return
+    if how == "as it is":
+        kpe.freeze(other)
+    kpe.load_weights(other, path, as_saved=how == "as_saved")
+    assert_same(model, other, normal(4, 6))
+
+
+@pytest.mark.parametrize("suffix", ["h5", "json"])
+def test_load_model_refuses_a_file_of_weights(suffix, tmp_path):
     model = trained()
-    path = tmp_path / "model.weights.json"
-    try:
-        model.save_weights(path, max_shard_size=0.000002)
-    except (TypeError, ValueError):
-        pytest.skip("this version of Keras writes no shards")
-    other = stack()
-    kpe.freeze(other)
-    kpe.load_weights(other, path)
-    assert_same(model, other, normal(4, 6))
-    other = stack()
-    kpe.load_weights(other, path, as_saved=True)
-    assert_same(model, other, normal(4, 6))
+    path = tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    if suffix == "json":
+        path = in_shards(model, tmp_path)
+    with pytest.raises(ValueError, match="load_weights"):
+        kpe.load_model(path)
+
+
+@pytest.mark.parametrize("option", ["as_saved", "dequantize"])
+def test_an_error_does_not_recommend_what_was_passed(option, tmp_path):
+    trained().save_weights(tmp_path / "model.weights.h5")
+    other = keras.Sequential([keras.Input((6,)), LAYERS.Dense(9)])
+    with pytest.raises(ValueError, match="did not load") as error:
+        kpe.load_weights(other, tmp_path / "model.weights.h5", **{option: True})
+    _, _, allowed = str(error.value).partition("Allowed: weights of a model")
+    assert allowed
+    assert option not in allowed
 
 
 def test_a_kernel_without_a_name_comes_back(tmp_path):
@@ -502,7 +528,7 @@ def test_experts_by_operation_beside_other_layers_load(
 ):
     """Their products are recorded at the latest when they are frozen."""
     if not tells:
-        monkeypatch.setattr(calls, "tells_what_is_built", lambda: False)
+        monkeypatch.setattr(calls, "_BUILT", "_missing")
     inputs = keras.Input((5, 8))
     model = keras.Model(inputs, LAYERS.Dense(3)(MixedBlock()(inputs)))
     report = kpe.freeze(model)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from saving_models import in_shards
 from steps import numpy, state_of
 from stock_float8 import (
     LENGTH,
@@ -78,13 +79,15 @@ def test_other_numbered_stores_load_as_into_stock_layers(mode):
 # Files of weights
 
 
-@pytest.fixture(params=["weights.h5", "keras"])
+@pytest.fixture(params=["weights.h5", "keras", "weights.json"])
 def suffix(request):
     return request.param
 
 
 def saved(model, folder, suffix="weights.h5"):
     path = folder / f"stock.{suffix}"
+    if suffix == "weights.json":
+        return in_shards(model, folder)
     model.save(path) if suffix == "keras" else model.save_weights(path)
     return path
 
