@@ -21,11 +21,15 @@ _BUILT = "_post_build"
 
 
 @contextlib.contextmanager
-def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
+def after_each_build(
+    change: Callable[[keras.Layer], None],
+    replaces: Callable[[keras.Layer, str | None], bool],
+) -> Iterator[None]:
     """In the block, call `change` with each layer that this thread builds.
 
     So a model that is created in the block never holds more than one unchanged
-    layer. The hook is private (`_post_build`).
+    layer. The hook is private (`_post_build`). Weights for which `replaces`
+    returns True, for a layer and a name, are zeros until then.
     """
 
     def post_build(
@@ -34,29 +38,15 @@ def after_each_build(change: Callable[[keras.Layer], None]) -> Iterator[None]:
         stock(layer, *args, **kwargs)
         change(layer)
 
-    with in_place_of(_BUILT, post_build):
-        yield
-
-
-@contextlib.contextmanager
-def without_initial_values(
-    wanted: Callable[[keras.Layer, str | None], bool],
-) -> Iterator[None]:
-    """In the block, skip initial values of the weights that `wanted` selects.
-
-    It gets a layer and the name of a weight. The weights are zeros, to be
-    replaced once the layer is built.
-    """
-
     def add_weight(
         stock: Stock, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
         # A positional argument is the shape, or the initializer: leave these.
-        if not args and wanted(layer, kwargs.get("name")):
+        if not args and replaces(layer, kwargs.get("name")):
             kwargs["initializer"] = "zeros"
         return stock(layer, *args, **kwargs)
 
-    with in_place_of("add_weight", add_weight):
+    with in_place_of(_BUILT, post_build), in_place_of("add_weight", add_weight):
         yield
 
 

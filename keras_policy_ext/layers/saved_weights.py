@@ -222,6 +222,8 @@ def load(
         with variable_values.without_notifying():
             stock(store)
         layer.float8_state.note_layer_loaded()
+        if layer.merges_adapters:
+            _user_code.warn(_MERGED)
         return
     state: dict[str, np.ndarray] = {}  # What Keras's own float8 saved.
     if layer.float8_state.matrices:
@@ -231,6 +233,15 @@ def load(
         stock(keras_weights.own)
     layer.float8_state.note_layer_loaded()
     layer.float8_state.load_stock(state)
+
+
+_MERGED = (
+    "This file has no LoRA adapters: Keras adds them to the kernels that it "
+    "saves. Those of the loaded layers are zeros, which get no gradients. To "
+    "train adapters on, save them by `save_lora_weights` of KerasHub, or call "
+    "`keras_policy_ext.freeze` before you save. To train new ones, assign "
+    "random values to the first of each layer, such as `lora_kernel_a`."
+)
 
 
 def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:

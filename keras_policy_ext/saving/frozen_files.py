@@ -189,10 +189,7 @@ def _frozen_when_built(weights: PathLike) -> Iterator[None]:
             source = source_policy_of(layer).name
             to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
 
-    with (
-        calls.after_each_build(freeze),
-        calls.without_initial_values(_is_to_be_frozen),
-    ):
+    with calls.after_each_build(freeze, _is_to_be_frozen):
         yield
 
 
@@ -204,6 +201,8 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
     """
     by_id = _frozen_in(model, weights)
     layers = walking.layers_within(model)
+    if not by_id and not freezing.frozen_layers(model):
+        return
     if any(id(x) in by_id and freezing.lacks_form(x) for x in layers):
         candidates.survey(model)  # It records their products.
     # The block updates an optimizer to the variables that the model has then.

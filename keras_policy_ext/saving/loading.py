@@ -39,6 +39,7 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
+    layers_in_float8,
     policy_of,
     source_policy_of,
 )
@@ -249,6 +250,9 @@ def _load_as_saved(
 ) -> bool:
     """Load weights and float8 policies; return True if it loaded them twice."""
     saved_layers = _load_and_capture(model, weights, places)
+    in_file = any(saved.store for _, saved, *_ in saved_layers)
+    if not in_file and not layers_in_float8(model):
+        return False  # On any backend of Keras, also without float8 kernels.
     sizes = _optimizer_sizes(model)
     # The block updates an optimizer to the variables that the model has then.
     with training.continued(model), training.replicas(model):

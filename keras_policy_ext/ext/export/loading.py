@@ -201,8 +201,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     numbers = sum(math.prod(slot.shape) for slot in slots.values())
     with (
         files.within_memory_of(place, numbers),
-        calls.after_each_build(freeze),
-        calls.without_initial_values(_is_to_be_frozen),
+        calls.after_each_build(freeze, _is_to_be_frozen),
     ):
         backbone = converter.make_backbone(dtype or folder.dtype)
     asked = _Asked(backbone, slots)

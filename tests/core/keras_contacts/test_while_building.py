@@ -9,7 +9,6 @@ import pytest
 from keras_policy_ext._keras.calls import (
     after_each_build,
     before_each_variable,
-    without_initial_values,
 )
 
 
@@ -22,13 +21,18 @@ class Outer(keras.layers.Layer):
         self.inner.build(shape)
 
 
+def nothing(layer, name):
+    """No weight is replaced."""
+    return False
+
+
 def test_each_layer_is_handed_over_with_its_weights_inner_first():
     seen = []
 
     def note(layer):
         seen.append((layer.name, layer.path, len(layer.weights)))
 
-    with after_each_build(note):
+    with after_each_build(note, nothing):
         Outer().build((None, 3))
     assert seen == [("inner", "outer/inner", 2), ("outer", "outer", 2)]
     keras.layers.Dense(1).build((None, 1))
@@ -37,7 +41,7 @@ def test_each_layer_is_handed_over_with_its_weights_inner_first():
 
 def test_layers_of_other_threads_are_left_alone():
     seen = []
-    with after_each_build(seen.append):
+    with after_each_build(seen.append, nothing):
         thread = threading.Thread(
             target=lambda: keras.layers.Dense(1).build((None, 1))
         )
@@ -49,7 +53,7 @@ def test_layers_of_other_threads_are_left_alone():
 def test_what_was_replaced_is_put_back_after_an_error():
     before = dict(vars(keras.Layer))
     with pytest.raises(ZeroDivisionError):  # noqa: SIM117
-        with after_each_build(print), without_initial_values(lambda *_: True):
+        with after_each_build(print, nothing):
             1 / 0  # noqa: B018
     assert dict(vars(keras.Layer)) == before
 
@@ -58,7 +62,7 @@ def test_initial_values_are_not_computed_for_what_is_wanted():
     def wanted(layer, name):
         return name == "kernel"
 
-    with without_initial_values(wanted):
+    with after_each_build(lambda layer: None, wanted):
         dense = keras.layers.Dense(
             3, kernel_initializer="ones", bias_initializer="ones"
         )

@@ -346,6 +346,22 @@ def test_a_file_has_the_adapters_merged_as_in_stock_keras(route, tmp_path):
     assert np.all(np.abs(predictions(model) - predictions(other)) <= bound)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("load", [kpe.load_model, keras.saving.load_model])
+def test_loading_tells_of_adapters_that_were_merged(load, frozen, tmp_path):
+    model = with_lora(0)
+    if frozen:  # Its file has the adapters.
+        kpe.freeze(model)
+    model.save(tmp_path / "model.keras")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loaded = load(tmp_path / "model.keras")
+    merged = not np.any(numpy(loaded.layers[0].lora_kernel_a))
+    texts = [str(x.message) for x in told if "LoRA" in str(x.message)]
+    assert merged == (not frozen)
+    assert len(texts) == merged
+
+
 @pytest.mark.full
 def test_a_merged_kernel_is_not_scaled_by_the_amax_of_the_old_one(tmp_path):
     dtype = kpe.Float8DTypePolicy("float32", amax_history_length=8)

@@ -4,6 +4,7 @@ What is in a file says best whether a model came back: that which was loaded
 is saved again, and the two files must have the same arrays.
 """
 
+import importlib.util
 import json
 import shutil
 import warnings
@@ -29,8 +30,11 @@ from converted_models import (
     states_of,
     stock,
 )
+from keras_policy_ext import backends
+from keras_policy_ext.numerics import primitives
+from processes import run
 from saving_models import assert_equal
-from steps import numpy
+from steps import normal, numpy
 
 pytestmark = pytest.mark.filterwarnings(
     "error",
@@ -462,3 +466,58 @@ class Warning_(keras.layers.Dense):
     def from_config(cls, config):
         warnings.warn("mine", stacklevel=1)
         return cls(**config)
+
+
+@pytest.fixture
+def backend_without_kernels(monkeypatch):
+    """As under Keras's backends of NumPy and OpenVINO."""
+
+    def refuse(backend):
+        raise NotImplementedError("No float8 kernels")
+
+    for home in (backends, primitives):
+        monkeypatch.delitem(vars(home), "current", raising=False)
+    monkeypatch.delitem(vars(backends), "engine", raising=False)
+    monkeypatch.setattr(primitives, "_load", refuse)
+
+
+@pytest.mark.parametrize("loads", ["model", "weights", "as_saved"])
+def test_files_without_float8_need_no_kernels(
+    loads, tmp_path, backend_without_kernels
+):
+    layers = [keras.layers.Dense(4), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.save(tmp_path / "model.keras")
+    if loads == "model":
+        loaded = kpe.load_model(tmp_path / "model.keras")
+    else:
+        loaded = keras.models.clone_model(model)
+        as_saved = loads == "as_saved"
+        path = tmp_path / "model.keras"
+        kpe.load_weights(loaded, path, as_saved=as_saved)
+    x = normal(2, 3)
+    np.testing.assert_array_equal(numpy(loaded(x)), numpy(model(x)))
+
+
+IN_NUMPY = """
+import sys, keras, numpy as np, keras_policy_ext as kpe
+
+path = sys.argv[1] + "/model.keras"
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+model.save(path)
+x = np.ones((2, 3))
+same = np.array_equal(kpe.load_model(path).predict(x), model.predict(x))
+try:
+    kpe.convert(model)
+except NotImplementedError as error:
+    print("same", same, error)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    importlib.util.find_spec("scipy") is None,
+    reason="Keras's backend of NumPy needs SciPy",
+)
+def test_a_plain_model_loads_on_the_backend_of_numpy(tmp_path):
+    assert "same True No float8 kernels" in run("numpy", IN_NUMPY, tmp_path)
