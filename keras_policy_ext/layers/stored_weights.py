@@ -262,10 +262,13 @@ def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
 
 def read_as_numbers(layer: keras.Layer) -> None:
     """Replace codes in a layer's attributes by their `StoredVariable`s."""
-    # The layer still tracks the codes, since they were assigned first.
+    # The layer still tracks the codes, since they were assigned first: behind
+    # all weights, where a layer that is frozen later has them.
     for name, value in list(vars(layer).items()):
         if isinstance(value, StoredCodes) and value.decoded_by is not None:
             vars(layer)[name], value.decoded_by = value.decoded_by, None
+            built_layers.untrack(layer, value)
+            built_layers.track(layer, value)
 
 
 def in_place_of_codes(

@@ -623,3 +623,50 @@ def test_a_layer_whose_kernel_is_used_while_it_is_built_loads(make, tmp_path):
     loaded = kpe.load_model(tmp_path / "model.keras")
     assert len(frozen_layers(loaded)) == len(frozen_layers(model))
     assert_same(model, loaded, normal(4, 8))
+
+
+@keras.saving.register_keras_serializable("frozen_files")
+class Indexed(kpe.layers.Float8Mixin, LAYERS.Layer):
+    """Two kernels, and integer matrices that do not train."""
+
+    def build(self, shape):
+        size = shape[-1]
+        for name in ("first", "kernel", "last", "second"):
+            is_kernel = name in ("kernel", "second")
+            weight = self.add_weight(
+                name=name,
+                shape=(size, size),
+                dtype=None if is_kernel else "int32",
+                initializer="glorot_uniform" if is_kernel else "ones",
+                trainable=is_kernel,
+            )
+            setattr(self, name, weight)
+
+    def call(self, x):
+        x = self.float8_matmul(x, self.kernel)
+        return self.float8_matmul(x, self.second)
+
+
+@pytest.mark.parametrize("how", ["kpe", "keras", "as_saved"])
+def test_a_loaded_layer_has_its_weights_in_the_order_in_memory(how, tmp_path):
+    path = tmp_path / "model.keras"
+
+    def make():
+        return keras.Sequential([keras.Input((4,)), Indexed(), Indexed()])
+
+    model = make()
+    kpe.freeze(model)
+    model.save(path)
+    if how == "as_saved":
+        loaded = make()
+        kpe.load_weights(loaded, path, as_saved=True)
+    else:
+        load = kpe.load_model if how == "kpe" else keras.saving.load_model
+        loaded = load(path)
+    names = [v.name for v in model.weights]
+    assert [v.name for v in loaded.weights] == names
+    loaded.set_weights(model.get_weights())
+    assert_same(model, loaded, normal(2, 4))
+    kpe.thaw(model)
+    kpe.thaw(loaded)
+    assert_same(model, loaded, normal(2, 4))
