@@ -3,6 +3,8 @@
 Keras takes its backend from the environment when it is first imported, and to
 import anything of `keras_policy_ext` imports Keras. So this module stands
 beside the package. The environment is read and written here and nowhere else.
+By `python -m keras_policy_ext` Keras is imported before: a command for another
+backend then runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -35,14 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(wrapped(f"keras-policy-ext: error: {error}"), file=sys.stderr)
         return 2
+    imported = sys.modules.get("keras")
+    if imported is not None and imported.backend.backend() != backend:
+        try:
+            command = [sys.executable, "-m", "keras_policy_ext_cli", *argv]
+            return subprocess.call(command)
+        except KeyboardInterrupt:  # The other process says so.
+            return 130
     os.environ["KERAS_BACKEND"] = backend
     # TensorFlow, which Keras imports wherever it is installed, logs what is
     # no concern of the user, from C++; its errors are Python exceptions.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if backend == "torch":
+    if backend == "torch" and "OMP_NUM_THREADS" not in os.environ:
         # OpenMP's threads wait by spinning: where they outnumber the free
         # cores, a step of a model this small takes ten times as long.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        if "torch" in sys.modules:  # It has read the environment.
+            sys.modules["torch"].set_num_threads(1)
     try:
         import keras_policy_ext.ext.cli.commands as cli
     except ModuleNotFoundError as error:

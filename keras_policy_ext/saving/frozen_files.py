@@ -122,9 +122,6 @@ def _with_own_policies(config: Any) -> Any:
     return {key: _with_own_policies(value) for key, value in config.items()}
 
 
-_ASSETS = "assets"
-
-
 def has_frozen_layers(path: Source) -> bool:
     """Return True if a file has frozen layers; False if it is unreadable."""
     return bool(files.count(path, is_frozen))
@@ -335,14 +332,12 @@ def _noting(
 def _load_assets(model: keras.Model, path: PathLike) -> None:
     """Load the assets of a saved model, such as vocabularies, if any."""
     place = pathlib.Path(str(path))
-    if place.is_dir():
-        if (place / _ASSETS).is_dir():
-            saving_hooks.load_assets(model, place / _ASSETS)
-        return
-    with zipfile.ZipFile(place) as archive:
-        names = [x for x in archive.namelist() if x.startswith(f"{_ASSETS}/")]
-        if not names:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            archive.extractall(folder, names)
-            saving_hooks.load_assets(model, pathlib.Path(folder) / _ASSETS)
+    with tempfile.TemporaryDirectory() as folder:
+        if not place.is_dir():
+            with zipfile.ZipFile(place) as archive:
+                names = archive.namelist()
+                found = [x for x in names if x.startswith("assets/")]
+                archive.extractall(folder, found)
+            place = pathlib.Path(folder)
+        if (place / "assets").is_dir():
+            saving_hooks.load_assets(model, place / "assets")

@@ -1,6 +1,7 @@
 """The command line: what it prints, and how it refuses."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -353,3 +354,42 @@ def test_inspect_prints_one_screen_and_in_full_every_layer(
     for name in (*(f"dense_{n}" for n in range(30)), "norm"):
         assert any(word.endswith(name) for word in full.split())
     assert "outputs_grad" in full
+
+
+@pytest.fixture
+def as_a_module(monkeypatch):
+    """Run `python -m keras_policy_ext`, where Keras is imported already."""
+    started = []
+
+    def call(command):
+        started.append(command)
+        return 7
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["keras_policy_ext", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("keras_policy_ext", run_name="__main__")
+        return ended.value.code, started
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(keras_policy_ext_cli.subprocess, "call", call)
+    everything = keras_policy_ext_cli.BACKENDS
+    monkeypatch.setattr(
+        keras_policy_ext_cli, "installed_backends", lambda: everything
+    )
+    return run
+
+
+def test_a_module_runs_in_the_process_that_has_imported_keras(
+    as_a_module, capsys
+):
+    assert as_a_module("--version") == (0, [])
+    assert __version__ in capsys.readouterr().out
+
+
+def test_a_module_runs_another_backend_in_a_process_of_its_own(as_a_module):
+    other = next(x for x in keras_policy_ext_cli.BACKENDS if x != BACKEND)
+    arguments = "doctor", "--backend", other
+    code, ((_, *command),) = as_a_module(*arguments)
+    assert code == 7
+    assert command == ["-m", "keras_policy_ext_cli", *arguments]
