@@ -14,7 +14,9 @@ if TYPE_CHECKING:
         """A base class of mixins that makes type checkers see a layer."""
 
 else:
-    MixedInto = object
+    # Python assigns `__class__` only where both classes add the `__dict__` of
+    # instances to the same class. It is `object`, or with NNX one of Flax.
+    MixedInto = next(x for x in keras.Layer.__mro__ if not x.__dictoffset__)
 
 
 def check_before(cls: type, mixin: type, base: type, name: str) -> None:

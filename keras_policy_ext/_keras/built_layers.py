@@ -119,7 +119,7 @@ def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
     return objects, containers
 
 
-class QuantizedAsLeaf:
+class QuantizedAsLeaf(_bases.MixedInto):
     """A layer that `Model.quantize` visits although it contains a sublayer.
 
     Keras visits the layers that contain no layers, and calls
