@@ -267,8 +267,9 @@ def read_as_numbers(layer: keras.Layer) -> None:
     for name, value in list(vars(layer).items()):
         if isinstance(value, StoredCodes) and value.decoded_by is not None:
             vars(layer)[name], value.decoded_by = value.decoded_by, None
-            built_layers.untrack(layer, value)
-            built_layers.track(layer, value)
+            with built_layers.unlocked(layer):  # LoRA may have locked it.
+                built_layers.untrack(layer, value)
+                built_layers.track(layer, value)
 
 
 def in_place_of_codes(
