@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import keras
 import numpy as np
@@ -224,3 +225,91 @@ def test_kernels_alone_in_a_state_dict_are_not_cut(factor, runs):
     kernel, bias = numpy(first.kernel), numpy(first.bias)
     wanted = np.maximum(X @ kernel + bias, 0)
     assert relative_rms(numpy(first(X)), wanted) < 0.1
+
+
+# Parameters that are replaced, which Keras does not read
+
+
+def functional_call(model, x):
+    import torch
+
+    values = {k: 2 * v.detach() for k, v in model.named_parameters()}
+    return torch.func.functional_call(model, values, (x,))
+
+
+def gradient(model, x):
+    import torch
+
+    def loss(values):
+        return torch.func.functional_call(model, values, (x,)).sum()
+
+    values = {k: v.detach() for k, v in model.named_parameters()}
+    return torch.func.grad(loss)(values)
+
+
+def assigned_parameters(model, x):
+    values = {k: 2 * v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    return model(x)
+
+
+@pytest.mark.parametrize(
+    "replace", [functional_call, gradient, assigned_parameters]
+)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "frozen"])
+def test_a_model_whose_parameters_are_replaced_warns_once(recipe, replace):
+    import torch
+
+    if recipe == "frozen" and replace is gradient:
+        pytest.skip("torch.func.grad takes no gradient of integer codes")
+    model = keras.Sequential(
+        [keras.Input((32,)), keras.layers.Dense(32), keras.layers.Dense(32)]
+    )
+    if recipe == "frozen":
+        kpe.freeze(model)
+    else:
+        kpe.convert(model, recipe)
+    x = torch.ones(3, 32)
+    wanted = numpy(model(x).detach())
+    for time in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            replace(model, x)
+        told = [w for w in found if "Keras ignores" in str(w.message)]
+        assert len(told) == (time == 0)
+    np.testing.assert_array_equal(numpy(model(x).detach()), wanted)
+
+
+@pytest.mark.parametrize("use", ["call", "copy", "to", "fit", "stateless"])
+def test_a_model_with_its_own_parameters_does_not_warn(use):
+    import torch
+
+    model = network()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if use == "copy":
+            model = copy.deepcopy(model)
+        elif use == "to":
+            model.to("cpu").float()
+        elif use == "fit":
+            train(model, adam(model))
+        elif use == "stateless":
+            values = [2 * v.value.detach() for v in model.trainable_variables]
+            model.stateless_call(values, [], torch.from_numpy(X))
+        outputs(model)
+    assert not [w for w in found if "Keras ignores" in str(w.message)]
+
+
+def test_stateless_call_uses_the_values_and_has_their_gradients():
+    import torch
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    kpe.convert(model, "current")
+    x = torch.from_numpy(X)
+    values = [2 * v.value.detach() for v in model.trainable_variables]
+    for each in values:
+        each.requires_grad_()
+    given, _ = model.stateless_call(values, [], x)
+    assert relative_rms(numpy(given.detach()), 2 * outputs(model)) < 0.1
+    grads = torch.autograd.grad(given.sum(), values)
+    assert all(np.abs(numpy(each)).max() > 0 for each in grads)

@@ -49,7 +49,7 @@ ATTENTION = {"no_queries": (0, 3), "no_keys": (3, 0)}
 
 def results(model, shape, training=True):
     x = np.random.default_rng(0).normal(size=shape).astype("float32")
-    y, x_grad, grads = gradients(model, x, lambda y: ops.sum(y * y), training)
+    y, _, grads = gradients(model, x, lambda y: ops.sum(y * y), training)
     kernels = zip(model.trainable_variables, grads, strict=True)
     states = {id(v) for v in model.trainable_variables} - {
         id(v) for v in weights_of(model)
