@@ -194,8 +194,8 @@ def parameter_of_call(variable: Any) -> Any:
     """
     layer = entry_layer()
     modules = {} if layer is None else vars(layer).get("_modules", {})
-    listed = getattr(modules.get("_torch_params"), "_parameters", {})
-    return listed.get(variable.path)
+    listed = modules.get("_torch_params", {})
+    return listed.get(getattr(variable, "path", None))
 
 
 def entry_layer() -> Any:
