@@ -163,6 +163,26 @@ def root_of_call() -> Any:
     return _global_state.get_global_attribute("stateless_scope")
 
 
+def parameter_of_call(variable: Any) -> Any:
+    """Return the tensor that PyTorch lists for a variable, or None.
+
+    It is listed by path in the model that the user called (`_torch_params`,
+    keras 3.0 to 3.16), where `torch.func.functional_call` puts other tensors.
+    """
+    layer = entry_layer()
+    modules = {} if layer is None else vars(layer).get("_modules", {})
+    listed = modules.get("_torch_params", {})
+    return listed.get(getattr(variable, "path", None))
+
+
+def entry_layer() -> Any:
+    """Return the layer that the user called, or None."""
+    if _global_state is None:
+        return None
+    context = _global_state.get_global_attribute("current_call_ctx")
+    return getattr(context, "entry_layer", None)
+
+
 def are_shapes_alone_wanted() -> bool:
     """Return True if Keras is computing output shapes and dtypes only."""
     # On PyTorch, for example, it calls a model with ones before the first step

@@ -236,8 +236,9 @@ def _left_scale(operand: Quantized) -> Tensor:
 def _power_for(first: Tensor, second: Tensor) -> Tensor:
     """Return, per row, a power of two that brings both scales into range."""
     # It is 1 unless the largest product of scales in a row is tiny or infinite.
-    has_one_column = 1 in tuple(second.shape)[-1:]
-    largest = first * (second if has_one_column else ops.max(second))
+    shape = tuple(second.shape)
+    is_small = 1 in shape[-1:] or 0 in shape  # Without a maximum.
+    largest = first * (second if is_small else ops.max(second))
     # Below 2^-62, `first` is below 2^64, as `second` is at least 2^-126.
     power = ops.where(largest < 2.0**-62, 2.0**64, ops.ones_like(largest))
     return ops.where(largest > LARGEST, SMALLEST, power)

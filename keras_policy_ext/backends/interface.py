@@ -332,6 +332,9 @@ class Replicas:
         """
         return observation
 
+    def look_for_other_parameter(self, variable: Any) -> None:
+        """Warn once if PyTorch was given a tensor that Keras does not read."""
+
     def gathering_of(self, variable: keras.Variable) -> Any:
         """Return how a sharded kernel is gathered for a matmul, or None.
 

@@ -279,8 +279,8 @@ class Report(LayersReport):
             layers = counted(len(idle), "layer")
             notes.append(
                 f"In float8, and no part of the call of the model: {layers}, "
-                f"such as {first!r}. Another layer reads the kernel, or "
-                "nothing calls the layer."
+                f"such as {first!r}. Another layer reads the kernel, its "
+                "inputs have no numbers, or nothing calls the layer."
             )
         if self.unbuilt:
             first = self.unbuilt[0].path
@@ -498,6 +498,8 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
         part = sum(e.parameters for e in kernels if e.in_float8)
     if whole and part >= LITTLE * whole:
         return
+    if not whole and any(e.in_float8 for e in report.converted):
+        return  # What is converted multiplies no numbers.
     if whole:
         share = f"Only {percent(part, whole)}" if part else "None"
         notes = "".join(f" {note}" for note in totals.notes())

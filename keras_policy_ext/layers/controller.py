@@ -229,6 +229,9 @@ class Float8Controller:
         dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
         framework = backends.current
         compiling = framework.is_compiling()
+        if not compiling:  # A frozen kernel stands for the codes that it holds.
+            held = getattr(kernel, "held", kernel)
+            framework.look_for_other_parameter(held)
         # `compiling` first, or torch.compile's graph would guard `open_count`.
         may_be_handled = run is None and not compiling
         if may_be_handled and seams.blocks.open_count and seams.handlers():

@@ -15,7 +15,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_files
 from keras_policy_ext.layers.entries import GIVEN, POLICY
 from keras_policy_ext.layers.saved_layers import KerasWeights, is_frozen
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.state_variable import GROWTH, StateVariable
 from keras_policy_ext.layers.stored_weights import (
     WIDENED,
     StoredConstant,
@@ -58,6 +58,9 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
     values = [_checked(v, given) for v in variables]
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+    for variable in variables:
+        if isinstance(variable, StateVariable):
+            variable.catch_up(GROWTH)  # Its kernel is here; none follows.
 
 
 def wrap_set_weights() -> None:

@@ -40,6 +40,12 @@ _MOVED = (
     "does; `keras_policy_ext.inspect(model)` shows them."
 )
 
+GROWTH = 2.0
+"""More than a step of training makes a kernel grow, beyond the state before.
+
+A kernel that is larger is not the one that a given state belongs to.
+"""
+
 SUFFIX = "_amax"
 """The suffix of a state variable's name; a LayoutMap for kernels skips it."""
 
@@ -86,7 +92,11 @@ class StateVariable(
     # tensor, which has a version on some frameworks: `look_at`.
     _kernel_ahead = 0  # Assignments of the kernel minus those of the state.
     _kernel_version: int | None = None  # At the last look; None before it.
+    _state_version: int | None = None
     _assigned_since_look = False  # The state, by a step of the optimizer.
+    # An array that was assigned, and what became of it, while the kernel that
+    # belongs to it may follow: checkpoints are read in any order.
+    _given: tuple[np.ndarray, np.ndarray] | None = None
     _looks_at_kernel = True  # False after `look_last`.
     # Of the last assignment: a step that returns no observation repeats it.
     _kernel_rows_hash: int | None = None
@@ -135,9 +145,11 @@ class StateVariable(
         """
         assigned = self.enter(value)
         if isinstance(value, np.ndarray) and _is_settled(value):
-            # As in `set_weights`, perhaps with the state of another kernel. A
-            # step of training grows a kernel by less.
-            self.catch_up(beyond=2.0)
+            given, self._given = self._numbers(), None
+            self.catch_up(GROWTH)
+            left = self._numbers()
+            if given is not None and left is not None:
+                self._given = given, left
         return assigned
 
     def enter(self, value: Tensor) -> Any:
@@ -163,6 +175,8 @@ class StateVariable(
             # The state after this observation; None if that is stored already.
             value = backends.current.assigned(self, value)
         assigned = self.value if value is None else super().assign(value)
+        if settled:  # The state is of the kernel as it is now.
+            self._note_versions()
         if readable or settled:
             self.warn_if_moved()
         if readable and backends.current.steps_take_values:
@@ -188,9 +202,7 @@ class StateVariable(
         """Record whether state or kernel was assigned ahead of the other."""
         self._assigned_since_look = True
         if settled:
-            # The state is of the kernel as it is now.
             self._kernel_ahead, self._assigned_since_look = 0, False
-            self._kernel_version = self._version_of_kernel()
         elif not variable_values.is_without_notifying():
             # Below 0 the state was assigned first; the kernel may follow once.
             self._kernel_ahead = max(self._kernel_ahead - 1, -1)
@@ -213,11 +225,9 @@ class StateVariable(
         # order: the kernel is ahead where it was assigned more often. Where no
         # graph keeps the state, `value` or `look_at` lets it catch up.
         self._kernel_ahead += 1
-        if (
-            self._kernel_ahead > 0
-            and backends.current.keeps_variables_in_graphs
-        ):
-            self.catch_up()
+        is_given = bool(self._given) and not variable_values.is_stateless()
+        if is_given or backends.current.keeps_variables_in_graphs:
+            self.catch_up(1.0 if self._kernel_ahead > 0 else GROWTH)
 
     @override
     def stepped_beside(self) -> None:
@@ -231,6 +241,7 @@ class StateVariable(
             self._watch()
         framework = backends.current
         if framework.steps_take_values or not self._looks_at_kernel:
+            self._given = None
             return  # See `value` and `look_last`.
         version = framework.version(kernel)
         has_changed = version != self._kernel_version
@@ -242,10 +253,13 @@ class StateVariable(
             if self._kernel_ahead > 0 or (
                 was_looked_at and not self._assigned_since_look
             ):
-                self.catch_up()
+                # `load_state_dict`, for example, changes both tensors.
+                is_given = self._state_version != framework.version(self.value)
+                self.catch_up(GROWTH if is_given else 1.0)
         if has_changed:
             self._kernel_version, self._assigned_since_look = version, False
-        self._kernel_ahead = 0
+            self._state_version = framework.version(self.value)
+        self._kernel_ahead, self._given = 0, None
 
     def look_last(self) -> None:
         """Check the kernel for changes now, and in no later call."""
@@ -261,7 +275,7 @@ class StateVariable(
         observed = None if pending is None else dict(vars(pending))
         was_up_to_date = (
             self._kernel_version is not None
-            and self._kernel_version == self._version_of_kernel()
+            and self._kernel_version == self._version_of(self.kernel)
         )
 
         def put_back() -> None:
@@ -269,30 +283,48 @@ class StateVariable(
             vars(state).update(attributes)
             if observed is not None:
                 vars(pending).update(observed)
-            if was_up_to_date:  # The restored kernel has a new version.
-                self._kernel_version = self._version_of_kernel()
+            if was_up_to_date:  # The restored values have new versions.
+                self._note_versions()
             self._watch()
 
         return put_back
 
-    def _version_of_kernel(self) -> int | None:
-        """Return the kernel tensor's count of changes; None if unknown."""
-        if not variable_values.has_value(self.kernel):
+    def _note_versions(self) -> None:
+        """Record that neither tensor has changed until now."""
+        self._kernel_version = self._version_of(self.kernel)
+        self._state_version = self._version_of(self)
+
+    def _version_of(self, variable: Any) -> int | None:
+        """Return a variable's count of changes in place; None if unknown."""
+        if not variable_values.has_value(variable):
             return None
-        kernel = variable_values.value_without_autocast(self.kernel)
-        return backends.current.version(kernel)
+        value = variable_values.value_without_autocast(variable)
+        return backends.current.version(value)
 
     def catch_up(self, beyond: float = 1.0) -> None:
         """Enter the kernel's amax if it is too large for the stored scale.
 
         It is if it exceeds `beyond` times the largest value that the scale
-        allows. Pending observations of a step are kept.
+        allows. Pending observations of a step are kept. A state that was given
+        before its kernel is taken as it was given.
         """
         self._kernel_ahead = 0
+        given, self._given = self._given, None
         if all(map(variable_values.has_value, (self, self.kernel))):
             kernel = variable_values.value_without_autocast(self.kernel)
             matrix = variable_values.value_without_autocast(self)
+            # Unless steps, perhaps of a graph, have changed it since.
+            if given and np.array_equal(given[1], self._numbers()):
+                matrix, beyond = ops.convert_to_tensor(given[0]), GROWTH
             super().assign(self.kept_up(kernel, matrix, beyond))
+            self._note_versions()
+
+    def _numbers(self) -> np.ndarray | None:
+        """Return a copy of the state; None while it is traced."""
+        is_traced = not backends.current.runs_now()
+        if is_traced or variable_values.is_stateless():
+            return None
+        return np.array(ops.convert_to_numpy(self.value))
 
     def kept_up(self, kernel: Tensor, matrix: Any, beyond: float = 1.0) -> Any:
         """Return a state with a scale for the kernel; see `catch_up`."""

@@ -36,6 +36,8 @@ def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
     2, its size a multiple of 16.
     """
     framework, shape = primitives.current, ops.shape(matrix)
+    if 0 in tuple(matrix.shape):  # No -1 can be inferred from zero numbers.
+        return matrix
     size_after = 1 if axis == 2 else shape[2]
     signs = ops.convert_to_tensor(np.array(SIGNS, "float32")[:, np.newaxis])
     x = ops.reshape(matrix, (-1, SIZE, size_after)) * signs

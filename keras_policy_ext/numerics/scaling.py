@@ -70,7 +70,8 @@ def amax_by_columns(x: Tensor) -> Tensor:
     into one kernel, so that the amax needs no extra read.
     """
     rows = tuple(range(len(x.shape) - 1))
-    if not rows or keras.backend.backend() != "jax":
+    is_empty = 0 in tuple(x.shape)
+    if not rows or is_empty or keras.backend.backend() != "jax":
         return amax(x)
     return ops.max(amax(x, axis=rows))
 

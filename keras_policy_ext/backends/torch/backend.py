@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,8 +13,8 @@ import keras
 import numpy as np
 import torch
 
-from keras_policy_ext import backends
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext import _user_code, backends
+from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext._types import Size, Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
@@ -176,6 +177,20 @@ FULLY_SHARD = (
     "kpe.loops.follow_shards(model), which points the variables at the "
     "shards. Call it once, before you make the optimizer."
 )
+
+
+IGNORED = (
+    "Keras ignores the tensors that this model was given, with or without "
+    "float8: its layers read the tensors of their own variables, and gradients "
+    "of the given tensors are 0. Received: tensors by "
+    "torch.func.functional_call, load_state_dict(assign=True), or another "
+    "function that replaces parameters of a module. Allowed: "
+    "model.stateless_call(trainable, non_trainable, x) for values, and "
+    "load_state_dict without assign=True."
+)
+
+_WARNED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The models for which this warning was given."""
 
 
 class TorchBackend(Backend):
@@ -345,6 +360,22 @@ class TorchBackend(Backend):
         if torch.compiler.is_compiling() or are_transforms_active():
             return None
         return observations.changed_value(variable)
+
+    @override
+    def look_for_other_parameter(self, variable: Any) -> None:
+        listed = calls.parameter_of_call(variable)
+        own = getattr(variable, "_value", listed)
+        # Shards are followed: see `kpe.loops.follow_shards`.
+        if listed is own or not is_real(listed) or not is_real(own):
+            return
+        model = calls.entry_layer()
+        if model in _WARNED:
+            return
+        _WARNED.add(model)
+        # Two variables of one path share the place of one.
+        values = (getattr(v, "_value", None) for v in model.variables)
+        if not any(listed is value for value in values):
+            _user_code.warn(IGNORED)
 
     @override
     def gathering_of(self, variable: keras.Variable) -> Any:
