@@ -198,6 +198,10 @@ def times_scales(
     result is normal. Then a power of two multiplies the scales and divides the
     result, which rounds nothing. `multiply` may overwrite its first argument.
     """
+    # An empty array has no maximum, and TensorFlow's optimizer of graphs ends
+    # the process, dividing by its sizes, if the scales are ones (TF 2.21).
+    if 0 in tuple(product.shape):
+        return product
     first, second = _scales_of(a, b)
     if backends.current.have_normal_product(first, second):
         return multiply(product, first * second)
@@ -236,9 +240,8 @@ def _left_scale(operand: Quantized) -> Tensor:
 def _power_for(first: Tensor, second: Tensor) -> Tensor:
     """Return, per row, a power of two that brings both scales into range."""
     # It is 1 unless the largest product of scales in a row is tiny or infinite.
-    shape = tuple(second.shape)
-    is_small = 1 in shape[-1:] or 0 in shape  # Without a maximum.
-    largest = first * (second if is_small else ops.max(second))
+    has_one_column = 1 in tuple(second.shape)[-1:]
+    largest = first * (second if has_one_column else ops.max(second))
     # Below 2^-62, `first` is below 2^64, as `second` is at least 2^-126.
     power = ops.where(largest < 2.0**-62, 2.0**64, ops.ones_like(largest))
     return ops.where(largest > LARGEST, SMALLEST, power)
