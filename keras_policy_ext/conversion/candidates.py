@@ -213,6 +213,11 @@ def _float8_class(layer: keras.Layer, attention: bool) -> type | None:
         form = cls if issubclass(cls, Float8Mixin) else form_of(cls)
     except TypeError as error:
         raise _CannotConvert(_quantized_by(layer) or str(error)) from error
+    # Only Keras's own float8 can be replaced.
+    if quantized_by_keras(layer) and not stock_float8.stock_float8(layer):
+        raise _CannotConvert(
+            f"Keras has quantized it ({layer.quantization_mode})"
+        )
     if form is None and not quantized_by_keras(layer):
         form = form_by_operation(layer, attention)
     # A form that does not train, that of an embedding, is for `freeze` alone.
@@ -222,11 +227,6 @@ def _float8_class(layer: keras.Layer, attention: bool) -> type | None:
         return None
     if not layer.built:
         raise _CannotConvert(NOT_BUILT)
-    # Only Keras's own float8 can be replaced.
-    if quantized_by_keras(layer) and not stock_float8.stock_float8(layer):
-        raise _CannotConvert(
-            f"Keras has quantized it ({layer.quantization_mode})"
-        )
     reason = why_code_differs(layer)
     if reason is not None:
         raise _CannotConvert(reason)

@@ -240,7 +240,8 @@ def freezable(model: keras.Layer) -> tuple[list[Candidate], list[Unconverted]]:
     for each in survey.skipped:
         form = _float8_class(each.layer)
         trains = getattr(form, "float8_trains", True)
-        if form is None or trains or not each.layer.built:
+        in_codes = candidates.quantized_by_keras(each.layer)
+        if form is None or trains or in_codes or not each.layer.built:
             skipped.append(each)
             continue
         kernels = tuple(stored_weights.kernels_to_store(each.layer, form))

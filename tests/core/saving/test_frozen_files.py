@@ -602,6 +602,20 @@ def quantized(mode):
     return make
 
 
+@pytest.mark.parametrize("cls", [LAYERS.Embedding, LAYERS.ReversibleEmbedding])
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_an_embedding_that_keras_quantized_stays_and_loads(mode, cls, tmp_path):
+    ids = keras.Input((5,), dtype="int32")
+    embedding = cls(8, 8)
+    model = keras.Model(ids, LAYERS.Dense(3)(embedding(ids)))
+    embedding.quantize(mode)
+    report = kpe.freeze(model)
+    assert f"quantized it ({mode})" in report.skipped[0].reason
+    model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert_same(model, loaded, np.arange(10).reshape(2, 5) % 8)
+
+
 @pytest.mark.parametrize(
     "make",
     [
