@@ -314,7 +314,12 @@ class StateVariable(
             kernel = variable_values.value_without_autocast(self.kernel)
             matrix = variable_values.value_without_autocast(self)
             # Unless steps, perhaps of a graph, have changed it since.
-            if given and np.array_equal(given[1], self._numbers()):
+            numbers = self._numbers() if given else None
+            if (
+                given
+                and numbers is not None
+                and (np.array_equal(given[1], numbers))
+            ):
                 matrix, beyond = ops.convert_to_tensor(given[0]), GROWTH
             super().assign(self.kept_up(kernel, matrix, beyond))
             self._note_versions()

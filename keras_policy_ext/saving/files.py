@@ -110,8 +110,9 @@ def copied(path: PathLike) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         copy = str(pathlib.Path(folder) / WEIGHTS)
         with opened(path) as source, h5py.File(copy, "w") as file:
-            for name in source or ():
-                source.copy(name, file, expand_external=True)
+            if source is not None:
+                for name in source:
+                    source.copy(name, file, expand_external=True)
         yield copy
 
 
