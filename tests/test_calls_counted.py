@@ -17,10 +17,10 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 313, 60_985
+FILES, LINES = 318, 61_995
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 153, 36_400
+CORE_FILES, CORE_LINES = 158, 37_495
 """Of what is neither an extension nor the judge."""
 
 SHARE_OF_ANY = 0.11

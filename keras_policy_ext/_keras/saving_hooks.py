@@ -188,9 +188,21 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
             return stock(*args, **kwargs)
         given.apply_defaults()
         check(given.arguments["self"], str(given.arguments.get("format")))
-        return stock(*args, **kwargs)
+        token = _exporting.set(True)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            _exporting.reset(token)
 
     put_around(keras.Model, "export", checked)
+
+
+_exporting = contextvars.ContextVar("exporting", default=False)
+
+
+def is_exporting() -> bool:
+    """Return True inside a call of `Model.export`."""
+    return _exporting.get()
 
 
 def serialize_as(cls: type, original: type) -> None:

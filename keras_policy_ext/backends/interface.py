@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
@@ -155,6 +156,10 @@ class FrozenOperation(Hashable, Protocol):
     def only_widens(self) -> bool:
         """True if it rounds no value, but converts to a wider dtype."""
 
+    @property
+    def unrounded(self) -> FrozenOperation:
+        """The same operation, of inputs that are not quantized."""
+
     def with_preference(self) -> FrozenOperation:
         """Return a copy with the current setting of `kernels.prefer`."""
 
@@ -190,31 +195,51 @@ def saved_dtype(format_name: str) -> str:
 class Arithmetic(Primitives):
     """Arithmetic whose best form depends on the device or compiler."""
 
-    def in_parts(
-        self,
-        product: Callable[[Tensor, Tensor], Tensor],
-        codes: Tensor,
-        scale: Tensor,
-        axis: int,
-        out_axis: int,
-    ) -> Tensor:
-        """Compute `product(codes, scale)`, in parts if that saves memory.
+    def cuts(self, numbers: int) -> bool:
+        """Return True if products cut a kernel of `numbers` codes in parts."""
+        return False
 
-        Splitting avoids an allocation of the whole kernel in floats per call.
+    def gains_from_float16(self, numbers: int) -> bool:
+        """Return True if a kernel of so many numbers gains from `widen`."""
+        return True
+
+    def product_by_parts(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        matrix: StoredMatrix,
+        blocks: Tensor | None,
+        dtype: str,
+    ) -> Tensor | None:
+        """Multiply rows by a stored kernel, a part of it at a time.
 
         Args:
-            product: Function of codes and their scales. A slice of `codes`
-                along `axis` gives that slice of the result along `out_axis`.
-            codes: Uint8.
-            scale: Of the rank of `codes`; each axis has its size or size 1.
-            axis: The axis of `codes` to split.
-            out_axis: The corresponding axis of the result.
-        """
-        return product(codes, scale)
+            x: Float32, (matrices, rows, summed); or (1, rows, summed) for
+                all matrices.
+            codes: The codes in the kernel's own axes, uint8; or their numbers
+                in float16.
+            matrix: How to read them.
+            blocks: None, or scales: one row for each 128 entries that
+                `matrix` has in its second axis, and one column for each entry
+                of its third.
+            dtype: In what a kernel that is decoded at once is multiplied.
 
-    def cuts(self, numbers: int) -> bool:
-        """Return True if `in_parts` splits a kernel of `numbers` elements."""
+        Returns:
+            Float32, (matrices, rows, outputs), not scaled but by `blocks`.
+            None if the whole kernel should be decoded at once.
+        """
+        return None
+
+    def packs(self, codes: Tensor, is_matrix: bool) -> bool:
+        """Return True if `keep_packed` can hold the numbers of these codes.
+
+        `is_matrix` says whether products read the kernel as a matrix.
+        """
         return False
+
+    def keep_packed(self, codes: Tensor) -> None:
+        """Have products of these codes read them in a form made once."""
+        raise NotImplementedError
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
         """Return True if the products `a * b` of scales are normal numbers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Contraction, Einsum
 from keras_policy_ext.contractions.plan import preferred
+from keras_policy_ext.contractions.readings import reading_of
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import MATMULS, FrozenKernels, Quantization
@@ -61,6 +63,12 @@ class FrozenPlan:
         return self.recipe.activations is None
 
     @property
+    def unrounded(self) -> FrozenPlan:
+        """The same plan, of inputs that are not quantized."""
+        recipe = dataclasses.replace(self.recipe, activations=None)
+        return dataclasses.replace(self, recipe=recipe)
+
+    @property
     def choices(self) -> tuple[Choice, ...]:
         """Return the kind of kernel for each matmul, and the reason."""
         return (self.choice,)
@@ -81,8 +89,9 @@ class FrozenPlan:
     def forward(self, inputs: Tensor, constants: Constants) -> Tensor:
         """Compute the outputs from inputs and a stored kernel.
 
-        The constants are the codes of the kernel, or its dequantized values,
-        its scales, and the scale of the inputs if it is static.
+        The constants are the codes of the kernel, or what `dequantized` takes
+        in place of them, its scales, and the scale of the inputs if it is
+        static.
         """
         codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
@@ -95,8 +104,7 @@ class FrozenPlan:
         else:
             x, dtype = self._rounded(inputs, static_scale), "float32"
         if self._is_einsum:
-            equation = self.contraction.equation
-            return self._einsum(equation, ops.cast(x, dtype), codes, scale)
+            return self._einsum("forward", x, codes, scale, dtype, shapes)
         kernel = self._dequantized(codes, scale, dtype)
         operands = (
             self._read("inputs", x, dtype),
@@ -112,15 +120,15 @@ class FrozenPlan:
         It ignores the rounding of the inputs (straight-through).
         """
         codes, scale, *_ = constants
-        equation = self._gradient_equation
-        if equation is not None:
-            return self._einsum(equation, outputs_grad, codes, scale)
+        shapes = shape, shape_of(codes)
+        if self._is_einsum:
+            given = "inputs_grad", outputs_grad, codes, scale
+            return self._einsum(*given, self.dtype, shapes)
         kernel = self._dequantized(codes, scale, self.dtype)
         gradient = self._read("outputs_grad", outputs_grad, self.dtype)
         # `_read` returns the matrix for the outputs.
         kernel = self._read("kernel", kernel, self.dtype)
         operands = gradient, self.contraction.transposed(kernel)
-        shapes = shape, shape_of(codes)
         return self._product("inputs_grad", *operands, shapes)
 
     @property
@@ -133,37 +141,67 @@ class FrozenPlan:
             contraction.reads_what_is_quantized
         )
 
-    @property
-    def _gradient_equation(self) -> str | None:
-        """The einsum equation of the inputs gradient; None if there is none."""
-        if not self._is_einsum:
-            return None
-        first, second, out = equations.split(self.contraction.equation)
-        # An einsum cannot broadcast along an axis that the inputs alone have.
-        alone = set(first) - set(second + out)
-        return None if alone else f"{out},{second}->{first}"
-
     def _einsum(
-        self, equation: str, x: Tensor, codes: Tensor, scale: Tensor
+        self,
+        matmul: str,
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        dtype: str,
+        shapes: Shapes,
     ) -> Tensor:
-        """Compute an einsum of `x` and the dequantized kernel, or its parts."""
-        dtype = keras.backend.standardize_dtype(x.dtype)
+        """Compute the outputs or the inputs gradient, by parts or at once."""
+        product = self._by_parts(matmul, x, codes, scale, dtype, shapes)
+        if product is not None:
+            return product
+        kernel = self._dequantized(codes, scale, dtype)
+        x = ops.cast(x, dtype)
+        first, second, out = equations.split(self.contraction.equation)
+        if matmul == "forward":
+            outputs = ops.einsum(f"{first},{second}->{out}", x, kernel)
+            return ops.cast(outputs, self.dtype)
+        # An einsum cannot broadcast along an axis that the inputs alone have.
+        if not set(first) - set(second + out):
+            outputs = ops.einsum(f"{out},{second}->{first}", x, kernel)
+            return ops.cast(outputs, self.dtype)
+        gradient = self._read("outputs_grad", x, dtype)
+        kernel = self.contraction.transposed(
+            self._read("kernel", kernel, dtype)
+        )
+        return self._product(matmul, gradient, kernel, shapes)
 
-        def product(codes: Tensor, scale: Tensor) -> Tensor:
-            kernel = self._dequantized(codes, scale, dtype)
-            return ops.cast(ops.einsum(equation, x, kernel), self.dtype)
-
-        first, second, out = equations.split(equation)
-        free = [c for c in second if c in out and c not in first]
-        # Scales of blocks cannot be cut along an axis of the kernel.
-        if self.recipe.per == "block" or not free:
-            return product(codes, scale)
-        # Cut along the largest axis; torch.compile follows no `max(…, key=)`.
-        axes = [second.index(letter) for letter in free]
-        sizes = [codes.shape[axis] for axis in axes]
-        axis = axes[sizes.index(max(sizes))]
-        out_axis = out.index(second[axis])
-        return backends.current.in_parts(product, codes, scale, axis, out_axis)
+    def _by_parts(
+        self,
+        matmul: str,
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        dtype: str,
+        shapes: Shapes,
+    ) -> Tensor | None:
+        """Multiply by parts of the kernel; None where it is decoded at once."""
+        shape = tuple(codes.shape)
+        is_decoded = keras.backend.standardize_dtype(codes.dtype) == "float32"
+        if is_decoded or dtype == "float64":
+            return None
+        if not backends.current.cuts(math.prod(shape)):
+            return None
+        form, recipe = self.contraction.form, self.recipe
+        reading = reading_of(
+            form,
+            self.axes,
+            shape,
+            tuple(scale.shape),
+            in_blocks=recipe.per == "block",
+            forward=matmul == "forward",
+        )
+        if reading is None:
+            return None
+        product = reading.product(x, codes, scale, recipe.weights, dtype)
+        if product is None:
+            return None
+        result = reading.result(product, form.sizes(*shapes))
+        return ops.cast(result, self.dtype)
 
     def _quantization(self, operand: str) -> Quantization | None:
         quantization = self.recipe.quantization(operand, "forward")
@@ -268,14 +306,14 @@ def dequantized(
 ) -> Tensor:
     """Return a stored kernel as floats, in the kernel's own axes.
 
-    Codes are uint8; or float32 values that this function returned.
+    Codes are uint8; or their numbers in float16, which holds all of them; or
+    float32 values that this function returned.
     """
-    if not _are_codes(codes):
+    if keras.backend.standardize_dtype(codes.dtype) == "float32":
         return ops.cast(codes, dtype)
-    numbers = backends.current.numbers(codes, recipe.weights)
     if recipe.per == "block":
         scale = _spread(axes, scale, tuple(codes.shape))
-    return ops.cast(ops.multiply(numbers, scale), dtype)
+    return backends.current.dequantized(codes, scale, recipe.weights, dtype)
 
 
 def multiplies_codes(recipe: FrozenKernels) -> bool:
@@ -290,7 +328,7 @@ def multiplies_codes(recipe: FrozenKernels) -> bool:
 
 
 def _are_codes(codes: Tensor) -> bool:
-    """Return False for the values of a kernel that was dequantized before."""
+    """Return False for what stands in place of codes; see `dequantized`."""
     return keras.backend.standardize_dtype(codes.dtype) == "uint8"
 
 

@@ -507,23 +507,23 @@ def _check_not_frozen(chosen: list[Candidate]) -> None:
 
 
 def widen(model: keras.Layer) -> tuple[str, ...]:
-    """Keep a float32 copy of frozen kernels, for faster calls on single rows.
+    """Keep frozen kernels in float16 too, for faster calls with few rows.
 
-    Where float8 is emulated, each call dequantizes the kernels before its
-    matmuls, which is most of the time of a call on a single row. `widen` does
-    it once. Outputs are equal to the bit, with quantized inputs too. The
-    memory is that of float32 and of the codes. Files do not grow: they have
-    the codes alone, so call `widen` again on a loaded model. If other codes
-    are loaded, the float32 kernels are updated.
+    Float16 holds each number of a float8 format, so a kernel takes three bytes
+    a number. Outputs are equal to the bit, with quantized inputs too, but for
+    large kernels with PyTorch on x86: FBGEMM multiplies them, and outputs
+    differ by up to 2e-6 of the largest. Files do not grow: they have the codes
+    alone, so call `widen` again on a loaded model. If other codes are loaded,
+    the numbers in float16 are updated.
 
     Args:
         model: A frozen model or layer.
 
     Returns:
-        Paths of the layers whose kernels have a float32 copy. Layers that look
-        up rows have none, nor do layers whose matmuls this device runs in
-        float8, nor, with JAX on a CPU, kernels of two million elements and
-        more: these are dequantized in parts that fit the cache of a core.
+        Paths of the layers whose kernels are in float16 too. Layers that look
+        up rows are not, nor are layers whose matmuls this device runs in
+        float8, nor kernels of more than 131,072 elements with JAX or
+        TensorFlow on a CPU, which read codes faster.
 
     Raises:
         TypeError: If it is no Keras model or layer.
@@ -546,7 +546,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
     with training.changing(model):
         for layer, variables in to_widen:
             for variable in variables:
-                if variable.widened is None:
+                if variable.widened is None and not variable.is_packed:
                     stored_weights.keep_widened(layer, variable)
         built_layers.track_again(layers)
     return tuple(path_of(layer) for layer in layers)
@@ -558,9 +558,9 @@ def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
     # A class that does not train looks up rows, and dequantizes only these.
     if not layer.float8_trains or contractions.multiplies_codes(recipe):
         return []
-    in_parts = backends.current.cuts  # Whether it dequantizes a size in parts.
+    gains = backends.current.gains_from_float16
     stored = stored_weights.stored_in(layer)
-    return [each for each in stored if not in_parts(math.prod(each.shape))]
+    return [each for each in stored if gains(math.prod(each.shape))]
 
 
 def _refusal(model: keras.Layer, frozen: list[Any]) -> str:

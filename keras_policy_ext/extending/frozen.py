@@ -11,6 +11,7 @@ from keras_policy_ext.layers.stored_weights import (
     held,
     in_place_of_codes,
     kernels_to_store,
+    multiplied_often,
     stored_in,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "held",
     "in_place_of_codes",
     "kernels_to_store",
+    "multiplied_often",
     "stored_in",
 ]

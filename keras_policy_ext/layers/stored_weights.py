@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -30,31 +31,33 @@ from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 SCALE = "_scale"
 INPUTS_SCALE = "_inputs_scale"
 WIDENED = "_widened"
-"""The suffix of the name of a stored kernel's float32 variable."""
+"""The suffix of the name of a stored kernel's float16 variable."""
 
 
 class StoredConstant(keras.Variable):
-    """A float32 variable of a stored kernel: a scale, or the whole kernel.
+    """A variable of a stored kernel: a scale in float32, or all its numbers.
 
-    It is no parameter.
+    The numbers are those of the codes, in float16. It is no parameter.
     """
+
+    stored_dtype = "float32"
 
     @property
     def as_stored(self) -> Any:
-        """The float32 tensor, detached; ValueError if it was cast."""
+        """The tensor, detached; ValueError if it was cast."""
         value = variable_values.value_without_autocast(self)
         dtype = keras.backend.standardize_dtype(value.dtype)
-        if dtype == "float32":
+        if dtype == self.stored_dtype:
             # PyTorch lets anyone ask for gradients of a parameter.
             asks = getattr(value, "requires_grad", False)
             return value.detach() if asks else value
         raise ValueError(
             f"The constants {self.path!r} of a frozen layer were cast, which "
-            f"rounds them. Received: {dtype}. Allowed: float32. On PyTorch "
-            "`half()`, `bfloat16()`, `double()` and `to(dtype)` of a module "
-            "cast them: load or freeze the model again, and do not call them. "
-            "Set the compute dtype by a policy before `freeze`, such as "
-            "'mixed_bfloat16'."
+            f"rounds them. Received: {dtype}. Allowed: {self.stored_dtype}. On "
+            "PyTorch `half()`, `bfloat16()`, `float()`, `double()` and "
+            "`to(dtype)` of a module cast them: load or freeze the model "
+            "again, and do not call them. Set the compute dtype by a policy "
+            "before `freeze`, such as 'mixed_bfloat16'."
         )
 
 
@@ -89,7 +92,9 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     scale: Any = None
     inputs_scale: Any = None  # The static one; None if there is none.
-    widened: Any = None  # In float32; None if each matmul dequantizes it.
+    widened: Any = None  # Numbers in float16; None if products read codes.
+    is_packed = False  # Whether the framework keeps them in a form of its own.
+    decoded: Any = None  # In float32, of `multiplied_often`.
 
     def __init__(
         self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
@@ -106,11 +111,27 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     @property
     def value(self) -> Any:
         """The kernel's dequantized values, in the autocast dtype."""
-        if self.widened is not None:
-            return ops.cast(self.widened.as_stored, self.dtype)
-        codes, scale, *_ = self.constants
+        codes, scale, *_ = self._numbers_and_scales
         return contractions.dequantized(
             self.recipe, self.axes, codes, scale, self.dtype
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return what is asked for, such as an expert's matrix, dequantized.
+
+        Of an index along the first axis alone, only that is decoded.
+        """
+        is_first = type(index) is int or (
+            ops.is_tensor(index) and _name_of(index.dtype) in ("int32", "int64")
+        )
+        if not is_first or self.granularity == "block":
+            return self.value[index]
+        codes, scale, *_ = self._numbers_and_scales
+        return backends.current.dequantized(
+            codes[index],
+            scale[0] if scale.shape[0] == 1 else scale[index],
+            self.weights,
+            self.dtype,
         )
 
     def assign(self, value: Tensor) -> Any:
@@ -122,7 +143,10 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         dtype = getattr(value, "dtype", None)
         if dtype is not None and _name_of(dtype) == "uint8":
             self.check(value)
-            return self.codes.assign(value)
+            assigned = self.codes.assign(value)
+            if self.widened is not None:
+                self.widened.assign(self.stored.values.astype("float16"))
+            return assigned
         if not self._has_numbers(value):
             self.check(value)  # It raises: these are no codes.
         return value
@@ -166,14 +190,24 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         return codes, *(each.as_stored for each in scales if each is not None)
 
     @property
+    def _numbers_and_scales(self) -> tuple[Any, ...]:
+        """The constants, with numbers in float16 for codes if there are."""
+        codes, *scales = self.constants
+        if self.decoded is not None:
+            codes = self.decoded
+        elif self.widened is not None:
+            codes = self.widened.as_stored
+        return codes, *scales
+
+    @property
     def multiplied(self) -> tuple[Any, ...]:
         """The tensors for a matmul: codes gathered on all devices, scales."""
         # The codes are gathered, since XLA would gather the larger dequantized
-        # kernel. If there is a kernel in float32, it replaces the codes.
-        codes, *scales = self.constants
-        if self.widened is not None:
-            return self.widened.as_stored, *scales
+        # kernel.
+        codes, *scales = self._numbers_and_scales
         framework = backends.current
+        if self.is_packed:
+            framework.keep_packed(codes)
         gathering = framework.gathering_of(self.codes)
         if gathering is not None:
             codes = framework.gathered(codes, gathering, gathering.axes)
@@ -208,7 +242,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         if inputs_scale is not None and self.inputs_scale is not None:
             self.inputs_scale.assign(inputs_scale)
         if self.widened is not None:
-            self.widened.assign(stored.dequantized())
+            self.widened.assign(stored.values.astype("float16"))
 
 
 def add_stored(
@@ -249,13 +283,41 @@ def add_stored(
     return variable
 
 
+def multiplied_often(kernel: keras.Variable) -> keras.Variable:
+    """Return a kernel for the steps of a loop: it is dequantized now, once.
+
+    A kernel that is not stored, or that float8 matmuls read, is unchanged.
+    """
+    if not isinstance(kernel, StoredVariable):
+        return kernel
+    if contractions.multiplies_codes(kernel.recipe):
+        return kernel
+    codes, scale, *_ = kernel.multiplied
+    decoded = copy.copy(kernel)
+    decoded.decoded = contractions.dequantized(
+        kernel.recipe, kernel.axes, codes, scale, "float32"
+    )
+    return decoded
+
+
+_MULTIPLY_MATRICES = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.ReversibleEmbedding,
+)
+
+
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
-    """Add a float32 copy of a stored kernel, which matmuls then read."""
+    """Keep the numbers of a stored kernel in float16, for its products."""
+    is_matrix = isinstance(layer, _MULTIPLY_MATRICES)
+    if backends.current.packs(variable.codes.value, is_matrix):
+        variable.is_packed = True
+        return
     state, name = layer.float8_state, variable.name + WIDENED
-    value = variable.stored.dequantized()
+    value = variable.stored.values.astype("float16")
     path = layer.path or layer.name
     with scope_of_path(path), keras.name_scope(state.name):
-        variable.widened = _constant(value.shape, name, value)
+        variable.widened = _constant(value.shape, name, value, "float16")
     with built_layers.unlocked(state):
         setattr(state, name, variable.widened)
 
@@ -302,20 +364,22 @@ def _name_of(dtype: Any) -> str:
 
 
 def _constant(
-    shape: tuple[int, ...], name: str, value: Tensor
+    shape: tuple[int, ...], name: str, value: Tensor, dtype: str = "float32"
 ) -> StoredConstant:
-    """Create a float32 variable of a stored kernel; ones for None."""
+    """Create a variable of a stored kernel; ones for None."""
     if value is not None:
-        value = np.asarray(value, "float32")
-    return StoredConstant(
+        value = np.asarray(value, dtype)
+    constant = StoredConstant(
         initializer="ones" if value is None else value,
         shape=shape,
-        dtype="float32",
+        dtype=dtype,
         trainable=False,
         autocast=False,
         name=name,
         **on_every_device(len(shape)),
     )
+    constant.stored_dtype = dtype
+    return constant
 
 
 Frozen = tuple[Any, StoredKernel | Axes, Any]

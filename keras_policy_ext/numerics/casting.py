@@ -324,7 +324,7 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
     """Convert codes (the bits of a narrow format, uint8) to float32 values."""
-    if _cuts_float16(format_name):
+    if format_name in primitives.DECODED:
         return _decode_by_half(codes, format_name)
     fmt = format_of(format_name)
     codes = ops.cast(codes, "int32")
@@ -348,7 +348,7 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
 
 @functools.cache
 def _cuts_float16(format_name: str) -> bool:
-    """Return True if codes can be the upper bits of float16 values."""
+    """Return True if codes are encoded as the upper bits of float16 values."""
     # That takes less than half the operations, which XLA compiles for every
     # layer (JAX 0.10, CPU). PyTorch shifts no unsigned integers.
     shifts = keras.backend.backend() in ("jax", "tensorflow")
@@ -371,12 +371,17 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
 
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
-    """Convert codes to values by the framework's cast; see `decode`."""
+    """Convert codes to values by way of float16; see `decode`."""
+    codes = ops.cast(codes, "uint8")  # Others are read as numbers.
     values = primitives.current.numbers(codes, format_name)
     if format_name == "float8_e5m2":  # It has the NaN of float16.
         return values
-    magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)
-    return ops.where(ops.equal(magnitude, _NAN_E4M3FN), np.nan, values)
+    if format_name == "float8_e4m3fn":
+        magnitude = ops.bitwise_and(ops.cast(codes, "int32"), 0x7F)
+        is_nan = ops.equal(magnitude, _NAN_E4M3FN)
+    else:
+        is_nan = ops.equal(codes, format_of(format_name).nan_code)
+    return ops.where(is_nan, np.nan, values)
 
 
 def encode_scales(scale: Tensor, scale_format: str) -> Tensor:

@@ -6,16 +6,13 @@ compiler would change, or that it can run faster.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
 from keras_policy_ext._types import Size, Tensor
 
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
@@ -25,14 +22,13 @@ A code is shifted left by this many bits to a float16, which is multiplied by
 the factor. It does not hold for NaN of e4m3fn, which no stored kernel has.
 """
 
+DECODED = {**HALVES, "float8_e4m3fnuz": (7, 128.0)}
+"""The same for all formats that are decoded by way of float16.
+
+`float8_e5m2fnuz` is none of them: float16 has infinities where it has numbers.
+"""
+
 NAMES = ("tensorflow", "jax", "torch")
-
-
-@functools.cache
-def numbers_of_codes(format_name: str) -> np.ndarray[Any, Any]:
-    """Return a table of the values of all 256 codes, float32 (256,)."""
-    codes = np.arange(256, dtype="uint8")
-    return codes.view(formats.get(format_name).dtype).astype("float32")
 
 
 class Primitives:
@@ -87,12 +83,24 @@ class Primitives:
         return ops.sqrt(x)
 
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        """Convert uint8 codes to float32 values by a table of 256 values.
+        """Convert uint8 codes of a format in `DECODED` to float32 values.
 
         There are no codes of NaN or infinity among them.
         """
-        table = ops.convert_to_tensor(numbers_of_codes(format_name))
-        return ops.take(table, ops.cast(codes, "int32"), axis=0)
+        raise NotImplementedError
+
+    def dequantized(
+        self, codes: Tensor, scale: Tensor, format_name: str, dtype: str
+    ) -> Tensor:
+        """Return `numbers(codes) * scale`, in float32, cast to a dtype.
+
+        Codes are uint8, or their numbers in float16. The scale has their rank.
+        """
+        if keras.backend.standardize_dtype(codes.dtype) == "uint8":
+            numbers = self.numbers(codes, format_name)
+        else:
+            numbers = ops.cast(codes, "float32")
+        return ops.cast(ops.multiply(numbers, scale), dtype)
 
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """Reinterpret uint8 codes as a float8 dtype."""

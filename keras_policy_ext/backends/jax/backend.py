@@ -13,6 +13,7 @@ import keras
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import (
     Backend,
@@ -21,11 +22,16 @@ from keras_policy_ext.backends.interface import (
     Settle,
     Shape,
 )
-from keras_policy_ext.backends.jax import gradients, traced_programs
+from keras_policy_ext.backends.jax import (
+    gradients,
+    stored_products,
+    traced_programs,
+)
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
+from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.backends.traced_programs import Flow, scope_name
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.primitives import HALVES
+from keras_policy_ext.numerics.primitives import DECODED
 
 
 class Gathering(NamedTuple):
@@ -271,12 +277,9 @@ class JaxBackend(Backend):
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         # By way of float16, which has every number of both formats: half the
         # time of a table where it is not hidden by a matmul (JAX 0.10, CPU).
-        # The seven bits of a magnitude move by `shift`, the sign by 8.
-        shift, factor = HALVES[format_name]
-        wide = codes.astype(jnp.uint16)
-        bits = ((wide & 0x7F) << shift) | ((wide & 0x80) << 8)
-        halves = lax.bitcast_convert_type(bits, jnp.float16)
-        return halves.astype(jnp.float32) * factor
+        _, factor = DECODED[format_name]
+        values = stored_products.halves(codes, format_name)
+        return values.astype(jnp.float32) * factor
 
     @override
     def relu(self, x: Tensor) -> Tensor:
@@ -297,41 +300,34 @@ class JaxBackend(Backend):
         return jax.checkpoint(activation)(x)
 
     @override
-    def in_parts(
-        self,
-        product: Callable[[Tensor, Tensor], Tensor],
-        codes: Tensor,
-        scale: Tensor,
-        axis: int,
-        out_axis: int,
-    ) -> Tensor:
-        # Otherwise XLA for a CPU widens all kernels of a model before it
-        # multiplies with the first. For one row, three kernels of 2048 by 2048
-        # take a tenth of the time, and 8 MB in place of 50 (JAX 0.10, 2 cores).
-        parts = _parts(codes.shape[axis], codes.size)
-        if parts == 1 or jax.default_backend() != "cpu":
-            return product(codes, scale)
-        size = codes.shape[axis] // parts
-
-        def part(number: Tensor) -> Tensor:
-            start = number * size
-            some = lax.dynamic_slice_in_dim(codes, start, size, axis)
-            if scale.shape[axis] == 1:
-                return product(some, scale)
-            scales = lax.dynamic_slice_in_dim(scale, start, size, axis)
-            return product(some, scales)
-
-        # The axis of parts is moved before that of the split, and merged.
-        stacked = lax.map(part, jnp.arange(parts))
-        result = jnp.moveaxis(stacked, 0, out_axis)
-        shape = list(result.shape)
-        shape[out_axis : out_axis + 2] = [parts * size]
-        return result.reshape(shape)
+    def cuts(self, numbers: int) -> bool:
+        # Of a kernel that is sharded XLA would gather each part.
+        is_whole = keras.distribution.distribution() is None
+        reads_codes = jax.default_backend() in ("cpu", "gpu") and is_whole
+        return reads_codes and numbers > stored_products.PARTS.numbers
 
     @override
-    def cuts(self, numbers: int) -> bool:
-        # Into two parts or more, as `in_parts` does.
-        return jax.default_backend() == "cpu" and numbers >= 2 * _PART
+    def gains_from_float16(self, numbers: int) -> bool:
+        # XLA for a CPU decodes codes in less time than it widens float16. For
+        # a GPU without float8 it writes the kernel in floats, unless it is in
+        # float16: see `product_with_cast`.
+        if jax.default_backend() == "gpu":
+            return not backends.engine.device().float8
+        return not self.cuts(numbers)
+
+    @override
+    def product_by_parts(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        matrix: StoredMatrix,
+        blocks: Tensor | None,
+        dtype: str,
+    ) -> Tensor | None:
+        given = x, codes, matrix, blocks
+        if jax.default_backend() == "cpu":
+            return stored_products.product_by_parts(*given)
+        return stored_products.product_with_cast(*given, dtype)
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
@@ -391,13 +387,3 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     bits = lax.bitcast_convert_type(x, jnp.int32) & ~0xFFF
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high, x - high
-
-
-_PART = 1 << 20
-"""The numbers of a part that in floats stays in the cache of a core."""
-
-
-def _parts(size: int, numbers: int) -> int:
-    """Return how many equal parts of `_PART` or more an axis is split into."""
-    most = numbers // _PART
-    return max((n for n in range(1, most + 1) if size % n == 0), default=1)

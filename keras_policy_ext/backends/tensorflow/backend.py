@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_policy_ext._keras import saving_hooks
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import (
     Backend,
@@ -21,7 +22,12 @@ from keras_policy_ext.backends.interface import (
     Settle,
     Shape,
 )
-from keras_policy_ext.backends.tensorflow import gradients, traced_programs
+from keras_policy_ext.backends.parts import StoredMatrix
+from keras_policy_ext.backends.tensorflow import (
+    gradients,
+    stored_products,
+    traced_programs,
+)
 from keras_policy_ext.backends.tensorflow.gradients import (
     Backward,
     CompiledPass,
@@ -29,7 +35,7 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     sizes_of,
 )
 from keras_policy_ext.backends.traced_programs import Flow, scope_name
-from keras_policy_ext.numerics.primitives import HALVES
+from keras_policy_ext.numerics.primitives import DECODED
 
 
 def _free_memory(handle: Any, dtype: tf.DType) -> None:
@@ -344,17 +350,26 @@ class TensorFlowBackend(Backend):
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
-
         @tf.custom_gradient
         def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
-            outputs = operation.forward(inputs, constants)
+            # Else a tape would save what the forward pass computes.
+            detached = tf.stop_gradient(inputs)
+            outputs = operation.forward(detached, constants)
             sizes = sizes_of(inputs)
 
+            @tf.custom_gradient
+            def inputs_grad(outputs_grad: Tensor) -> Any:
+                detached = tf.stop_gradient(outputs_grad)
+                result = operation.inputs_grad(detached, constants, sizes)
+                unrounded = operation.unrounded
+
+                def again(second_grad: Tensor) -> Tensor:
+                    return self.run_frozen(unrounded, second_grad, *constants)
+
+                return result, again
+
             def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
-                inputs_grad = operation.inputs_grad(
-                    outputs_grad, constants, sizes
-                )
-                return [inputs_grad, *(None for _ in constants)]
+                return [inputs_grad(outputs_grad), *(None for _ in constants)]
 
             return outputs, gradient
 
@@ -366,15 +381,37 @@ class TensorFlowBackend(Backend):
     @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         # By way of float16, which has every number of both formats: half the
-        # time of a table where XLA does not compile it (TF 2.21, CPU). The
-        # seven bits of a magnitude move by `shift`, the sign to the first bit.
-        shift, factor = HALVES[format_name]
-        wide = tf.cast(codes, tf.uint16)
-        magnitude = tf.bitwise.bitwise_and(wide, 0x7F)
-        magnitude = tf.bitwise.left_shift(magnitude, shift)
-        sign = tf.bitwise.left_shift(tf.bitwise.bitwise_and(wide, 0x80), 8)
-        halves = tf.bitcast(tf.bitwise.bitwise_or(magnitude, sign), tf.half)
-        return tf.cast(halves, tf.float32) * factor
+        # time of a table where XLA does not compile it (TF 2.21, CPU).
+        _, factor = DECODED[format_name]
+        values = stored_products.halves(codes, format_name)
+        return tf.cast(values, tf.float32) * factor
+
+    @override
+    def cuts(self, numbers: int) -> bool:
+        on_cpu = not _has_accelerator()
+        return on_cpu and numbers > stored_products.PARTS.numbers
+
+    @override
+    def gains_from_float16(self, numbers: int) -> bool:
+        # XLA decodes codes in less time than it widens float16 (TF 2.21).
+        return not self.cuts(numbers)
+
+    @override
+    def product_by_parts(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        matrix: StoredMatrix,
+        blocks: Tensor | None,
+        dtype: str,
+    ) -> Tensor | None:
+        in_xla = self.traces_for_xla()
+        # A file has TensorFlow's own operations, and nothing for XLA.
+        if saving_hooks.is_exporting() and not in_xla:
+            return None
+        return stored_products.product_by_parts(
+            x, codes, matrix, blocks, in_xla
+        )
 
 
 BACKEND = TensorFlowBackend()

@@ -25,9 +25,11 @@ from keras_policy_ext.backends.interface import (
     Settle,
     saved_dtype,
 )
+from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.backends.torch import (
     observations,
     operators,
+    stored_products,
     traced_programs,
     transforms,
 )
@@ -41,7 +43,6 @@ from keras_policy_ext.backends.torch.gradients import (
     refuse_compiled_transforms,
 )
 from keras_policy_ext.formats import FAMILIES
-from keras_policy_ext.numerics.primitives import HALVES, numbers_of_codes
 from keras_policy_ext.numerics.scale_sources import source_of
 
 FIRST_CUDA = {"blocks": (12, 9), "mx": (12, 8)}
@@ -481,8 +482,10 @@ class TorchBackend(Backend):
     ) -> Tensor:
         takes_gradient = torch.is_grad_enabled() and inputs.requires_grad
         if torch.compiler.is_dynamo_compiling():
-            # Without rounding the compiler may fuse what the operation does.
-            if operation.only_widens and not takes_gradient:
+            # On a GPU the compiler may fuse what only widens. On a CPU it
+            # would write a whole kernel in floats.
+            fuses = not self.on_cpu(inputs) or is_exporting()
+            if operation.only_widens and fuses and not takes_gradient:
                 return operation.forward(inputs, constants)
             refuse_compiled_transforms()
             return operators.run_frozen(operation, inputs, *constants)
@@ -522,15 +525,58 @@ class TorchBackend(Backend):
 
     @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # A GPU casts. On a CPU a table is faster than a cast, also compiled
-        # (4 M numbers: 1 ms and 8 ms of Inductor, torch 2.13).
-        if codes.device.type == "cuda" or not is_real(codes):
+        # A GPU casts, and so does an exported program.
+        if codes.device.type != "cpu" or not is_real(codes):
             return self.as_float8(codes, format_name).float()
-        table = _TABLES[format_name].to(codes.device)
-        if torch.compiler.is_compiling():
-            return table[codes.int()]
-        values = table.index_select(0, codes.flatten().int())
-        return values.view(codes.shape)
+        return stored_products.numbers(codes, format_name)
+
+    @override
+    def dequantized(
+        self, codes: Tensor, scale: Tensor, format_name: str, dtype: str
+    ) -> Tensor:
+        given = codes, scale, format_name, dtype
+        has_parts = self.cuts(codes.numel()) and scale.dim() == codes.dim()
+        if has_parts and is_real(codes) and self.on_cpu(codes):
+            return stored_products.dequantized(*given)
+        return super().dequantized(*given)
+
+    @override
+    def cuts(self, numbers: int) -> bool:
+        # A transform of `torch.func` follows nothing that is used again.
+        if torch.compiler.is_compiling() or are_transforms_active():
+            return False
+        return numbers > stored_products.PARTS.numbers
+
+    @override
+    def product_by_parts(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        matrix: StoredMatrix,
+        blocks: Tensor | None,
+        dtype: str,
+    ) -> Tensor | None:
+        on_cpu = x.device.type == "cpu" == codes.device.type
+        if not (on_cpu and is_real(x) and is_real(codes)):
+            return None
+        # What is written in place cannot be differentiated.
+        if torch.is_grad_enabled() and x.requires_grad:
+            return None
+        # A CPU that multiplies bfloat16 does so faster than float32.
+        is_few = x.shape[1] <= stored_products.PARTS.few
+        if dtype == "bfloat16" and multiplies_bfloat16() and not is_few:
+            return None
+        return stored_products.product_by_parts(x, codes, matrix, blocks)
+
+    @override
+    def packs(self, codes: Tensor, is_matrix: bool) -> bool:
+        return is_matrix and stored_products.packs(codes)
+
+    @override
+    def keep_packed(self, codes: Tensor) -> None:
+        # A compiled graph reads the codes.
+        if not torch.compiler.is_compiling():
+            stored_products.keep_packed(codes)
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
@@ -542,10 +588,6 @@ class TorchBackend(Backend):
 
 
 BACKEND = TorchBackend()
-
-
-# The values of all codes. The compiler takes a module's tensor for a constant.
-_TABLES = {name: torch.from_numpy(numbers_of_codes(name)) for name in HALVES}
 
 
 def is_real(x: Tensor) -> bool:

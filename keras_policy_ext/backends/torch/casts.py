@@ -20,7 +20,11 @@ from keras_policy_ext.backends.both_layouts import (
     Wanted,
 )
 from keras_policy_ext.backends.matmuls import StateKernels
-from keras_policy_ext.backends.torch import backend, observations
+from keras_policy_ext.backends.torch import (
+    backend,
+    observations,
+    stored_products,
+)
 from keras_policy_ext.backends.torch.backend import is_real
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting
@@ -92,20 +96,7 @@ def _widened(q: Tensor) -> Tensor:
         return q.float()
     if _has_nan_of_e4m3fn(q):
         return q.float()
-    # By way of float16 it takes a CPU a tenth of the time of a cast (2 M values
-    # on one core: 0.4 ms against 5.4 ms, torch 2.13).
-    shift, factor = HALVES[name]
-    # A conversion from int8 repeats the sign bit in all higher bits, so that
-    # the sign of the shifted code is where float16 has it.
-    codes = q.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
-    if name == "float8_e4m3fn":
-        codes.bitwise_and_(_BUT_SIGN_EXTENDED)
-    halves = codes.view(torch.float16)
-    return halves.float() if factor == 1 else halves.float().mul_(factor)
-
-
-_BUT_SIGN_EXTENDED = ~0x4000
-"""Clears the bit below the sign, which a shift by 7 makes equal to it."""
+    return stored_products.numbers(q.view(torch.uint8), name)
 
 
 def _has_nan_of_e4m3fn(q: Tensor) -> bool:

@@ -16,6 +16,7 @@ from keras_policy_ext.ext.recurrent._keras import (
     run_recurrent_loop,
 )
 from keras_policy_ext.extending.contractions import in_one_scale
+from keras_policy_ext.extending.frozen import multiplied_often
 from keras_policy_ext.extending.layers import (
     BuiltUnderSavedPath,
     Float8Controller,
@@ -161,7 +162,11 @@ class Float8Cell(Float8Mixin):
         return x if bias is None else ops.add(x, bias)
 
     def float8_step(
-        self, projected: Tensor, states: Any, training: bool | None = None
+        self,
+        projected: Tensor,
+        states: Any,
+        training: bool | None = None,
+        kernel: keras.Variable | None = None,
     ) -> tuple[Tensor, Any]:
         """Compute a step of the cell from projected inputs and states.
 
@@ -169,6 +174,8 @@ class Float8Cell(Float8Mixin):
             projected: (batch, gates * units), from `float8_projection`.
             states: See `call`.
             training: See `call`.
+            kernel: The recurrent kernel as `multiplied_often` returns it; None
+                for that of the cell.
 
         Returns:
             See `call`.
@@ -230,11 +237,16 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
 
     @override
     def float8_step(
-        self, projected: Tensor, states: Any, training: bool | None = None
+        self,
+        projected: Tensor,
+        states: Any,
+        training: bool | None = None,
+        kernel: keras.Variable | None = None,
     ) -> tuple[Tensor, Any]:
+        kernel = self.recurrent_kernel if kernel is None else kernel
         state = self.convert_input(_first(states))
         inner = self._recurrent(state, training)
-        inner = self._product(self.recurrent_kernel, inner, training)
+        inner = self._product(kernel, inner, training)
         outputs = ops.add(projected, inner)
         if self.activation is not None:
             outputs = self.activation(outputs)
@@ -252,21 +264,30 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
 
     @override
     def float8_step(
-        self, projected: Tensor, states: Any, training: bool | None = None
+        self,
+        projected: Tensor,
+        states: Any,
+        training: bool | None = None,
+        kernel: keras.Variable | None = None,
     ) -> tuple[Tensor, Any]:
+        kernel = self.recurrent_kernel if kernel is None else kernel
         state = self.convert_input(_first(states))
         shares = ops.split(projected, 3, axis=-1)
         make = self._reset_after if self.reset_after else self._reset_before
-        update, candidate = make(shares, state, training)
+        update, candidate = make(shares, state, training, kernel)
         outputs = update * state + (1 - update) * candidate
         return outputs, _like(states, outputs)
 
     def _reset_after(
-        self, shares: list[Tensor], state: Tensor, training: bool | None
+        self,
+        shares: list[Tensor],
+        state: Tensor,
+        training: bool | None,
+        kernel: keras.Variable,
     ) -> tuple[Tensor, Tensor]:
         """Return the update gate and the candidate, for `reset_after=True`."""
         inner = self._recurrent(state, training)
-        inner = self._product(self.recurrent_kernel, inner, training)
+        inner = self._product(kernel, inner, training)
         bias = self._bias()[1]
         if bias is not None:
             inner = ops.add(inner, bias)
@@ -276,10 +297,13 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
         return z, self.activation(shares[2] + r * h)
 
     def _reset_before(
-        self, shares: list[Tensor], state: Tensor, training: bool | None
+        self,
+        shares: list[Tensor],
+        state: Tensor,
+        training: bool | None,
+        kernel: keras.Variable,
     ) -> tuple[Tensor, Tensor]:
         """Return the update gate and the candidate, for `reset_after=False`."""
-        kernel = self.recurrent_kernel
         inner = self._recurrent(state, training)
         gates = self._product(kernel, inner, training, last=2)
         z, r = ops.split(gates, 2, axis=-1)
@@ -308,11 +332,16 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
 
     @override
     def float8_step(
-        self, projected: Tensor, states: Any, training: bool | None = None
+        self,
+        projected: Tensor,
+        states: Any,
+        training: bool | None = None,
+        kernel: keras.Variable | None = None,
     ) -> tuple[Tensor, Any]:
+        kernel = self.recurrent_kernel if kernel is None else kernel
         state, carry = (self.convert_input(x) for x in states)
         inner = self._recurrent(state, training)
-        inner = self._product(self.recurrent_kernel, inner, training)
+        inner = self._product(kernel, inner, training)
         gates = ops.split(ops.add(projected, inner), 4, axis=-1)
         into, forget, candidate, out = gates
         carry = self.recurrent_activation(forget) * carry
@@ -425,8 +454,10 @@ class _Float8Recurrent(BuiltUnderSavedPath, MixedInto):
         if keras.tree.is_nested(mask):
             mask = mask[0]
 
+        kernel = multiplied_often(cell.recurrent_kernel)
+
         def step(projected: Tensor, states: Any) -> tuple[Tensor, Any]:
-            return cell.float8_step(projected, states, training)
+            return cell.float8_step(projected, states, training, kernel)
 
         return run_recurrent_loop(
             self,
