@@ -26,7 +26,7 @@ Loop = Callable[[int, int, Callable[[Any, Tensor], Tensor], Tensor], Tensor]
 
 
 class StoredMatrix(NamedTuple):
-    """How a product reads the codes of a kernel.
+    """Describes how a product reads the codes of a kernel.
 
     Attributes:
         format: The name of the format of the codes.
@@ -113,7 +113,7 @@ def in_loops(
         decode: Decodes a part.
         loop: The framework's, which can be differentiated.
     """
-    count, m, _ = matrix.shape
+    matrices, m, _ = matrix.shape
 
     def of_matrix(number: Any) -> Tensor:
         operand, some = x[0 if x.shape[0] == 1 else number], codes[number]
@@ -124,14 +124,16 @@ def in_loops(
             scale = 1.0 if blocks is None else blocks[start // BLOCK]
             if not matrix.sums:
                 return ops.matmul(operand * scale, ops.transpose(wide))
-            rows = operand.shape[0] or -1  # Unknown in graphs of TensorFlow.
+            rows = operand.shape[0]
+            if rows is None:  # In a graph of TensorFlow.
+                rows = -1
             columns = ops.slice(operand, (0, start), (rows, count))
             return ops.matmul(columns, wide) * scale
 
         parts, rest = divmod(m, size)
         if matrix.sums:
-            # The first part too: what is not in a loop, XLA for a CPU decodes
-            # for all layers of a model before it multiplies (JAX 0.10).
+            # The first part is in the loop too. XLA for a CPU decodes what is
+            # in no loop for all layers before it multiplies (JAX 0.10).
             zeros = ops.zeros((ops.shape(operand)[0], some.shape[1]))
             y = loop(0, parts, lambda i, y: y + part(i * size), zeros)
             return y + part(m - rest, rest) if rest else y
@@ -144,7 +146,7 @@ def in_loops(
             joined.append(part(m - rest, rest))
         return ops.concatenate(joined, axis=1) if rest else joined[0]
 
-    if count == 1:
+    if matrices == 1:
         return of_matrix(0)[None]
     # One after the other, so that no two are in floats at once.
-    return ops.map(of_matrix, ops.arange(count))
+    return ops.map(of_matrix, ops.arange(matrices))
