@@ -74,6 +74,21 @@ def frozen(name, **options):
     return layer, normal(*shape)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Several threads share parts that are larger than these kernels."""
+    if BACKEND == "torch":
+        import torch
+
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    elif BACKEND == "tensorflow":
+        from keras_policy_ext.backends.tensorflow import stored_products
+
+        monkeypatch.setattr(stored_products, "_threads", lambda: 1)
+    else:
+        monkeypatch.setattr(parts, "cores", lambda: 1)
+
+
 @pytest.fixture
 def by_parts(monkeypatch):
     """Whether each product that could be cut was: a list of bools."""
