@@ -222,7 +222,7 @@ class Arithmetic(Primitives):
             blocks: None, or scales: one row for each 128 entries that
                 `matrix` has in its second axis, and one column for each entry
                 of its third.
-            dtype: In what a kernel that is decoded at once is multiplied.
+            dtype: The dtype to multiply in if the kernel is decoded at once.
 
         Returns:
             Float32, (matrices, rows, outputs), not scaled but by `blocks`.
@@ -238,7 +238,7 @@ class Arithmetic(Primitives):
         return False
 
     def keep_packed(self, codes: Tensor) -> None:
-        """Have products of these codes read them in a form made once."""
+        """Make products read these codes in a packed form, made once."""
         raise NotImplementedError
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:

@@ -117,9 +117,9 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         )
 
     def __getitem__(self, index: Any) -> Any:
-        """Return what is asked for, such as an expert's matrix, dequantized.
+        """Return a part of the dequantized kernel, such as an expert's matrix.
 
-        Of an index along the first axis alone, only that is decoded.
+        With an index along the first axis, only the part is decoded.
         """
         is_first = type(index) is int or (
             ops.is_tensor(index) and _name_of(index.dtype) in ("int32", "int64")
