@@ -75,7 +75,6 @@ saving_hooks.add_to_metadata(_in_saving("keras_hooks", "policies_of_models"))
 _LAZY_MODULES = (
     "backends",
     "conversion",
-    "extending",
     "kernels",
     "numerics",
     "reference",
@@ -118,7 +117,6 @@ __all__ = [
     "deserialize",
     "dtype_policy",
     "export",
-    "extending",
     "filters",
     "formats",
     "freeze",
@@ -164,7 +162,6 @@ if TYPE_CHECKING:
         backends,
         callbacks,
         conversion,
-        extending,
         kernels,
         loops,
         migration,

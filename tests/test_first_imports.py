@@ -50,7 +50,6 @@ def test_each_public_name_can_be_the_first_to_be_used():
         *names_within(kpe, "kpe"),
         *names_within(kpe.conversion, "kpe.conversion"),
         *names_within(kpe.callbacks, "kpe.callbacks"),
-        *names_within(kpe.extending, "kpe.extending"),
         "kpe.filters.Auto",
         "kpe.loops.settle",
         "kpe.layers.LSTM",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import _input_files
+from keras_policy_ext import input_files
 from keras_policy_ext.ext.export import plain, safetensors_files
 from keras_policy_ext.ext.export.loading import QuantizedFolder
 
@@ -431,9 +431,9 @@ def test_folders_of_hugging_face(case, tmp_path):
 @pytest.mark.any_backend
 def test_brackets_in_strings_do_not_nest():
     value = {"a": "[" * 1000, "b": '\\"[[' * 1000, "c": [[["\\"]]]}
-    assert _input_files.json_in(json.dumps(value), "here") == value
+    assert input_files.json_in(json.dumps(value), "here") == value
     flat = [[1]] * 1000
-    assert _input_files.json_in(json.dumps(flat).encode(), "here") == flat
+    assert input_files.json_in(json.dumps(flat).encode(), "here") == flat
 
 
 @pytest.mark.any_backend
@@ -445,7 +445,7 @@ def test_an_array_that_is_written_whole_is_taken_in_each_layout():
         file["text"] = "a text"
         file.create_dataset("cut", data=made, chunks=(4, 4))
         file.create_dataset("packed", data=made, chunks=(4, 4), compression=9)
-        assert _input_files.check_hdf5("here", file) == 3 * 48 + 2
+        assert input_files.check_hdf5("here", file) == 3 * 48 + 2
         for name in ("plain", "cut", "packed"):
-            found = _input_files.array_in("here", file[name])
+            found = input_files.array_in("here", file[name])
             np.testing.assert_array_equal(found, made)

@@ -107,7 +107,7 @@ def test_package_imports_no_framework_but_the_backend():
 
 
 def test_python_311_is_supported():
-    """When it is not: `_user_code.stacklevel` is `skip_file_prefixes`."""
+    """When it is not: `user_code.stacklevel` is `skip_file_prefixes`."""
     metadata = importlib.metadata.metadata(DISTRIBUTION)
     assert metadata["Requires-Python"] == ">=3.11"
 

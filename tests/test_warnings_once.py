@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 import keras_policy_ext as kpe
-from keras_policy_ext import _user_code
+from keras_policy_ext import user_code
 from keras_policy_ext.backends import devices
 from keras_policy_ext.mixed_precision import Policy
 
@@ -75,15 +75,15 @@ def test_each_call_warns_anew_at_the_line_of_the_user(recwarn):
 
 
 def test_other_texts_are_not_lost(recwarn):
-    @_user_code.once
+    @user_code.once
     def warn_of_each(*texts):
         for text in texts:
             warn(text)
 
-    @_user_code.once
+    @user_code.once
     def warn(text):
-        _user_code.warn(text)
+        user_code.warn(text)
 
     warn_of_each("one", "two", "one")
-    _user_code.warn("one")
+    user_code.warn("one")
     assert [str(w.message) for w in recwarn] == ["one", "two", "one"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _bases
+from keras_policy_ext import bases
 from keras_policy_ext._keras import put_around, variable_values, versions
 
 
@@ -119,7 +119,7 @@ def bookkeeping(thing: Any) -> tuple[list[Any], list[Any]]:
     return objects, containers
 
 
-class QuantizedAsLeaf(_bases.MixedInto):
+class QuantizedAsLeaf(bases.MixedInto):
     """A layer that `Model.quantize` visits although it contains a sublayer.
 
     Keras visits the layers that contain no layers, and calls
@@ -266,7 +266,7 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
         each._track_variables()
 
 
-class BuiltUnderSavedPath(_bases.MixedInto):
+class BuiltUnderSavedPath(bases.MixedInto):
     """A mixin that saves a layer's path and builds the layer under it.
 
     Keras builds the layers of a saved Sequential one by one, outside of the

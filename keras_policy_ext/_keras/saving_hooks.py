@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import user_code
 from keras_policy_ext._keras import Stock, put_around, versions
 
 try:
@@ -57,7 +57,7 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
     # function of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped
     # here. If it is missing, a warning says so. Expires when Keras warns of
     # groups in a file that no layer has read.
-    @_user_code.once
+    @user_code.once
     def load_model(stock: Stock, path: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(path, *args, **kwargs)
         tell(model, path)

@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import user_code
 from keras_policy_ext._keras import built_layers
 
 
@@ -75,5 +75,5 @@ def refuse_quantization(text: str) -> NoReturn:
     # to 3.15). If it makes a report (3.16), it only counts the layer, so the
     # text is a warning of its own. Expires when the report has the text.
     if hasattr(keras.quantizers, "QuantizationReport"):
-        _user_code.warn(text)
+        user_code.warn(text)
     raise NotImplementedError(text)

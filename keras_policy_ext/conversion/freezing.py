@@ -11,11 +11,11 @@ import keras
 import numpy as np
 
 from keras_policy_ext import (
-    _user_code,
     backends,
     contractions,
     formats,
     stored_kernels,
+    user_code,
 )
 from keras_policy_ext._keras import built_layers, walking
 from keras_policy_ext.conversion import candidates, in_place, roles, training
@@ -74,7 +74,7 @@ def has_own_files(layer: keras.Layer) -> str | None:
     return None
 
 
-@_user_code.once
+@user_code.once
 def freeze(
     model: keras.Layer,
     *,

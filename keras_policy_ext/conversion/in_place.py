@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import _extensions, _user_code, policies
+from keras_policy_ext import _extensions, policies, user_code
 from keras_policy_ext._keras import global_policy, keras_hub, walking
 from keras_policy_ext.conversion import candidates, roles, training
 from keras_policy_ext.conversion.candidates import (
@@ -171,7 +171,7 @@ class _Decided:
     work: ModelWork | None  # Of the layers before; None if not needed.
 
 
-@_user_code.once
+@user_code.once
 def convert(
     model: keras.Layer,
     policy: PolicyLike | HasPolicy | None = None,
@@ -265,13 +265,13 @@ def convert(
         # In this block, so that an error made of a warning undoes all.
         warn_of_little(report, model)
         for sentence in report.without_effect:
-            _user_code.warn(sentence)
+            user_code.warn(sentence)
         for each in report.skipped:
             asked = any(p.search(each.path) for p in selection.include or ())
             if asked and each.reason == OF_A_MODEL:
-                _user_code.warn(f"{each.path!r} stays in floats: {OF_A_MODEL}.")
+                user_code.warn(f"{each.path!r} stays in floats: {OF_A_MODEL}.")
         if nothing_folded:
-            _user_code.warn(
+            user_code.warn(
                 f"`smooth_swiglu` had no effect on {model.name!r}: no gated "
                 "block was found, down(act(gate(x)) * up(x)) of Dense layers. "
                 "Leave `smooth_swiglu` out."
@@ -382,7 +382,7 @@ def _convert(
     )
 
 
-@_user_code.once
+@user_code.once
 def revert(model: keras.Layer) -> Report:
     """Undo `convert`: make the layers stock layers, and keep the weights.
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import keras
 import numpy as np
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import user_code
 from keras_policy_ext.conversion import layers_report, roles, saved_input_bytes
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
@@ -528,7 +528,7 @@ def warn_of_little(report: Report, model: keras.Layer) -> None:
             "model that has the layers, or write layers of your own with "
             "Float8Mixin."
         )
-    _user_code.warn(message)
+    user_code.warn(message)
 
 
 def outcome_of(group: Sequence[Converted | Skipped]) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 
 from keras_policy_ext import (
     _extensions,
-    _user_code,
     policies,
     policy_names,
     recipes,
+    user_code,
 )
 from keras_policy_ext._keras import walking
 from keras_policy_ext.conversion.candidates import (
@@ -191,7 +191,7 @@ class Selection:
             raise ValueError(_no_match("include", include, paths))
         for pattern in dict.fromkeys(self.exclude):
             if paths and not any(pattern.search(path) for path in paths):
-                _user_code.warn(_no_match("exclude", (pattern,), paths))
+                user_code.warn(_no_match("exclude", (pattern,), paths))
 
 
 def _first_match(patterns: Patterns, path: str) -> re.Pattern[str] | None:
@@ -353,7 +353,7 @@ def warn_if_only_plain_policies(unconverted: list[Unconverted]) -> None:
     if not plain:
         return
     layers = "1 layer is" if len(plain) == 1 else f"{len(plain)} layers are"
-    _user_code.warn(
+    user_code.warn(
         f"`convert` has changed nothing: {layers} under plain policies, such "
         f"as {path_of(plain[0].layer)!r}, and others were made under float8 "
         "policies. Without a policy only those are converted. To convert all, "

@@ -1,7 +1,7 @@
 """Extensions: all that a step, `convert`, `freeze` and a file do not need.
 
-Each folder is one. It imports public names of the core, among them those of
-`extending`; the core imports none, and works when this folder is deleted.
+Each folder is one. It imports names of the core without a leading underscore;
+the core imports no extension, and works when this folder is deleted.
 `NAMES` says which public names they add.
 """
 

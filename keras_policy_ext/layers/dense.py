@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import _bases
+from keras_policy_ext import bases
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import bank_axis, equations
@@ -57,7 +57,7 @@ class _View:
         return ops.where(ops.greater(scale, 0.0), scale, 1.0)
 
 
-class StockAttributes(_bases.MixedInto):
+class StockAttributes(bases.MixedInto):
     """A mixin that shows scales and histories under Keras's names.
 
     They are tensors to read. A scale is float32 (), the last one used or 1. An

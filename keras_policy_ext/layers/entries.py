@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_policy_ext import _input_files
+from keras_policy_ext import input_files
 from keras_policy_ext.numerics.observations import MOST_STEPS, ROUNDING
 from keras_policy_ext.recipes import OPERANDS
 
@@ -108,7 +108,7 @@ class Group:
         """Return an entry as it is stored; ValueError if it is missing."""
         if key not in self.store:
             raise self.damaged(f"it lacks {key!r}")
-        _input_files.check_dataset(self.path, self.store[key])
+        input_files.check_dataset(self.path, self.store[key])
         return self.store[key]
 
     def read(self, template: str, **names: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _bases, backends, contractions, policies
+from keras_policy_ext import backends, bases, contractions, policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor
@@ -46,7 +46,7 @@ class Float8Mixin(
     stock_float8.TakesAdapters,
     built_layers.ToldWhenBuilt,
     BuiltUnderSavedPath,
-    _bases.MixedInto,
+    bases.MixedInto,
 ):
     """A mixin for layers whose contractions follow a float8 policy.
 
@@ -84,7 +84,7 @@ class Float8Mixin(
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
+        bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
 
     float8_controller: Float8Controller
     float8_state: Any

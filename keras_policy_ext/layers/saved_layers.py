@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _input_files
+from keras_policy_ext import input_files
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import entries
 from keras_policy_ext.layers.entries import FROZEN, KERAS, STATE, Group
@@ -45,7 +45,7 @@ class SavedState(Group):
     @classmethod
     def of(cls, store: Mapping[str, Any], path: str) -> SavedState:
         """Read all entries of a group; none if the file has no group."""
-        keys, read = sorted(store.keys()), _input_files.array_in
+        keys, read = sorted(store.keys()), input_files.array_in
         arrays = {key: read(path, store[key]) for key in keys}
         return cls(schema=STATE, path=path, store=arrays)
 
@@ -338,7 +338,7 @@ def _header_of(group: Group) -> dict[str, Any]:
     """Parse the header of a group; the version in it is an integer."""
     text = group.read(entries.HEADER).tobytes()
     try:
-        header = _input_files.json_in(text, group.path)
+        header = input_files.json_in(text, group.path)
         if type(header["version"]) is int and header["version"] >= 1:
             return dict(header)
         fault = f"'version' is {header['version']!r}"

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, backends, formats, stored_kernels
+from keras_policy_ext import backends, formats, stored_kernels, user_code
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_files
@@ -153,7 +153,7 @@ def warn_of_formats(policy: Float8DTypePolicy) -> None:
     families = {formats.get(name).family for name in _formats_of(policy.recipe)}
     if native is None or not families - {native, None}:
         return
-    _user_code.warn(_warning(policy, native))
+    user_code.warn(_warning(policy, native))
 
 
 def _formats_of(recipe: Recipe) -> list[str]:
@@ -226,7 +226,7 @@ def load(
             stock(store)
         layer.float8_state.note_layer_loaded()
         if layer.merges_adapters:
-            _user_code.warn(_MERGED)
+            user_code.warn(_MERGED)
         return
     state: dict[str, np.ndarray] = {}  # What Keras's own float8 saved.
     if layer.float8_state.matrices:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, backends, contractions
+from keras_policy_ext import backends, contractions, user_code
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers.entries import is_amax
@@ -386,7 +386,7 @@ class StateVariable(
         matrix = np.array(matrix)
         moved = _moved_rows(matrix)
         if moved.any() and not self._has_warned:
-            _user_code.warn(_MOVED)
+            user_code.warn(_MOVED)
         self._has_warned = bool(moved.any())
         matrix[moved] = self.rows_layout.never_observed()[moved]
         return matrix

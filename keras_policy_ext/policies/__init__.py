@@ -20,17 +20,17 @@ import keras
 
 from keras_policy_ext import _extensions, policy_names
 from keras_policy_ext._keras import global_policy
-from keras_policy_ext.policies import _global, _plain
+from keras_policy_ext.policies import _global, plain
 from keras_policy_ext.policies._global import dtype_policy
-from keras_policy_ext.policies._plain import (
+from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
+from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
+from keras_policy_ext.policies.of_layers import of_path
+from keras_policy_ext.policies.plain import (
     FLOATS,
     actual_dtype,
     floating,
     is_plain,
 )
-from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
-from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8, get
-from keras_policy_ext.policies.of_layers import of_path
 from keras_policy_ext.policy_names import is_full_name
 
 __all__ = [
@@ -111,7 +111,7 @@ def _state_of(policy: object) -> _global.State:
     """Return what to store for a policy; None follows the floatx."""
     if policy is None:
         floatx = keras.config.floatx()
-        _plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
+        plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
         return None, floatx
     return floating(get(policy), "The global policy"), None
 

@@ -4,9 +4,9 @@ import threading
 
 import keras
 
-from keras_policy_ext import _scopes
+from keras_policy_ext import scopes
 from keras_policy_ext._keras import global_policy
-from keras_policy_ext.policies import _plain
+from keras_policy_ext.policies import plain
 
 #: The stored policy (None: none) and the floatx that is followed (or None).
 State = tuple[keras.DTypePolicy | None, str | None]
@@ -53,7 +53,7 @@ def restore(state: State) -> None:
     global_policy.store_global_policy(policy)
 
 
-SCOPES = _scopes.Scopes("policy_scope", snapshot, restore)
+SCOPES = scopes.Scopes("policy_scope", snapshot, restore)
 
 
 def _is_outdated(stored: keras.DTypePolicy | None, floatx: str) -> bool:
@@ -61,4 +61,4 @@ def _is_outdated(stored: keras.DTypePolicy | None, floatx: str) -> bool:
     if keras.config.floatx() == floatx:
         return False
     # Keras has stored the policy of that floatx, or nothing yet.
-    return stored is None or (_plain.is_plain(stored) and stored.name == floatx)
+    return stored is None or (plain.is_plain(stored) and stored.name == floatx)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, TypeGuard
 import keras
 
 from keras_policy_ext import policy_names, recipes
-from keras_policy_ext.policies import _global, _plain
+from keras_policy_ext.policies import _global, plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.recipes.fields import settled
 from keras_policy_ext.recipes.spec import did_you_mean
@@ -75,17 +75,17 @@ class Float8DTypePolicy(SourceMap):
         self,
         source_name: object = None,
         *args: Any,
-        amax_history_length: int = _plain.DEFAULT_LENGTH,
-        recipe: _plain.RecipeLike = None,
+        amax_history_length: int = plain.DEFAULT_LENGTH,
+        recipe: plain.RecipeLike = None,
         rules: object = (),
         mode: str | None = None,
     ) -> None:
-        source_name, length = _plain.mode_first(
+        source_name, length = plain.mode_first(
             source_name, args, mode, amax_history_length
         )
         given = _read_source(source_name)
         super().__init__(given.source)
-        self._recipe = _plain.merge_recipes(given.recipe, recipe, length)
+        self._recipe = plain.merge_recipes(given.recipe, recipe, length)
         self._rules = _merge_rules(given.rules, _read_rules(rules))
         self._patterns = [re.compile(pattern) for pattern, _ in self._rules]
         self._without_rules = self
@@ -247,7 +247,7 @@ def get(identifier: object) -> keras.DTypePolicy:
         policy = _from_dict(identifier)
     else:
         policy = _from_dtype(identifier)
-    _plain.warn_of_missing_float64(policy)
+    plain.warn_of_missing_float64(policy)
     return policy
 
 
@@ -302,7 +302,7 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     if not isinstance(policy, keras.dtype_policies.QuantizedFloat8DTypePolicy):
         return policy
     config = policy.get_config()
-    source = config["source_name"] or _plain.name_of_dtypes(policy)
+    source = config["source_name"] or plain.name_of_dtypes(policy)
     length = config["amax_history_length"]
     return Float8DTypePolicy(source, amax_history_length=length)
 
@@ -396,7 +396,7 @@ def _unknown(identifier: object, cause: str) -> str:
 
 def _hint(identifier: object) -> str:
     """Return a hint for an unknown policy name, such as a similar name."""
-    sources = ("mixed_bfloat16", "mixed_float16", *_plain.FLOATS)
+    sources = ("mixed_bfloat16", "mixed_float16", *plain.FLOATS)
     words = (policy_names.MODE, policy_names.ALIAS, *sources, *recipes.names())
     hint = did_you_mean(identifier, words)
     for name in recipes.names():
@@ -434,8 +434,8 @@ def _plain_source(identifier: object) -> keras.DTypePolicy:
         policy = get(identifier)
     except ValueError as error:
         raise ValueError(_wrong_source(identifier)) from error
-    if _plain.is_plain(policy):
-        _plain.floating(policy, "The source of a Float8DTypePolicy")
+    if plain.is_plain(policy):
+        plain.floating(policy, "The source of a Float8DTypePolicy")
         # Keras renames policies that it finds in a map: keep an own object.
         return keras.DTypePolicy(policy.name)
     raise ValueError(_wrong_source(identifier))
@@ -446,7 +446,7 @@ def _wrong_source(identifier: object, also: str = "") -> str:
         f"{identifier!r} cannot be the source of a Float8DTypePolicy, which is "
         "a plain policy: other settings would be lost. "
         f"{_hint(identifier)}Allowed: "
-        f"'mixed_bfloat16', 'mixed_float16', {_plain.FLOAT_NAMES}{also}. Pass "
+        f"'mixed_bfloat16', 'mixed_float16', {plain.FLOAT_NAMES}{also}. Pass "
         "the name of the plain policy; give a loss scale to the optimizer, by "
         "mixed_precision.wrap_optimizer."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import keras
 
 from keras_policy_ext._keras import stock_float8, walking
-from keras_policy_ext.policies import _plain
+from keras_policy_ext.policies import plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8
 
@@ -26,7 +26,7 @@ def of_path(policy: keras.DTypePolicy, path: str | None) -> keras.DTypePolicy:
     """
     while is_stock_map(policy):
         policy = policy[path] if path else policy.default_policy
-    return _plain.named(policy)
+    return plain.named(policy)
 
 
 def held_policy(layer: keras.Layer) -> keras.DTypePolicy:

@@ -18,7 +18,7 @@ from typing import IO, Any
 import h5py
 import keras
 
-from keras_policy_ext import _input_files
+from keras_policy_ext import input_files
 
 PathLike = str | os.PathLike[str]
 Source = PathLike | io.BytesIO
@@ -73,17 +73,17 @@ def parts_of(path: str) -> list[str]:
     place = pathlib.Path(path)
     if place.suffix != ".json":
         return [path]
-    index = _input_files.json_in(place.read_bytes(), path)
+    index = input_files.json_in(place.read_bytes(), path)
     if not isinstance(index, dict) or not isinstance(
         index.get("weight_map"), dict
     ):
-        raise _input_files.damaged(path, "it is no index of weights")
+        raise input_files.damaged(path, "it is no index of weights")
     names = [
         name
         for each in index["weight_map"].values()
         for name in (each if isinstance(each, list) else [each])
     ]
-    _input_files.check_names(path, names)
+    input_files.check_names(path, names)
     return [str(place.parent / name) for name in sorted(set(names))]
 
 
@@ -259,7 +259,7 @@ def check_weights(path: PathLike) -> int:
     try:
         return _check_content(path)
     except OSError as error:  # As h5py raises for truncated files.
-        raise _input_files.damaged(path, str(error)) from error
+        raise input_files.damaged(path, str(error)) from error
 
 
 def _check_content(path: PathLike) -> int:
@@ -269,11 +269,11 @@ def _check_content(path: PathLike) -> int:
         for part in parts_of(str(path)):
             with opened(part) as file:
                 if file is not None:
-                    numbers += _input_files.check_hdf5(part, file)
+                    numbers += input_files.check_hdf5(part, file)
         return numbers
     except (KeyError, RuntimeError, TypeError, zlib.error) as error:
         # As h5py raises for damaged files.
-        raise _input_files.damaged(path, str(error)) from error
+        raise input_files.damaged(path, str(error)) from error
 
 
 @contextlib.contextmanager
@@ -352,7 +352,7 @@ def _check_archive(path: PathLike) -> None:
         with zipfile.ZipFile(str(path)) as archive:
             names = archive.namelist()
             try:
-                _input_files.check_archive(path, archive)
+                input_files.check_archive(path, archive)
                 if (damaged := archive.testzip()) is not None:
                     fault = f"the checksum of {damaged} is wrong"
             except ValueError as error:  # Too large or unsafe.

@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import keras
 
-from keras_policy_ext import _input_files, policies
+from keras_policy_ext import input_files, policies
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
 from keras_policy_ext.layers import stored_files, stored_weights
@@ -51,7 +51,7 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
     if not files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
-    config = _with_own_policies(_input_files.json_in(config_in(path), path))
+    config = _with_own_policies(input_files.json_in(config_in(path), path))
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "model"
         if pathlib.Path(str(path)).is_dir():
@@ -135,7 +135,7 @@ def load_model(
 ) -> keras.Model:
     """Load a file with frozen layers as `keras.saving.load_model` would."""
     text = config_in(path)
-    compile_config = _input_files.json_in(text, path).get("compile_config")
+    compile_config = input_files.json_in(text, path).get("compile_config")
     given = text, custom_objects, safe_mode
     new_model = functools.partial(saving_hooks.model_of, *given)
     with files.weights_of(path) as weights:

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import _input_files, _user_code, policies
+from keras_policy_ext import input_files, policies, user_code
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -43,7 +43,7 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
     layers = layers_in_float8(model) if saved else []
     now = sum(bool(layer.float8_contracted) for layer in layers)
     if now < saved:
-        _user_code.warn(
+        user_code.warn(
             f"{saved - now} of the {saved} layers that were in float8 when "
             "this model was saved are not in float8 now: their model or "
             "block made stock layers anew, in the source policy. Their "
@@ -199,7 +199,7 @@ _Policies = tuple[
 def _read(path: PathLike) -> _Policies:
     """Return what the metadata in a file say of policies."""
     try:
-        metadata = _input_files.json_in(_metadata_of(path), path)
+        metadata = input_files.json_in(_metadata_of(path), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
             return [], [], []
         entries = metadata[_KEY][_POLICIES]
@@ -227,7 +227,7 @@ def _metadata_of(path: PathLike) -> bytes:
         if place.is_dir():
             return (place / _METADATA).read_bytes()
         with zipfile.ZipFile(place) as archive:
-            _input_files.check_archive(path, archive)
+            input_files.check_archive(path, archive)
             return archive.read(_METADATA)
     except (KeyError, OSError, zipfile.BadZipFile):
         return b"{}"

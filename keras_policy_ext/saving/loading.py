@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import _input_files, _user_code, policies
+from keras_policy_ext import input_files, policies, user_code
 from keras_policy_ext._keras import (
     built_layers,
     optimizer_facts,
@@ -47,7 +47,7 @@ from keras_policy_ext.saving import files, frozen_files, keras_hooks
 from keras_policy_ext.saving.files import WEIGHTS, PathLike
 
 
-@_user_code.once
+@user_code.once
 def load_model(
     path: PathLike,
     custom_objects: dict[str, object] | None = None,
@@ -94,7 +94,7 @@ def load_model(
     options = {"compile": compile, "safe_mode": safe_mode}
     if frozen_files.lacks_config(path):  # Such as an Orbax checkpoint.
         return keras.saving.load_model(path, custom_objects, **options)
-    with _input_files.within_memory_of(path, numbers):
+    with input_files.within_memory_of(path, numbers):
         if frozen_files.has_frozen_layers(path):
             load = frozen_files.load_model
             return _load_model(load, path, custom_objects, **options)
@@ -135,9 +135,9 @@ def _load_model(
     legacy = str(path).endswith((".h5", ".hdf5"))
     config = None
     if not legacy:
-        config = _input_files.json_in(frozen_files.config_in(path), path)
+        config = input_files.json_in(frozen_files.config_in(path), path)
         if not isinstance(config, dict):
-            raise _input_files.damaged(path, "its config is no dict")
+            raise input_files.damaged(path, "its config is no dict")
     with (
         keras_hooks.without_warning_of_lost_float8(),
         optimizer_facts.for_private_names(config),
@@ -175,7 +175,7 @@ def _policy_of_file(path: PathLike, config: Any) -> AbstractContextManager[Any]:
     return policies.policy_scope(policy)
 
 
-@_user_code.once
+@user_code.once
 def load_weights(
     model: keras.Layer,
     path: PathLike,
@@ -400,7 +400,7 @@ _CONFIGS = ("config.json", "metadata.json", "task.json", "preprocessor.json")
 _OF_TASK = "task.weights.h5"  # The weights around the backbone.
 
 
-@_user_code.once
+@user_code.once
 def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
     """Load a KerasHub preset, and freeze the layers that were saved frozen.
 
@@ -434,10 +434,10 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
     numbers = files.check_weights(weights)
     for name in _CONFIGS:  # Keras reads these; they are checked here.
         if (folder / name).is_file():
-            _input_files.json_in((folder / name).read_bytes(), folder / name)
+            input_files.json_in((folder / name).read_bytes(), folder / name)
     with (
         keras_hooks.without_warning_of_lost_float8(),
-        _input_files.within_memory_of(folder, numbers),
+        input_files.within_memory_of(folder, numbers),
     ):
         options["load_weights"] = False
         new_model = functools.partial(cls.from_preset, str(folder), **options)

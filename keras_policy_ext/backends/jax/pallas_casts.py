@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from keras_policy_ext import _user_code, formats
+from keras_policy_ext import formats, user_code
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.both_layouts import (
@@ -242,7 +242,7 @@ def failing() -> str | None:
             f"Each float8 layer takes longer here: {reason}. XLA casts its "
             "operands instead, with the same results.",
             UserWarning,
-            stacklevel=_user_code.stacklevel(),
+            stacklevel=user_code.stacklevel(),
         )
     return reason
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_policy_ext import _user_code, backends
+from keras_policy_ext import backends, user_code
 from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext._types import Size, Tensor, override
 from keras_policy_ext.backends import devices
@@ -376,7 +376,7 @@ class TorchBackend(Backend):
         # Two variables of one path share the place of one.
         values = (getattr(v, "_value", None) for v in model.variables)
         if not any(listed is value for value in values):
-            _user_code.warn(IGNORED)
+            user_code.warn(IGNORED)
 
     @override
     def gathering_of(self, variable: keras.Variable) -> Any:

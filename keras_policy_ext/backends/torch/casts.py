@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from keras_policy_ext import _user_code
+from keras_policy_ext import user_code
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.both_layouts import (
     Both,
@@ -365,7 +365,7 @@ def tells_the_host() -> bool:
             "runs three more small kernels in a step. Received: "
             f"{type(error).__name__}: {error}",
             UserWarning,
-            stacklevel=_user_code.stacklevel(),
+            stacklevel=user_code.stacklevel(),
         )
         return False
 

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends
+from keras_policy_ext import backends, user_code
+from keras_policy_ext.conversion.candidates import check_is_layer, path_of
 from keras_policy_ext.ext.audit.shared_scales import (
     FACTOR,
     Product,
@@ -22,8 +23,6 @@ from keras_policy_ext.ext.audit.shared_scales import (
 )
 from keras_policy_ext.ext.sampling.captured import calls_undone
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.models import check_is_layer, path_of
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 
 AXES = ("batch", "position")

@@ -13,9 +13,10 @@ from keras import ops
 
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.contractions.frozen import FrozenPlan
+from keras_policy_ext.contractions.plan import unrounded
+from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.captured import Listing
-from keras_policy_ext.extending.contractions import FrozenPlan, unrounded
-from keras_policy_ext.extending.models import path_of
 from keras_policy_ext.kernels import Einsum
 from keras_policy_ext.recipes import EACH_MATRIX, WHOLE, Quantization, Tile
 from keras_policy_ext.reference import form_of, home_matrices, tile_amax

@@ -12,18 +12,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import backends, conversion
+from keras_policy_ext import backends, conversion, user_code
+from keras_policy_ext.conversion.candidates import check as check_convertible
+from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.ext.sampling.captured import Batch, lacks_targets
 from keras_policy_ext.ext.sampling.recipes_compared import (
     RecipesReport,
     read_recipes,
 )
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.models import (
-    LayerFilter,
-    PathPatterns,
-    check_convertible,
+from keras_policy_ext.policies.of_layers import (
     layers_in_float8,
     source_policy_of,
 )

@@ -13,16 +13,16 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, numerics, seams
-from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
-from keras_policy_ext.extending.changes import parts_of, unchanged_on_error
-from keras_policy_ext.extending.models import (
-    StateVariable,
+from keras_policy_ext.conversion.candidates import (
     check_is_layer,
     has_call,
-    is_frozen,
-    layers_in_float8,
     path_of,
 )
+from keras_policy_ext.conversion.training import parts as parts_of
+from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
+from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.transaction import unchanged_on_error
+from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 
 BATCH = 32
 

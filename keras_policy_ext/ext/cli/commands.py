@@ -16,10 +16,10 @@ import keras
 
 from keras_policy_ext import recipes
 from keras_policy_ext._version import __version__
+from keras_policy_ext.backends.devices import KNOWN
 from keras_policy_ext.export import FORMATS, export
 from keras_policy_ext.ext import demo, output_files
 from keras_policy_ext.ext.gain.products import device_named
-from keras_policy_ext.extending import devices
 from keras_policy_ext.reports import BaseReport
 from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS
 from keras_policy_ext_cli import BACKENDS, wrapped
@@ -525,7 +525,7 @@ def _commands() -> tuple[_Command, ...]:
                  "whether float8 is faster on this machine, and why", (
             _option("--device", "NAME", "what would run on one that is "
                     "elsewhere, such as h100, rtx4090, mi300x or v5p; or a "
-                    f"kind of devices: {', '.join(devices.KNOWN)}",
+                    f"kind of devices: {', '.join(KNOWN)}",
                     type=_device),
             *_page_options(),
         )),

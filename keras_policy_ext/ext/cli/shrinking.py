@@ -10,8 +10,8 @@ from typing import Any
 import keras
 
 from keras_policy_ext.conversion import Converted, FrozenReport, Skipped, freeze
+from keras_policy_ext.conversion.freezing import frozen_layers
 from keras_policy_ext.ext import output_files
-from keras_policy_ext.extending.frozen import frozen_layers
 from keras_policy_ext.reports import (
     BaseReport,
     Column,

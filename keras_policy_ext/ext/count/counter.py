@@ -24,32 +24,31 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext import seams
+from keras_policy_ext._keras.walking import layers_within, own_weights
+from keras_policy_ext.conversion.model_calls import ModelCall
+from keras_policy_ext.conversion.model_calls import trace as trace_model
+from keras_policy_ext.conversion.traced_calls import (
+    Call,
+    Tracer,
+    multiplies_in_float8,
+)
+from keras_policy_ext.conversion.work import (
+    ModelWork,
+    Work,
+    register_counter,
+    scalars,
+)
+from keras_policy_ext.conversion.work import stored_kernels as stored_kernels_of
 from keras_policy_ext.ext.count import matmul_sizes
 from keras_policy_ext.ext.count.matmul_sizes import (
     MatmulSizes,
     Shape,
     StockProduct,
 )
-from keras_policy_ext.extending.layers import Float8Mixin
-from keras_policy_ext.extending.models import (
-    is_frozen,
-    layers_within,
-    own_weights,
-)
-from keras_policy_ext.extending.tracing import (
-    Call,
-    ModelCall,
-    ModelWork,
-    Tracer,
-    Work,
-    counting_products,
-    multiplies_in_float8,
-    register_counter,
-    scalars,
-    stored_kernels_of,
-    trace_model,
-)
 from keras_policy_ext.kernels import Einsum
+from keras_policy_ext.layers.by_operation import counting as counting_products
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.policies.of_layers import is_frozen
 
 SAMPLES = (2, 3)
 """Sizes of the batches that are traced."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext.extending.models import own_weights
-from keras_policy_ext.extending.tracing import (
+from keras_policy_ext._keras.walking import own_weights
+from keras_policy_ext.conversion.traced_calls import (
     einsum_of,
     keras_class,
     stock_multiplies,

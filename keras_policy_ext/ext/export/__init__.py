@@ -16,7 +16,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keras_policy_ext.extending.models import PathPatterns
+    from keras_policy_ext.conversion.requested import PathPatterns
 
 FORMATS = ("compressed-tensors", "fp8", "modelopt", "safetensors", "onnx")
 """The formats that `export` writes."""

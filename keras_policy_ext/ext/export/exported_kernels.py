@@ -12,21 +12,20 @@ from keras import ops
 
 from keras_policy_ext import stored_kernels
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext.extending.frozen import (
-    StoredVariable,
+from keras_policy_ext._keras.walking import layers_within, tracked_variables
+from keras_policy_ext.conversion.freezing import (
     deciding,
     freezable,
     frozen_layers,
+)
+from keras_policy_ext.conversion.requested import Selection
+from keras_policy_ext.conversion.work import work_of
+from keras_policy_ext.layers.stored_weights import (
+    StoredVariable,
     in_place_of_codes,
     kernels_to_store,
     stored_in,
 )
-from keras_policy_ext.extending.models import (
-    Selection,
-    layers_within,
-    tracked_variables,
-)
-from keras_policy_ext.extending.tracing import work_of
 from keras_policy_ext.reports import counted
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 

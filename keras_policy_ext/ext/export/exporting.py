@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_policy_ext.conversion.candidates import check as check_convertible
 from keras_policy_ext.ext.export import _keras as hub
 from keras_policy_ext.ext.export import (
     exported_kernels,
@@ -22,7 +23,6 @@ from keras_policy_ext.ext.export import (
 from keras_policy_ext.ext.export.exported_kernels import ExportedKernel, Scheme
 from keras_policy_ext.ext.export.readers import Reader
 from keras_policy_ext.ext.export.report import ExportReport
-from keras_policy_ext.extending.models import check_convertible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,31 +12,27 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext import input_files
 from keras_policy_ext._keras import calls
+from keras_policy_ext._keras.walking import own_weights
+from keras_policy_ext.conversion.candidates import survey
+from keras_policy_ext.conversion.freezing import form_to_freeze, frozen_layers
+from keras_policy_ext.conversion.in_place import (
+    declare_policies,
+    enter_float8_with_children,
+)
 from keras_policy_ext.ext.export import _keras as hub
 from keras_policy_ext.ext.export import safetensors_files
 from keras_policy_ext.ext.export._keras.symbolic import Symbols
 from keras_policy_ext.ext.export.safetensors_files import OF_DAMAGE, Slot
-from keras_policy_ext.extending import files
-from keras_policy_ext.extending.changes import (
-    declare_policies,
-    enter_float8_with_children,
-    to_float8_class,
-    to_stock_class,
-)
-from keras_policy_ext.extending.frozen import (
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
+from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
-    form_to_freeze,
-    frozen_layers,
     kernels_to_store,
     stored_in,
 )
-from keras_policy_ext.extending.models import (
-    own_weights,
-    source_policy_of,
-    survey,
-)
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
     BLOCK,
@@ -83,7 +79,7 @@ class QuantizedFolder:
                 "with one. Check the path."
             )
         try:
-            config = files.json_in(place.read_bytes(), place)
+            config = input_files.json_in(place.read_bytes(), place)
             quantization = config["quantization_config"]
             method = quantization["quant_method"]
         except KeyError as error:
@@ -200,7 +196,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
 
     numbers = sum(math.prod(slot.shape) for slot in slots.values())
     with (
-        files.within_memory_of(place, numbers),
+        input_files.within_memory_of(place, numbers),
         calls.after_each_build(freeze, _is_to_be_frozen),
     ):
         backbone = converter.make_backbone(dtype or folder.dtype)

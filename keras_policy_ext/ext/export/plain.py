@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import formats, loops, stored_kernels
+from keras_policy_ext import formats, input_files, loops, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.ext.export import exported_kernels, safetensors_files
 from keras_policy_ext.ext.export.exported_kernels import ExportedKernel, Scheme
@@ -25,7 +25,6 @@ from keras_policy_ext.ext.export.safetensors_files import (
     OneAtATime,
     Tensor,
 )
-from keras_policy_ext.extending import files
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]
@@ -97,7 +96,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Array | StoredKernel]:
         )
     arrays: dict[str, Any] = {n: slot.read() for n, slot in slots.items()}
     try:
-        for name, about in files.json_in(metadata[_KEY], path).items():
+        for name, about in input_files.json_in(metadata[_KEY], path).items():
             arrays[name] = _stored(
                 arrays[name], arrays.pop(name + _SCALE), about
             )

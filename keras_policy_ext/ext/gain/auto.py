@@ -10,13 +10,13 @@ import numpy as np
 
 from keras_policy_ext import backends, recipes
 from keras_policy_ext._types import override
-from keras_policy_ext.ext.gain.estimate import BreakEven, Matmuls, break_even
-from keras_policy_ext.extending.contractions import make_plan
-from keras_policy_ext.extending.filters import (
+from keras_policy_ext.contractions.plan import make_plan
+from keras_policy_ext.conversion.candidates import (
     Candidate,
     SizeFilter,
     not_multiples,
 )
+from keras_policy_ext.ext.gain.estimate import BreakEven, Matmuls, break_even
 from keras_policy_ext.kernels import Choice, Conv, Einsum
 
 

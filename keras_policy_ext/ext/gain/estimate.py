@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_policy_ext import formats, recipes
+from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.ext.gain.products import device_named
-from keras_policy_ext.extending import devices
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -122,7 +122,7 @@ def product_of(title: str) -> str | None:
     return None
 
 
-def product_named(device: devices.Device, name: str) -> str:
+def product_named(device: Device, name: str) -> str:
     """Return the key of `CARDS` for a device.
 
     Args:
@@ -483,9 +483,7 @@ def measured_on(product: str) -> tuple[Measured, ...]:
 
 
 @functools.cache
-def estimator_of(
-    backend: str, product: str, device: devices.Device
-) -> Estimator:
+def estimator_of(backend: str, product: str, device: Device) -> Estimator:
     """Return the `Estimator` of a framework on a device.
 
     Args:
@@ -547,7 +545,7 @@ LARGEST = 2**15
 
 
 @functools.cache
-def break_even(backend: str, device: devices.Device) -> BreakEven:
+def break_even(backend: str, device: Device) -> BreakEven:
     """Return the break-even size of a device whose float8 matmuls are native.
 
     Args:

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 
-from keras_policy_ext.extending import devices
+from keras_policy_ext.backends.devices import KNOWN, Device
 
 PRODUCTS = {
     "h200": "H100 H200 H800 H20 GH200",
@@ -40,7 +40,7 @@ _VARIANT = (
 )
 
 
-def device_named(name: str) -> devices.Device:
+def device_named(name: str) -> Device:
     """Return the `Device` of a product or device name, such as `"h100"`.
 
     Args:
@@ -50,25 +50,25 @@ def device_named(name: str) -> devices.Device:
     Raises:
         ValueError: If no device has this name.
     """
-    if name in devices.KNOWN:
-        return devices.KNOWN[name]
+    if name in KNOWN:
+        return KNOWN[name]
     known = _by_product()
     for plain in _plain_names(name):
         if plain in known:
             return known[plain]
     raise ValueError(
         f"{name!r} is not a known device.{_meant(name, known)} Received: "
-        f"{name!r}. Allowed: {', '.join(devices.KNOWN)}, and names of "
+        f"{name!r}. Allowed: {', '.join(KNOWN)}, and names of "
         "products, such as h100, rtx4090 or mi300x. Take the one that is most "
         "like it."
     )
 
 
-def _by_product() -> dict[str, devices.Device]:
+def _by_product() -> dict[str, Device]:
     """Return all devices by product name, in lower case without blanks."""
-    found = {_plain(name): device for name, device in devices.KNOWN.items()}
+    found = {_plain(name): device for name, device in KNOWN.items()}
     for name, products in PRODUCTS.items():
-        device = devices.KNOWN[name]
+        device = KNOWN[name]
         for product in products.split():
             title = f"{_TITLES.get(device.maker)} {_spaced(product)}"
             if device.maker == "apple" or product.upper() == "TPU7X":

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_policy_ext import backends, recipes, stored_kernels
+from keras_policy_ext.backends.devices import pretend, pretended
+from keras_policy_ext.contractions.frozen import frozen_plan
+from keras_policy_ext.contractions.plan import make_plan
 from keras_policy_ext.ext.gain import auto, estimate
 from keras_policy_ext.ext.gain.products import device_named
 from keras_policy_ext.ext.sampling import machine
-from keras_policy_ext.extending import devices
-from keras_policy_ext.extending.contractions import frozen_plan, make_plan
 from keras_policy_ext.kernels import Choice, Conv, Einsum
+from keras_policy_ext.policies.plain import for_this_device
 from keras_policy_ext.reports import BaseReport, Column, Table
 
 Cells = tuple[str, ...]
@@ -93,7 +95,7 @@ def report(device: str | None = None) -> DoctorReport:
     Raises:
         ValueError: If a device of this name is not known.
     """
-    there = devices.pretend(device_named(device)) if device else None
+    there = pretend(device_named(device)) if device else None
     with there or contextlib.nullcontext():
         found = backends.engine.device()
         return DoctorReport(
@@ -172,7 +174,7 @@ def _choices(contraction: Einsum | Conv) -> dict[Choice, list[str]]:
     """Return, for each kernel choice, the recipes and matmuls that get it."""
     found: dict[Choice, list[str]] = {}
     for recipe in recipes.names():
-        there = devices.for_this_device(recipes.get(recipe))
+        there = for_this_device(recipes.get(recipe))
         plan = _as_there(make_plan(contraction, there, "bfloat16", "float32"))
         of_recipe: dict[Choice, list[str]] = {}
         for matmul in recipes.MATMULS:
@@ -186,7 +188,7 @@ def _choices(contraction: Einsum | Conv) -> dict[Choice, list[str]]:
 
 def _as_there(plan: Any) -> Any:
     """Return a plan; on a simulated device, the one for XLA."""
-    if devices.pretended() is None:
+    if pretended() is None:
         return plan
     # `fit` on a GPU with TensorFlow uses XLA: it has no other float8 matmul.
     return dataclasses.replace(plan, for_xla=True)
@@ -214,7 +216,7 @@ def frozen_rows() -> list[Cells]:
 def break_even_rows() -> Iterator[Cells]:
     """Yield the rows of the break-even table, beginning with this device."""
     here = auto.here()
-    mark = "(asked)" if devices.pretended() else "(here)"
+    mark = "(asked)" if pretended() else "(here)"
     others = [row for row in estimate.break_evens() if row != here]
     for row in [here, *others]:
         size = "never" if row.size is None else f"{row.size}³"

@@ -9,22 +9,22 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
+from keras_policy_ext import formats, user_code
 from keras_policy_ext._keras import variable_values
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.frozen import StoredVariable, stored_in
-from keras_policy_ext.extending.models import (
-    Float8State,
-    LayersReport,
-    check_is_layer,
-    float8_policy_of,
+from keras_policy_ext._keras.walking import layers_within, own_weights
+from keras_policy_ext.conversion.candidates import check_is_layer, path_of
+from keras_policy_ext.conversion.layers_report import LayersReport
+from keras_policy_ext.conversion.work import Work, scalars, work_of
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.stored_weights import (
+    StoredVariable,
     is_state,
-    layers_within,
-    own_weights,
-    path_of,
+    stored_in,
+)
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
     stock_policy_of,
 )
-from keras_policy_ext.extending.tracing import Work, scalars, work_of
 from keras_policy_ext.reports import Column, counted, readable_bytes
 
 

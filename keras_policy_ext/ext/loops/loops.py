@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext import backends
+from keras_policy_ext._keras.walking import layers_within
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.extending import models
-from keras_policy_ext.extending.contractions import source_of
-from keras_policy_ext.extending.frozen import StoredVariable
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.stored_weights import StoredVariable
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Quantization, matmuls_of
 
 
@@ -32,7 +33,7 @@ def is_state(variable: object) -> bool:
         >>> [kpe.loops.is_state(v) for v in model.trainable_variables]
         [False, False, True]
     """
-    return models.is_state(variable)
+    return stored_weights.is_state(variable)
 
 
 def weights(model: keras.Layer) -> list[keras.Variable]:
@@ -272,7 +273,7 @@ def _check_torch(function: str, instead: str) -> None:
 def _layers(model: keras.Layer) -> list[Any]:
     """Return the layers of a model; of a torch module all its modules."""
     if isinstance(model, keras.layers.Layer):
-        return list(models.layers_within(model))
+        return list(layers_within(model))
     return list(model.modules())
 
 

@@ -12,8 +12,7 @@ from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.memory.saved_tensors import MeasuredStep
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
-from keras_policy_ext.extending.frozen import held
-from keras_policy_ext.extending.models import is_state
+from keras_policy_ext.layers.stored_weights import held, is_state
 
 
 def step_of(

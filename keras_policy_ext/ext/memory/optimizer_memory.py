@@ -11,12 +11,13 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import optimizer_variables, variable_values
+from keras_policy_ext._keras.walking import layers_within
+from keras_policy_ext.conversion.training import optimizers as optimizers_of
 from keras_policy_ext.ext.memory import saved_tensors
 from keras_policy_ext.ext.memory.saved_tensors import Update
 from keras_policy_ext.ext.moments.conversion import copy_of, targets
 from keras_policy_ext.ext.sampling.symbolic_batches import size_of
-from keras_policy_ext.extending.changes import optimizers_of
-from keras_policy_ext.extending.models import is_state, layers_within
+from keras_policy_ext.layers.stored_weights import is_state
 from keras_policy_ext.mixed_precision import StochasticRounding
 from keras_policy_ext.optimizers import (
     QuantizedState,

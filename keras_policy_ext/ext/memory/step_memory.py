@@ -10,8 +10,17 @@ from typing import Any, Literal
 
 import keras
 
-from keras_policy_ext import policies, recipes
+from keras_policy_ext import policies, recipes, user_code
 from keras_policy_ext._keras import global_policy
+from keras_policy_ext._keras.walking import layers_within, own_weights
+from keras_policy_ext.conversion.candidates import check as check_convertible
+from keras_policy_ext.conversion.candidates import check_is_layer, path_of
+from keras_policy_ext.conversion.in_place import converted, reverted
+from keras_policy_ext.conversion.requested import (
+    LayerFilter,
+    PathPatterns,
+    PolicyLike,
+)
 from keras_policy_ext.ext.memory import optimizer_memory, saved_tensors
 from keras_policy_ext.ext.memory._keras import dtypes_replaced
 from keras_policy_ext.ext.memory.measured_step import step_of
@@ -19,32 +28,18 @@ from keras_policy_ext.ext.memory.optimizer_memory import Owned
 from keras_policy_ext.ext.memory.saved_tensors import Measured
 from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.captured import calls_undone
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.changes import (
-    converted,
-    reverted,
-    to_stock_class,
-    undone,
-)
-from keras_policy_ext.extending.frozen import held
-from keras_policy_ext.extending.models import (
-    Float8State,
-    LayerFilter,
-    PathPatterns,
-    PolicyLike,
-    check_convertible,
-    check_is_layer,
-    float8_policy_of,
-    is_frozen,
-    is_state,
-    layers_in_float8,
-    layers_within,
-    own_weights,
-    path_of,
-    stock_policy_of,
-)
+from keras_policy_ext.layers.class_swap import to_stock_class
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.stored_weights import held, is_state
+from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.numerics import ROUNDABLE
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import (
+    float8_policy_of,
+    is_frozen,
+    layers_in_float8,
+    stock_policy_of,
+)
 from keras_policy_ext.recipes import is_spec
 from keras_policy_ext.reports import (
     EVERY,

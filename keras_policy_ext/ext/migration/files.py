@@ -22,7 +22,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from keras_policy_ext.extending import files
+from keras_policy_ext import input_files
 
 OF_DAMAGE = (
     ArithmeticError,
@@ -212,7 +212,7 @@ def _open_archive(path: pathlib.Path) -> Iterator[LegacyFile]:
     with contextlib.ExitStack() as stack:
         try:
             archive = stack.enter_context(zipfile.ZipFile(path))
-            files.check_archive(path, archive)
+            input_files.check_archive(path, archive)
             metadata = archive.read("metadata.json")
             config_text = archive.read("config.json")
             content = io.BytesIO(archive.read("model.weights.h5"))
@@ -243,7 +243,7 @@ def _open_archive(path: pathlib.Path) -> Iterator[LegacyFile]:
 
 def _parse(text: str | bytes) -> dict[str, Any]:
     try:
-        parsed = files.json_in(text, "config")
+        parsed = input_files.json_in(text, "config")
     except ValueError as error:
         found = error.__cause__ or error
         raise _WrongFileError(

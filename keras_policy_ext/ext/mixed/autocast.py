@@ -14,12 +14,12 @@ from typing import Any, Self
 import keras
 from keras import ops
 
-from keras_policy_ext import extending, policies
+from keras_policy_ext import policies, scopes
 from keras_policy_ext._keras import calls
+from keras_policy_ext._keras.walking import tracked_variables
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.bases import MixedInto, check_before
 from keras_policy_ext.ext.mixed import _keras
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.layers import MixedInto, check_before
 from keras_policy_ext.policies import FLOATS
 
 __all__ = ["AutocastMixin"]
@@ -180,7 +180,7 @@ def _once(name: str, kwargs: dict[str, Any], how: str) -> None:
         )
 
 
-_SCOPES = user_code.Scopes(
+_SCOPES = scopes.Scopes(
     "autocast_scope", _keras.stored_autocast_scope, _keras.store_autocast_scope
 )
 
@@ -563,7 +563,7 @@ class AutocastMixin(_keras.OwnArgumentConversion, MixedInto):
             return  # Keras's own constructor is at work.
         # Some are in no attribute, or in a list that was filled later. Keras
         # tracks no new ones once the layer is built: calls need no check.
-        for variable in extending.models.tracked_variables(self):
+        for variable in tracked_variables(self):
             if self._has_made(variable):
                 own(variable, self, self._is_mixed())
         # A metric writes what it reads. On torch what is assigned to a cast

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import keras
 
-from keras_policy_ext import seams
+from keras_policy_ext import seams, user_code
 from keras_policy_ext.ext.mixed.loss_scales import LossScale
 from keras_policy_ext.ext.mixed.wrapping import loss_scale_of_model
-from keras_policy_ext.extending import user_code
 
 
 class LossScales(seams.Follower):

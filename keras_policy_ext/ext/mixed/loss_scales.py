@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import keras
 
-from keras_policy_ext.extending import user_code
+from keras_policy_ext import user_code
 from keras_policy_ext.policies import (
     FLOATS,
     SourceMap,

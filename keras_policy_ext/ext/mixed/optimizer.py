@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends
+from keras_policy_ext import backends, user_code
 from keras_policy_ext._keras import optimizer_facts, optimizer_variables
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext._types import Tensor
@@ -27,7 +27,6 @@ from keras_policy_ext.ext.mixed.float32_views import (
 )
 from keras_policy_ext.ext.mixed.inner_optimizers import read_inner
 from keras_policy_ext.ext.mixed.loss_scales import LARGEST
-from keras_policy_ext.extending import user_code
 
 
 class Growth(NamedTuple):

@@ -7,8 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import policies
-from keras_policy_ext.extending import user_code
+from keras_policy_ext import policies, user_code
 
 
 class _PlainPolicies(type):

@@ -7,7 +7,7 @@ import weakref
 
 import keras
 
-from keras_policy_ext.extending import user_code
+from keras_policy_ext import user_code
 
 #: Optimizers whose limit is looked at, or was warned of.
 _SETTLED: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()

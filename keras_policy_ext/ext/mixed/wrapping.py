@@ -8,8 +8,10 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import extending, policies
+from keras_policy_ext import policies
 from keras_policy_ext._keras import optimizer_facts, optimizer_variables
+from keras_policy_ext._keras.walking import layers_within
+from keras_policy_ext.bases import MixedInto, check_before
 from keras_policy_ext.ext.mixed import _keras, inner_optimizers, scaler_settings
 from keras_policy_ext.ext.mixed.loss_scale_monitor import (
     LossScaleMonitor,
@@ -23,7 +25,6 @@ from keras_policy_ext.ext.mixed.loss_scales import (
     LossScaleDTypePolicy,
 )
 from keras_policy_ext.ext.mixed.optimizer import LossScaleOptimizer
-from keras_policy_ext.extending.layers import MixedInto, check_before
 from keras_policy_ext.policies import is_stock_map, of_path
 
 NAME = "loss_scale_optimizer"
@@ -75,7 +76,7 @@ def loss_scale_of_model(model: keras.Model) -> LossScale | None:
     """
     layers = [
         layer
-        for layer in extending.models.layers_within(model)
+        for layer in layers_within(model)
         if not isinstance(layer, keras.layers.InputLayer)
     ]
     own = _the_one(_requested(of_path(model.dtype_policy, model.path)))

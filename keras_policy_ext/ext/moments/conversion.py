@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import user_code
 from keras_policy_ext._keras import optimizer_variables
 from keras_policy_ext._keras.optimizer_facts import public_class
 from keras_policy_ext.ext.moments import _keras
@@ -19,7 +20,6 @@ from keras_policy_ext.ext.moments.quantized import (
 )
 from keras_policy_ext.ext.moments.settings import KEPT, Settings
 from keras_policy_ext.ext.moments.slots import QuantizedSlot
-from keras_policy_ext.extending import user_code
 
 
 class _NoMomentsError(ValueError):

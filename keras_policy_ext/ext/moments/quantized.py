@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import user_code
 from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._keras.optimizer_facts import (
     public_class,
@@ -27,7 +28,6 @@ from keras_policy_ext.ext.moments.slots import (
     WeightPart,
     as_step,
 )
-from keras_policy_ext.extending import user_code
 
 STORED = "quantized_state"
 """The key of a config and of a file that says how slots are stored."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 if TYPE_CHECKING:
-    from keras_policy_ext.extending.models import PathPatterns
+    from keras_policy_ext.conversion.requested import PathPatterns
 
 PathLike = str | os.PathLike[str]
 

@@ -19,7 +19,7 @@ from keras_policy_ext.ext.export import exported_kernels
 from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.ext.export.report import Written
 from keras_policy_ext.ext.onnx.graph import OnnxGraph, Refused, Value, onnx_type
-from keras_policy_ext.extending.layers import drop_in_of
+from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.stored_kernels import BLOCK, Axes, StoredKernel, as_matrix
 
 Array = np.ndarray[Any, Any]

@@ -8,11 +8,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext.contractions.equations import (
+    explicit as explicit_equation,
+)
+from keras_policy_ext.contractions.equations import split as terms_of
 from keras_policy_ext.ext.onnx import kernel_nodes
 from keras_policy_ext.ext.onnx.activations import activated
 from keras_policy_ext.ext.onnx.graph import Axes, Refused, Value
 from keras_policy_ext.ext.onnx.registry import Context, layer
-from keras_policy_ext.extending.contractions import explicit_equation, terms_of
 
 Array = np.ndarray[Any, Any]
 

@@ -15,6 +15,7 @@ from onnx import helper
 
 from keras_policy_ext._keras import walking
 from keras_policy_ext._version import __version__
+from keras_policy_ext.conversion.candidates import path_of, why_code_differs
 from keras_policy_ext.ext.export import language_models
 from keras_policy_ext.ext.onnx import (  # noqa: F401  they register
     activations,
@@ -31,8 +32,7 @@ from keras_policy_ext.ext.onnx.graph import (
 )
 from keras_policy_ext.ext.onnx.kernel_nodes import Kernels
 from keras_policy_ext.ext.onnx.registry import LAYERS, OPERATIONS, Context
-from keras_policy_ext.extending.layers import original_of
-from keras_policy_ext.extending.models import path_of, why_code_differs
+from keras_policy_ext.layers.drop_in import original_of
 
 PathLike = str | os.PathLike[str]
 

@@ -11,6 +11,16 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_policy_ext import user_code
+from keras_policy_ext.backends.devices import pretend
+from keras_policy_ext.contractions.plan import make_plan
+from keras_policy_ext.conversion.candidates import check as check_convertible
+from keras_policy_ext.conversion.candidates import check_is_layer, path_of
+from keras_policy_ext.conversion.in_place import converted, reverted
+from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
+from keras_policy_ext.conversion.traced_calls import multiplies_in_float8
+from keras_policy_ext.conversion.traced_calls import trace as trace_calls
+from keras_policy_ext.conversion.work import scalars
 from keras_policy_ext.ext.count import counter
 from keras_policy_ext.ext.gain.auto import contraction_of
 from keras_policy_ext.ext.gain.estimate import (
@@ -29,23 +39,9 @@ from keras_policy_ext.ext.sampling.recipes_compared import (
 )
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.what_if.what_if import what_if
-from keras_policy_ext.extending import devices, user_code
-from keras_policy_ext.extending.changes import converted, reverted
-from keras_policy_ext.extending.contractions import make_plan
-from keras_policy_ext.extending.models import (
-    LayerFilter,
-    PathPatterns,
-    check_convertible,
-    check_is_layer,
-    layers_in_float8,
-    path_of,
-)
-from keras_policy_ext.extending.tracing import (
-    multiplies_in_float8,
-    scalars,
-    trace_calls,
-)
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.policies.plain import for_this_device
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.reports import (
     Column,
@@ -259,8 +255,8 @@ def plan(
     narrow = bool(trained) and all(v.dtype == "bfloat16" for v in trained)
     source = "bfloat16" if narrow else "mixed_bfloat16"
     tensors = symbolic_batches.read(model, batch)
-    with devices.pretend(there):
-        used = [devices.for_this_device(each) for each in wanted]
+    with pretend(there):
+        used = [for_this_device(each) for each in wanted]
         work = _work(model, source, tensors, 2 if narrow else 4, options)
         natives = [_native(work, each) for each in used]
     # `filter` was asked there; memory is counted with the kernels of here.

@@ -10,21 +10,19 @@ from keras import ops
 
 from keras_policy_ext import policies
 from keras_policy_ext._keras import built_layers, stock_float8
+from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.bases import MixedInto
+from keras_policy_ext.contractions.kinds import in_one_scale
 from keras_policy_ext.ext.recurrent._keras import (
     PARTS_OF_LSTM_STEPS,
     run_recurrent_loop,
 )
-from keras_policy_ext.extending.contractions import in_one_scale
-from keras_policy_ext.extending.frozen import multiplied_often
-from keras_policy_ext.extending.layers import (
-    BuiltUnderSavedPath,
-    Float8Controller,
-    Float8Mixin,
-    MixedInto,
-    drop_in,
-)
 from keras_policy_ext.kernels import Einsum
+from keras_policy_ext.layers.controller import Float8Controller
+from keras_policy_ext.layers.drop_in import drop_in
+from keras_policy_ext.layers.mixin import Float8Mixin
+from keras_policy_ext.layers.stored_weights import multiplied_often
 
 
 @dataclasses.dataclass(frozen=True)

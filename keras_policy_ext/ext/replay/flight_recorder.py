@@ -19,6 +19,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import user_code
+from keras_policy_ext.conversion.candidates import check as check_convertible
+from keras_policy_ext.conversion.training import replicas
 from keras_policy_ext.ext.replay import recording_files
 from keras_policy_ext.ext.replay.recording_files import (
     RandomState,
@@ -28,9 +31,6 @@ from keras_policy_ext.ext.replay.recording_files import (
 from keras_policy_ext.ext.sampling import machine
 from keras_policy_ext.ext.sampling.captured import as_parts, synchronize
 from keras_policy_ext.ext.sampling.samples import check_sampling
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.changes import replicas
-from keras_policy_ext.extending.models import check_convertible
 
 _LOGGER = logging.getLogger("keras_policy_ext")
 

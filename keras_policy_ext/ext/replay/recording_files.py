@@ -15,9 +15,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends
+from keras_policy_ext import backends, input_files
 from keras_policy_ext.ext import output_files
-from keras_policy_ext.extending import files
 
 VERSION = 1
 """It rises when older versions of the package would misread a file."""
@@ -207,11 +206,11 @@ def read(path: pathlib.Path, folder: pathlib.Path) -> Recording:
     if not zipfile.is_zipfile(path):
         raise ValueError(_no_recording(path))
     with zipfile.ZipFile(path) as archive:
-        files.check_archive(path, archive)
+        input_files.check_archive(path, archive)
         if _RECORD not in archive.namelist():
             raise ValueError(_no_recording(path))
         try:
-            record = files.json_in(archive.read(_RECORD), path)
+            record = input_files.json_in(archive.read(_RECORD), path)
             if record["version"] > VERSION:
                 raise ValueError(
                     f"it has version {record['version']}, and this package "
@@ -249,7 +248,7 @@ def read(path: pathlib.Path, folder: pathlib.Path) -> Recording:
             ValueError,
             zipfile.BadZipFile,
         ) as error:
-            raise files.damaged(path, str(error)) from error
+            raise input_files.damaged(path, str(error)) from error
     return found
 
 

@@ -17,6 +17,8 @@ import keras
 
 from keras_policy_ext import backends
 from keras_policy_ext.conversion import convert, revert
+from keras_policy_ext.conversion.candidates import survey
+from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.ext.replay import recording_files
 from keras_policy_ext.ext.replay._keras import compiled_as_saved
 from keras_policy_ext.ext.replay.flight_recorder import is_spike
@@ -34,12 +36,7 @@ from keras_policy_ext.ext.sampling.recipes_compared import (
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.watch.monitor import Watch
 from keras_policy_ext.ext.watch.rules import WORDS, WatchWarning
-from keras_policy_ext.extending.changes import converted
-from keras_policy_ext.extending.models import (
-    is_frozen,
-    layers_in_float8,
-    survey,
-)
+from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 from keras_policy_ext.saving import load_model

@@ -14,22 +14,17 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends
+from keras_policy_ext._keras.walking import layers_within
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.contractions.kinds import EinsumOfBank, with_bank
+from keras_policy_ext.contractions.plan import Plan
+from keras_policy_ext.contractions.weighted_sum import fold
+from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.figures import Figures
-from keras_policy_ext.extending.changes import undone
-from keras_policy_ext.extending.contractions import (
-    EinsumOfBank,
-    Plan,
-    fold,
-    recipes_of_activations,
-    with_bank,
-)
-from keras_policy_ext.extending.models import (
-    Float8State,
-    layers_in_float8,
-    layers_within,
-    path_of,
-)
+from keras_policy_ext.layers.controller import recipes_of_activations
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.transaction import undone
+from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.seams import WEIGHTED_SUM, ContractionCall, on_contraction
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext.extending.models import itemsize
+from keras_policy_ext.conversion.saved_input_bytes import itemsize
 
 _ALLOWED = (
     "Allowed: what the model is called on, as arrays; keras.KerasTensor or "

@@ -10,10 +10,10 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import formats, recipes
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.models import path_of, source_policy_of, survey
+from keras_policy_ext import formats, recipes, user_code
+from keras_policy_ext.conversion.candidates import path_of, survey
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import source_policy_of
 
 SHARE = 0.15
 """The part of the blocks that are kept, unless a number is given.

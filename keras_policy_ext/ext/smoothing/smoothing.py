@@ -12,20 +12,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends
+from keras_policy_ext import backends, user_code
 from keras_policy_ext._keras import calls
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.changes import (
-    all_optimizers,
-    unchanged_on_error,
-)
-from keras_policy_ext.extending.models import (
-    check_is_layer,
-    layers_in_float8,
-    layers_within,
-    own_weights,
-    path_of,
-)
+from keras_policy_ext._keras.walking import layers_within, own_weights
+from keras_policy_ext.conversion.candidates import check_is_layer, path_of
+from keras_policy_ext.conversion.training import all_optimizers
+from keras_policy_ext.layers.transaction import unchanged_on_error
+from keras_policy_ext.policies.of_layers import layers_in_float8
 
 LARGEST = 20
 """The largest power of two that a scale has, up or down."""

@@ -11,9 +11,10 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.saved_input_bytes import itemsize
 from keras_policy_ext.ext.sampling.captured import Use
 from keras_policy_ext.ext.sampling.figures import Figures, measured, total
-from keras_policy_ext.extending.models import itemsize, path_of
 from keras_policy_ext.recipes import MATMULS, Quantization, Recipe
 
 GRADIENTS = ("inputs_grad", "kernel_grad")

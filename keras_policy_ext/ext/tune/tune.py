@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_policy_ext import input_files, user_code
 from keras_policy_ext.conversion import Report
+from keras_policy_ext.conversion.candidates import check_is_layer, path_of
+from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.ext import output_files
 from keras_policy_ext.ext.sampling.captured import (
     Batch,
@@ -34,14 +37,8 @@ from keras_policy_ext.ext.tune.sensitivity import (
     by_layer,
     options,
 )
-from keras_policy_ext.extending import files, user_code
-from keras_policy_ext.extending.changes import converted
-from keras_policy_ext.extending.models import (
-    check_is_layer,
-    path_of,
-    source_policy_of,
-)
 from keras_policy_ext.policies import Float8DTypePolicy
+from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.reports import (
     BaseReport,
@@ -153,7 +150,7 @@ class Tuned(BaseReport):
         Raises:
             ValueError: If it is no such file.
         """
-        read = files.json_in(pathlib.Path(path).read_bytes(), path)
+        read = input_files.json_in(pathlib.Path(path).read_bytes(), path)
         try:
             fields = dict(read)
             scores = [LayerScore(**each) for each in fields.pop("scores")]

@@ -13,7 +13,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import policies, recipes
+from keras_policy_ext import policies, recipes, user_code
+from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.conversion.in_place import declare_policies
+from keras_policy_ext.conversion.training import changing
 from keras_policy_ext.ext.sampling.captured import Loss
 from keras_policy_ext.ext.sampling.samples import check_count
 from keras_policy_ext.ext.watch.monitor import Watch, watch
@@ -23,13 +26,10 @@ from keras_policy_ext.ext.watch.rules import (
     Thresholds,
     WatchWarning,
 )
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.changes import changing, declare_policies
-from keras_policy_ext.extending.models import (
+from keras_policy_ext.layers.state import has_state
+from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
-    has_state,
     layers_in_float8,
-    path_of,
     source_policy_of,
 )
 from keras_policy_ext.recipes import MATMULS, OPERANDS, Recipe, matmuls_of

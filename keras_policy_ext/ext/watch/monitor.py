@@ -14,6 +14,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import user_code
+from keras_policy_ext.conversion.candidates import check as check_convertible
+from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.ext.sampling.captured import (
     SQUARES,
     Batch,
@@ -47,13 +50,8 @@ from keras_policy_ext.ext.watch.rules import (
 )
 from keras_policy_ext.ext.watch.run_files import EventFile, RowFile
 from keras_policy_ext.ext.watch.run_report import RunReport
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.contractions import Amax
-from keras_policy_ext.extending.models import (
-    check_convertible,
-    layers_in_float8,
-    path_of,
-)
+from keras_policy_ext.numerics.scale_sources import Amax
+from keras_policy_ext.policies.of_layers import layers_in_float8
 from keras_policy_ext.recipes import OPERANDS, Quantization, Recipe, matmuls_of
 
 MOST_WARNINGS = 1000

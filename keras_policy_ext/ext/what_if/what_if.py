@@ -10,6 +10,9 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
+from keras_policy_ext import user_code
+from keras_policy_ext.conversion.candidates import check_is_layer, path_of
+from keras_policy_ext.conversion.in_place import converted
 from keras_policy_ext.ext.sampling.captured import (
     SQUARES,
     Batch,
@@ -34,9 +37,6 @@ from keras_policy_ext.ext.sampling.recipes_compared import (
     read_recipes,
     short,
 )
-from keras_policy_ext.extending import user_code
-from keras_policy_ext.extending.changes import converted
-from keras_policy_ext.extending.models import check_is_layer, path_of
 from keras_policy_ext.recipes import OPERANDS, Quantization, Recipe, matmuls_of
 from keras_policy_ext.reports import BaseReport, Column, Table, counted
 

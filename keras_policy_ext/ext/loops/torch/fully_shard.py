@@ -22,15 +22,12 @@ from torch.utils import _pytree as pytree
 from keras_policy_ext import backends, numerics
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.backends.interface import saved_dtype
 from keras_policy_ext.backends.torch import observations
 from keras_policy_ext.backends.torch.backend import GATHERS
-from keras_policy_ext.extending.contractions import (
-    Amax,
-    Quantized,
-    ScaleSource,
-    quantize_matrix,
-    saved_dtype,
-)
+from keras_policy_ext.numerics.quantized import Quantized
+from keras_policy_ext.numerics.quantized import quantize as quantize_matrix
+from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
 from keras_policy_ext.recipes import Quantization
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import jax
 import keras
 
 from keras_policy_ext._types import override
+from keras_policy_ext.backends.traced_programs import layer_of, scope_name
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,
@@ -19,7 +20,6 @@ from keras_policy_ext.ext.memory.saved_tensors import (
     kept_of,
     source_of_variable,
 )
-from keras_policy_ext.extending.tracing import layer_of, scope_name
 
 Jaxpr = Any
 

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.traced_programs import layer_of, scope_name
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,
@@ -20,7 +21,6 @@ from keras_policy_ext.ext.memory.saved_tensors import (
     kept_of,
     source_of_variable,
 )
-from keras_policy_ext.extending.tracing import layer_of, scope_name
 
 _VIEWS = frozenset(
     [

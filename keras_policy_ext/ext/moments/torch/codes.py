@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_policy_ext import backends
+from keras_policy_ext import backends, user_code
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.torch.backend import is_real
 from keras_policy_ext.backends.torch.gradients import are_transforms_active
@@ -31,7 +31,6 @@ from keras_policy_ext.ext.moments.codes import (
     bits_of,
 )
 from keras_policy_ext.ext.moments.moment_kernels import MomentKernels
-from keras_policy_ext.extending import user_code
 
 _MANTISSA = 0x007FFFFF
 _NORMAL = bits_of(SMALLEST_NORMAL)

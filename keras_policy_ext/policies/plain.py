@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import _user_code, backends, recipes
+from keras_policy_ext import backends, recipes, user_code
 from keras_policy_ext.recipes.fields import is_open, settled
 from keras_policy_ext.recipes.recipe import quantizations_of
 
@@ -181,7 +181,7 @@ def warn_of_missing_float64(policy: keras.DTypePolicy) -> None:
     actual = actual_dtype("float64")
     if actual == "float64":
         return
-    _user_code.warn(
+    user_code.warn(
         f"Under the policy {policy.name!r} JAX will compute in {actual}: it "
         "has no float64 while jax_enable_x64 is off, though layers will "
         "report 'float64'. Call jax.config.update('jax_enable_x64', True) "
