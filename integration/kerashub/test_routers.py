@@ -7,8 +7,9 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext._keras import keras_hub as contact
-from keras_policy_ext.conversion import model_calls, roles
+from keras_policy_ext.conversion import roles
 from keras_policy_ext.conversion.candidates import survey
+from keras_policy_ext.conversion.traced_model import TracedModel
 
 models = keras_hub.models
 SIZES = {
@@ -121,10 +122,10 @@ def test_a_router_stays_unless_all_are_asked_for(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_role_and_class_find_the_same(name, monkeypatch):
     model = FAMILIES[name]()
-    found, call = survey(model).candidates, model_calls.trace(model)
-    by_class = roles.deciding(model, found, call)
+    found, traced = survey(model).candidates, TracedModel(model)
+    by_class = roles.deciding(found, traced)
     monkeypatch.setattr(contact, "routers", lambda model: {})
-    by_role = roles.deciding(model, found, call)
+    by_role = roles.deciding(found, traced)
     assert set(by_role) == set(by_class)
     assert len(by_role) == 2
 
@@ -134,7 +135,9 @@ def test_without_a_trace_the_class_says_it(monkeypatch):
         raise RuntimeError("no trace")
 
     model = mixtral()
-    monkeypatch.setattr("keras_policy_ext.conversion.traced_calls.trace", fail)
+    monkeypatch.setattr(
+        "keras_policy_ext.conversion.traced_model._traced", fail
+    )
     report = kpe.convert(model, "float8/current_from_float32")
     left = {entry.path for entry in report.skipped}
     assert {layer.path for layer in routers_of(model)} <= left

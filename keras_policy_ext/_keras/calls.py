@@ -225,3 +225,11 @@ def rematerialize_with_outer(layer: keras.Layer) -> None:
     mode = getattr(layer, "_remat_mode", None)
     if getattr(mode, "mode", None) == "full":
         layer._remat_mode = None
+
+
+def rematerialize_nothing(layer: keras.Layer) -> None:
+    """Turn off rematerialization of a layer whose call is only traced."""
+    # On TensorFlow a graph with it fails for a stock layer that is called with
+    # keyword arguments (keras 3.8 to 3.15).
+    if getattr(layer, "_remat_mode", None) is not None:
+        layer._remat_mode = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.parts import StoredMatrix
-from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
+from keras_policy_ext.backends.traced_programs import Step, TracedProgram
 from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
 
@@ -262,31 +262,27 @@ class Tracing:
     """Questions about tracing and compilation, and switches to eager runs."""
 
     def trace(
-        self,
-        function: Callable[..., Any],
-        inputs: list[Any],
-        flow: Flow | None = None,
+        self, function: Callable[..., Any], inputs: list[Any]
     ) -> TracedProgram:
-        """Trace a function; return its outputs and matmuls, computing nothing.
+        """Trace a function; return its outputs and program, computing nothing.
 
         Args:
             function: Takes tensors and returns nested tensors.
             inputs: A `keras.KerasTensor` for each, with all sizes known.
-            flow: Follows the tensors of the program, if it is given.
         """
         raise NotImplementedError
 
-    def mark_call(
-        self,
-        flow: Flow,
-        number: int,
-        operands: list[Tensor],
-        results: list[Tensor],
-    ) -> list[Tensor]:
-        """Mark a call in the program that is being traced; return its results.
+    def steps(self, program: Any) -> Iterable[Step]:
+        """Return the operations of a traced program, in order.
 
-        `flow` is that of `trace`, in which the call has this number. `results`
-        are tensors in place of its results.
+        Those of a program in it, such as the body of a loop, are among them.
+        """
+        raise NotImplementedError
+
+    def in_scope(self, number: int) -> AbstractContextManager[object]:
+        """Return a block whose traced operations have this number in `steps`.
+
+        The number of the innermost block counts.
         """
         raise NotImplementedError
 

@@ -1,10 +1,9 @@
-"""Traced programs, and the values in them: what reaches which choice."""
+"""The operations of traced programs, and how values flow through them."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 
@@ -14,29 +13,44 @@ class TracedProgram(NamedTuple):
     Attributes:
         outputs: The outputs, with a `keras.KerasTensor` for each tensor.
         program: The program, in the form of the framework: on JAX a jaxpr, on
-            TensorFlow a graph, on PyTorch a list with a `ProductCall` for each
-            call of a function that multiplies.
-        chooses: Whether the function looks for the largest or smallest entries
-            of a tensor, by a top-k, an argmax or a sort.
+            TensorFlow a graph, on PyTorch a `RecordedProgram`.
+        returned: The key of each tensor in the outputs; see `Step`.
     """
 
     outputs: Any
     program: Any
-    chooses: bool = False
+    returned: Sequence[Hashable]
 
 
-class Given(NamedTuple):
-    """The argument of this number, among the tensors that a call is given."""
-
-    number: int
+Kind = Literal["product", "choice", "same", "other"]
 
 
-HERE = "here"
-"""The source of what a program multiplies itself, outside of marked calls."""
+class Step(NamedTuple):
+    """An operation of a program, in the form that all frameworks share.
 
-Source = Hashable
-Sources = frozenset[Source]
+    A tensor is known by a key, such as its id in the program.
+
+    Attributes:
+        kind: `"product"` if it multiplies, `"choice"` if it looks for the
+            largest or smallest entries, such as a top-k, an argmax or a sort;
+            `"same"` if it only gives each of its operands another key.
+        operands: The keys of its operands.
+        results: The keys of its results, each with the name of its dtype.
+        scope: The number of the innermost `Backend.in_scope` in which it is.
+    """
+
+    kind: Kind
+    operands: list[Hashable]
+    results: list[tuple[Hashable, str]]
+    scope: int | None
+
+
+Sources = frozenset[int]
 NONE: Sources = frozenset()
+
+
+_VALUES = "float|complex|variant"
+"""In names of dtypes of values; the last is that of lists of TensorFlow."""
 
 
 class _Seen(NamedTuple):
@@ -53,127 +67,69 @@ class _Seen(NamedTuple):
     positions: Sources = NONE
 
 
-Through = Callable[[list[Sources]], list[Sources]]
-
-# No number is used twice: a framework may keep a program with older marks.
-_NUMBERS = itertools.count()
-
-
-class _MarkedCall(NamedTuple):
-    """A marked call: a map of its sources, and the number of its results."""
-
-    through: Through
-    results: int
-
-
 class Flow:
-    """The sources whose values reach a tensor, and those that make a choice.
+    """Which products reach which tensors of a program, and which choices.
 
-    A tensor is known by a key, such as its id in a program of the framework.
-    Sources are the arguments of a program, the calls that are marked in it,
-    and its products. The values of a source reach a tensor if no product or
-    marked call is in between. Sources make a choice if a top-k, an argmax or
-    a sort looks for entries of a tensor that they reach, and the program uses
-    the positions that it finds, or compares with the entries.
+    A source is the number of the scope in which a product is. Its values reach
+    a tensor if no other product is in between. Sources make a choice if a
+    top-k, an argmax or a sort looks for entries of a tensor that they reach,
+    and the program uses the positions that it finds, or compares with the
+    entries.
+
+    Args:
+        steps: The operations of the program, in order.
+        returned: The keys of the tensors that it returns.
 
     Attributes:
         chosen: For each such choice, its sources.
+        read: For each scope, the sources that reach operands in it.
         returned: For each tensor that is returned, the sources that reach it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, steps: Iterable[Step], returned: Iterable[Hashable]
+    ) -> None:
         self.chosen: set[Sources] = set()
-        self.returned: list[Sources] = []
+        self.read: dict[int, set[int]] = {}
         self._seen: dict[Hashable, _Seen] = {}
-        self._calls: dict[int, _MarkedCall] = {}
-
-    def start(self, inputs: Iterable[Hashable]) -> None:
-        """Forget all tensors, and start with these arguments."""
-        self._seen = {
-            key: _Seen(frozenset([Given(number)]))
-            for number, key in enumerate(inputs)
-        }
-        self.chosen.clear()
-
-    def finish(self, outputs: Iterable[Hashable]) -> None:
-        """Set `returned`; positions that are returned count as used."""
-        known = [self._of(key) for key in outputs]
+        for step in steps:
+            self._follow(step)
+        known = [self._of(key) for key in returned]
+        # Who gets positions may use them.
         self._count_positions_as_used(known)
         self.returned = [each.reached for each in known]
 
-    def new_call(self, through: Through, results: int) -> int:
-        """Return a number for a call that is going to be marked.
-
-        Args:
-            through: Maps the sources that reach each operand of the call to
-                those that reach each of its results.
-            results: The number of its results.
-        """
-        number = next(_NUMBERS)
-        self._calls[number] = _MarkedCall(through, results)
-        return number
-
-    def results_of(self, number: int | None) -> int | None:
-        """Return how many results a marked call has; None if it is none."""
-        call = None if number is None else self._calls.get(number)
-        return None if call is None else call.results
-
-    def same(self, old: Hashable, new: Hashable) -> None:
-        """Give the tensor `new` the sources of the tensor `old`."""
-        self._put(new, self._of(old))
-
-    def called(
-        self,
-        number: int,
-        operands: Iterable[Hashable],
-        results: Iterable[Hashable],
-    ) -> None:
-        """Give the results of a marked call the sources that its map finds.
-
-        The operands' positions count as used, since the call is not followed.
-        """
-        known = [self._of(key) for key in operands]
-        self._count_positions_as_used(known)
-        through = self._calls[number].through
-        of_results = through([each.reached for each in known])
-        for key, reached in zip(results, of_results, strict=True):
-            self._put(key, _Seen(reached))
-
-    def computed(
-        self,
-        kind: Literal["product", "choice", "other"],
-        operands: Iterable[Hashable],
-        results: Iterable[tuple[Hashable, object]],
-    ) -> None:
-        """Pass the sources of an operation's operands on to its results.
-
-        Args:
-            kind: `"choice"` for a top-k, an argmax or a sort.
-            operands: Its tensors.
-            results: Each with its dtype.
-        """
-        known = [self._of(key) for key in operands]
+    def _follow(self, step: Step) -> None:
+        """Pass what is known of the operands of an operation to its results."""
+        known = [self._of(key) for key in step.operands]
+        if step.kind == "same":
+            for (key, _), seen in zip(step.results, known, strict=True):
+                self._put(key, seen)
+            return
         # The sources of values, of chosen entries, and of the positions of such
         # entries, in all operands; see `_Seen`.
         reached = NONE.union(*(each.reached for each in known))
         ranked = NONE.union(*(each.ranked for each in known))
         positions = NONE.union(*(each.positions for each in known))
-        with_dtypes = [(key, str(dtype)) for key, dtype in results]
         # A cast or another shape of positions does not use them.
         keeps_positions = (
-            kind == "other"
+            step.kind == "other"
             and len(known) == 1
-            and not any("float" in dtype for _, dtype in with_dtypes)
+            and not any(re.search(_VALUES, x) for _, x in step.results)
         )
         if not keeps_positions:
             self._count_positions_as_used(known)
-        for key, dtype in with_dtypes:
+        if step.scope is not None:
+            self.read.setdefault(step.scope, set()).update(reached)
+        for key, dtype in step.results:
             seen = _Seen()
-            if kind == "product":
-                seen = _Seen(reached=frozenset([HERE]))
-            elif "float" in dtype:  # Values; of a choice, the chosen entries.
-                seen = _Seen(reached, reached if kind == "choice" else ranked)
-            elif kind == "choice":  # Integers: the places of these entries.
+            if step.kind == "product":
+                own = [] if step.scope is None else [step.scope]
+                seen = _Seen(reached=frozenset(own))
+            elif re.search(_VALUES, dtype):  # Of a choice, the chosen entries.
+                is_choice = step.kind == "choice"
+                seen = _Seen(reached, reached if is_choice else ranked)
+            elif step.kind == "choice":  # The places of these entries.
                 seen = _Seen(positions=reached)
             elif keeps_positions:
                 seen = _Seen(positions=positions)
@@ -196,17 +152,17 @@ class Flow:
         self.chosen.update(x.positions for x in known if x.positions)
 
 
-# The name scopes of marked calls
+# Name scopes with numbers
 
 _SCOPE = "kpe_layer_"
 
 
 def scope_name(number: int) -> str:
-    """Return a name scope that marks operations, for `layer_of`."""
+    """Return a name scope that marks operations, for `scope_number`."""
     return f"{_SCOPE}{number}"
 
 
-def layer_of(name: str) -> int | None:
+def scope_number(name: str) -> int | None:
     """Return the number in the innermost scope of `scope_name`, or None."""
     found = re.findall(rf"{_SCOPE}(\d+)", name)
     return int(found[-1]) if found else None

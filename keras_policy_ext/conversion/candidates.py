@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_policy_ext._keras import stock_float8, variable_values, walking
 from keras_policy_ext.conversion import products_by_operation
+from keras_policy_ext.conversion.traced_model import TracedModel
 from keras_policy_ext.layers.by_operation import (
     ByOperation,
     foreign_kernels,
@@ -123,18 +124,22 @@ class Survey:
     skipped: list[Unconverted]
 
 
-def survey(model: keras.Layer, attention: bool = False) -> Survey:
+def survey(
+    model: keras.Layer,
+    attention: bool = False,
+    traced: TracedModel | None = None,
+) -> Survey:
     """Sort the layers of a model into candidates, composites and skipped.
 
     With `attention`, layers without a float8 class, and without kernels, are
-    composites if their attention can be in float8.
+    composites if their attention can be in float8. `traced` is the model, if
+    the caller traces its call too.
     """
     result = Survey([], [], [])
     layers = walking.layers_within(model)
     unknown = [x for x in layers if _has_no_form(x)]
-    if attention:  # Of these, an earlier call may have recorded no attention.
-        unknown += [x for x in layers if isinstance(x, ByOperation)]
-    products_by_operation.record(model, unknown, attention)
+    traced = TracedModel(model) if traced is None else traced
+    products_by_operation.record(traced, unknown, attention)
     for layer in layers:
         if isinstance(layer, Float8State):
             continue

@@ -24,7 +24,6 @@ from keras_policy_ext.conversion.candidates import (
     Unconverted,
     path_of,
 )
-from keras_policy_ext.conversion.model_calls import ModelCall
 from keras_policy_ext.conversion.report import (
     FrozenReport,
     Report,
@@ -33,6 +32,7 @@ from keras_policy_ext.conversion.report import (
     report_of,
 )
 from keras_policy_ext.conversion.requested import PathPatterns, Selection
+from keras_policy_ext.conversion.traced_model import TracedModel
 from keras_policy_ext.conversion.work import DEPTHWISE, work_of
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.by_operation import (
@@ -146,9 +146,10 @@ def freeze(
     if isinstance(selection.filter, candidates.SizeFilter):
         raise ValueError(_no_filter(filter))
     candidates.check(model, "can be frozen")
-    eligible, skipped = freezable(model)
+    traced = TracedModel(model)
+    eligible, skipped = freezable(traced)
     work = work_of(model)
-    by_role = deciding(model, selection, eligible, work.call)
+    by_role = deciding(selection, eligible, traced)
     reasons = selection.reasons(eligible, by_role)
     by_logits: dict[int, str] = {}
     if activations is not None and include is None:
@@ -227,9 +228,12 @@ def frozen_layers(model: keras.Layer) -> list[Any]:
     return [layer for layer in walking.layers_within(model) if is_frozen(layer)]
 
 
-def freezable(model: keras.Layer) -> tuple[list[Candidate], list[Unconverted]]:
+def freezable(
+    traced: TracedModel,
+) -> tuple[list[Candidate], list[Unconverted]]:
     """Return the layers that `freeze` can freeze, and others with a reason."""
-    survey = candidates.survey(model)
+    model = traced.model
+    survey = candidates.survey(model, traced=traced)
     found = list(map(_with_own_kernels, survey.candidates))
     by_id = {id(each.layer): each for each in found if each.kernels}
     elsewhere = (
@@ -272,15 +276,12 @@ def _with_own_kernels(candidate: Candidate) -> Candidate:
 
 
 def deciding(
-    model: keras.Layer,
-    selection: Selection,
-    eligible: list[Candidate],
-    call: ModelCall | None,  # None if the model cannot be traced.
+    selection: Selection, eligible: list[Candidate], traced: TracedModel
 ) -> dict[int, str]:
     """Return why layers that decide stay in floats, by index in `eligible`."""
     if selection.deciding:
         return {}
-    reasons = roles.deciding(model, eligible, call)
+    reasons = roles.deciding(eligible, traced)
     in_floats = [n for n in reasons if not float8_policy_of(eligible[n].layer)]
     return {n: reasons[n] for n in in_floats}
 

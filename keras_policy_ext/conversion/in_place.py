@@ -59,6 +59,7 @@ from keras_policy_ext.conversion.requested import (
     check_tuned,
     warn_if_only_plain_policies,
 )
+from keras_policy_ext.conversion.traced_model import TracedModel
 from keras_policy_ext.conversion.work import ModelWork, work_of
 from keras_policy_ext.layers.attention_products import attends
 from keras_policy_ext.layers.by_operation import can_attend, record_of
@@ -316,7 +317,8 @@ def _decided(
             "weighted sums in float8, or None, to leave them as they are."
         )
     candidates.check(model)
-    survey = candidates.survey(model, attention=attention is not None)
+    traced = TracedModel(model)
+    survey = candidates.survey(model, attention is not None, traced)
     requested = Requested.read(model, policy, recipe)
     convertible = survey.candidates
     check_tuned(policy, convertible)
@@ -325,9 +327,9 @@ def _decided(
     by_role: dict[int, str] = {}
     if convertible and not selection.deciding:
         work = work_of(model)
-        by_role = roles.deciding(model, convertible, work.call)
+        by_role = roles.deciding(convertible, traced)
         if isinstance(selection.filter, Safe):
-            by_role = {**roles.ends(convertible, work.call), **by_role}
+            by_role = {**roles.ends(convertible, traced), **by_role}
     reasons = selection.reasons(convertible, by_role)
     decisions, unconverted = _decide(convertible, requested, reasons)
     return _Decided(survey, decisions, unconverted, work)

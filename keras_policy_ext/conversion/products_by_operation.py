@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any, NamedTuple
 
 import keras
 
 from keras_policy_ext._keras import products, stock_float8, walking
-from keras_policy_ext.backends.traced_programs import NONE, Sources
-from keras_policy_ext.conversion import model_calls, traced_calls
+from keras_policy_ext.conversion.traced_model import (
+    Note,
+    TracedCall,
+    TracedModel,
+)
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.attention_products import (
     Attention,
     Fused,
     Multiplied,
-    Softmax,
     role_in_attention,
 )
 from keras_policy_ext.layers.by_operation import (
-    LikeCall,
+    Noted,
     Recorded,
     RecordedProduct,
 )
@@ -30,52 +31,32 @@ from keras_policy_ext.layers.operands import is_floating
 
 
 def record(
-    model: keras.Layer, unknown: list[keras.Layer], attention: bool = False
+    traced: TracedModel, unknown: list[keras.Layer], attention: bool = False
 ) -> None:
     """Record the products of some layers of a model, once for each layer.
 
-    The model is traced with shapes only; see `conversion.traced_calls`. If it
-    cannot be traced, nothing is recorded, and the next call tries again. It is
-    not traced if no layer can have such products: a product with a weight of
-    another layer is looked for only in a model with an embedding.
+    If the model cannot be traced, nothing is recorded, and the next call tries
+    again. It is not traced if no layer can have such products: a product with a
+    weight of another layer is looked for only in a model with an embedding.
 
     Args:
-        model: A built model.
+        traced: A built model.
         unknown: Layers of it whose class has no float8 form of the package.
-        attention: Whether to look for products of two activations too.
+        attention: Whether products of two activations matter too.
     """
-    unknown = [x for x in unknown if _is_wanted(x, attention)]
+    unknown = [x for x in unknown if by_operation.record_of(x) is None]
     with_own = [x for x in unknown if _may_multiply(x)]
     others = [x for x in unknown if _may_read_others(x)]
     if not with_own:
-        are_tables = map(_is_table, walking.layers_within(model))
+        are_tables = map(_is_table, walking.layers_within(traced.model))
         if not (others and (attention or any(are_tables))):
             return
-    notes = _Notes(model)
-    with by_operation.recording(notes.take):
-        # Where sources cannot be followed, only products with weights count.
-        follows = attention and bool(
-            model_calls.trace(model, tracer=_tracer_of_attention)
-        )
-        if not follows and model_calls.trace(model) is None:
-            return
+    if traced.call is None:
+        return
+    notes = _Notes(traced.model, traced.call)
     for layer in {id(x): x for x in (*with_own, *others)}.values():
         if notes.has(layer):
-            by_operation.remember(layer, notes.of(layer, attention=follows))
-
-
-_OF_ATTENTION = (keras.layers.Softmax, keras.layers.Dropout)
-"""Layers between the two products of an attention."""
-
-_tracer_of_attention = functools.partial(
-    traced_calls.Tracer, follows=True, within=_OF_ATTENTION
-)
-
-
-def _is_wanted(layer: keras.Layer, attention: bool) -> bool:
-    """Return True if a layer has no record, or none of its attention."""
-    found = by_operation.record_of(layer)
-    return found is None or (attention and found.attention is None)
+            by_operation.remember(layer, notes.of(layer))
 
 
 def _may_multiply(layer: keras.Layer) -> bool:
@@ -110,14 +91,10 @@ class _Product(NamedTuple):
         return walking.own_weights(self.owner)[self.number]
 
 
-_PRODUCT = "product of two activations"
-"""The first entry of the source that such a product is in a traced call."""
-
-
 class _Notes:
-    """Collects the products of the layers of a model in a traced call."""
+    """Sorts what was noted in the traced call of a model by its layers."""
 
-    def __init__(self, model: keras.Layer) -> None:
+    def __init__(self, model: keras.Layer, call: TracedCall) -> None:
         # By the id of a weight, its layer and its number in `own_weights`.
         self._places = {
             id(variable): (layer, number)
@@ -128,105 +105,53 @@ class _Notes:
         self._products: dict[int, list[_Product]] = {}
         self._branches: dict[int, str] = {}
         self._choosing: set[int] = set()
-        self._called: set[int] = set()  # Layers that the call has reached.
-        self._activations: dict[int, list[Multiplied | Fused]] = {}
-        self._like: dict[int, int] = {}  # The equal layer that was traced.
-        self._scores: set[object] = set()  # Sources that reach a softmax.
+        self._activations: dict[int, list[Note]] = {}
+        self._scores = call.scores()
+        self._called = set(call.called)  # Layers that the call has reached.
+        for note in call.noted:
+            self._take(note)
+        for layer in walking.layers_within(model):
+            if isinstance(layer, keras.layers.RNN) and self.has(layer):
+                # It may compute what its cell does, without a call of the cell.
+                self._called.update(map(id, walking.layers_within(layer)))
 
-    def take(self, layer: Any, found: Any) -> Any:
-        """Add a note; of activations, return how to mark what they make."""
-        if isinstance(found, (Multiplied, Fused, Softmax)):
-            return self._take_activations(layer, found)
-        if isinstance(found, str) and found not in products.BRANCHES:
-            self._choosing.add(id(layer))  # By a top-k, for instance.
+    def _take(self, note: Note) -> None:
+        """Add a note to those of its layer."""
+        key, found = id(note.layer), note.found
+        if isinstance(found, (Multiplied, Fused)):
+            self._activations.setdefault(key, []).append(note)
+        elif isinstance(found, str) and found not in products.BRANCHES:
+            self._choosing.add(key)  # By a top-k, for instance.
         elif isinstance(found, str):
-            self._branches.setdefault(id(layer), found)
-        elif isinstance(found, LikeCall):
-            self._take_call(layer, found.other)
-        elif id(found.variable) in self._places:  # A product with a weight.
+            self._branches.setdefault(key, found)
+        elif isinstance(found, Noted) and id(found.variable) in self._places:
             owner, number = self._places[id(found.variable)]
             product = _Product(owner, number, found.equation, found.is_moved)
-            self._products.setdefault(id(layer), []).append(product)
-
-    def _take_activations(
-        self, layer: Any, found: Multiplied | Fused | Softmax
-    ) -> Any:
-        """Add a note on activations; return how to mark what they make."""
-        known = self._activations.setdefault(id(layer), [])
-        source = (_PRODUCT, id(layer), len(known))
-        if not isinstance(found, Softmax):
-            known.append(found)
-
-        # From what reaches the operands to what reaches the result.
-        def of_product(sources: Sources) -> Sources:
-            return frozenset([source])
-
-        def of_softmax(sources: Sources) -> Sources:
-            self._scores.update(sources)
-            return NONE
-
-        is_softmax = isinstance(found, Softmax)
-        through = of_softmax if is_softmax else of_product
-        return lambda operands, result: traced_calls.mark(
-            operands, result, through
-        )
+            self._products.setdefault(key, []).append(product)
 
     def _attention(self, layer: keras.Layer) -> Attention:
         """Return what the products of two activations in a layer are."""
-        # A layer that is like another one was not traced itself.
-        key = self._like.get(id(layer), id(layer))
-        noted = self._activations.get(key, ())
-        fused = [x for x in noted if isinstance(x, Fused)]
-        roles = []
-        for number, each in enumerate(noted):
-            if isinstance(each, Multiplied):
-                reaches_softmax = (_PRODUCT, key, number) in self._scores
-                role = role_in_attention(each, reaches_softmax)
-                roles.append((each.equation, role))
+        notes = self._activations.get(id(layer), ())
+        fused = [x.found for x in notes if isinstance(x.found, Fused)]
+        roles = [
+            (
+                each.found.equation,
+                role_in_attention(each.found, id(each) in self._scores),
+            )
+            for each in notes
+            if isinstance(each.found, Multiplied)
+        ]
         needs_flash = any(each.needs_flash for each in fused)
         return Attention(
             tuple(roles), is_fused=bool(fused), needs_flash=needs_flash
         )
 
-    def _take_call(self, layer: keras.Layer, other: keras.Layer) -> None:
-        """Note a call of `layer`, with all that was noted of its equal."""
-        self._called.add(id(layer))
-        if isinstance(layer, keras.layers.RNN):
-            # The calls of its cell are counted, and not traced.
-            self._called.update(map(id, walking.layers_within(layer)))
-        if layer is other:
-            return
-        inner = map(walking.layers_within, (other, layer))
-        pairs = [(a, b) for a, b in zip(*inner, strict=True) if a is not b]
-        equal = {id(noted): new for noted, new in pairs}
-        for noted, new in pairs:
-            key, old = id(new), id(noted)
-            if old in self._called:
-                self._called.add(key)
-            if old in self._branches:
-                self._branches.setdefault(key, self._branches[old])
-            if old in self._choosing:
-                self._choosing.add(key)
-            if key not in self._activations:
-                self._like[key] = self._like.get(old, old)
-            for each in self._products.get(old, ()):
-                owner = equal.get(id(each.owner))
-                owner = owner or _alike(each.owner, noted, new)
-                if owner is not None:
-                    its_own = each._replace(owner=owner)
-                    self._products.setdefault(key, []).append(its_own)
-
     def has(self, layer: keras.Layer) -> bool:
         """Return True if the traced call reached a layer."""
         return id(layer) in self._called
 
-    def of(self, layer: keras.Layer, attention: bool) -> Recorded:
-        """Return the products and choices that were noted of a layer.
-
-        Args:
-            layer: A layer that the traced call reached.
-            attention: Whether products of two activations were followed.
-        """
+    def of(self, layer: keras.Layer) -> Recorded:
+        """Return the products and choices noted of a layer that was called."""
         found = dict.fromkeys(self._products.get(id(layer), ()))
         own = [_public_record(x, layer) for x in found if x.owner is layer]
         foreign = [x for x in found if x.owner is not layer]
@@ -245,7 +170,7 @@ class _Notes:
             chooses=id(layer) in self._choosing,
             is_tied=bool(tied) and not own and not uncalled,
             refused=tuple(weakref.ref(x.owner) for x in refused),
-            attention=self._attention(layer) if attention else None,
+            attention=self._attention(layer),
         )
 
     def _is_uncalled(self, owner: keras.Layer, layer: keras.Layer) -> bool:
@@ -274,18 +199,6 @@ class _Notes:
             and form.float8_trains
             and form.is_float8_kernel(owner, weight)
         )
-
-
-def _alike(
-    owner: keras.Layer, old: keras.Layer, new: keras.Layer
-) -> keras.Layer | None:
-    """Return the layer that `new` holds where `old` holds `owner`, or None."""
-    held = walking.attributes(new)
-    for name, value in walking.attributes(old).items():
-        found = held.get(name)
-        if value is owner and type(found) is type(owner):
-            return found
-    return None
 
 
 def _public_record(product: _Product, layer: keras.Layer) -> RecordedProduct:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import keras
 
 from keras_policy_ext._keras import keras_hub
-from keras_policy_ext.backends.traced_programs import Sources
 from keras_policy_ext.conversion.candidates import Candidate
-from keras_policy_ext.conversion.model_calls import ModelCall
+from keras_policy_ext.conversion.traced_model import TracedModel
 from keras_policy_ext.layers.by_operation import record_of
 
 FEW = 4
@@ -31,9 +30,7 @@ _HEAD = "it is a head: its outputs are outputs of the model"
 _TIED = "it is the head of a language model, which shares its table"
 
 
-def deciding(
-    model: keras.Layer, found: Sequence[Candidate], call: ModelCall | None
-) -> dict[int, str]:
+def deciding(found: Sequence[Candidate], traced: TracedModel) -> dict[int, str]:
     """Return why layers are left out that decide, as routers of experts do.
 
     A layer decides if no other product is between its outputs and a top-k, an
@@ -43,20 +40,21 @@ def deciding(
     from, such as a metric or a sampler, does not count.
 
     Args:
-        model: The model.
         found: All layers that could be converted, in the model's order.
-        call: The traced call of the model; None if it cannot be traced.
+        traced: The model.
 
     Returns:
         A reason by the index of each layer that decides.
     """
-    routers = keras_hub.routers(model)
-    followed = call.followed() if call and call.chooses else None
-    choices = followed.chosen if followed else frozenset[Sources]()
-    # Among sources, layers are ids; others are arguments.
-    layers = [[x for x in each if isinstance(x, int)] for each in choices]
-    choosing = {x for each in layers if len(each) <= FEW for x in each}
-    reached = frozenset[object]().union(*choices)
+    routers, call = keras_hub.routers(traced.model), traced.call
+    choosing: set[int] = set()
+    reached: set[int] = set()
+    if call is not None:
+        for sources in call.flow.chosen:
+            layers = call.layers(sources)
+            reached |= layers
+            if len(sources) <= FEW:
+                choosing |= layers
     reasons = {}
     for number, candidate in enumerate(found):
         key = id(candidate.layer)
@@ -68,21 +66,22 @@ def deciding(
     return reasons
 
 
-def ends(found: Sequence[Candidate], call: ModelCall | None) -> dict[int, str]:
+def ends(found: Sequence[Candidate], traced: TracedModel) -> dict[int, str]:
     """Return why the first layer and the heads of a model are left out.
 
     Args:
         found: All layers that could be converted, in the model's order.
-        call: The traced call of the model; None if it cannot be traced.
+        traced: The model.
 
     Returns:
         A reason by the index of the first layer and of each head. If no head
         is known, the last layer counts as one.
     """
-    followed = call.followed() if call else None
-    reached = followed.reached if followed else ()
-    # Layers that are the only source of an output of the model.
-    heads = {x for each in reached if len(each) == 1 for x in each}
+    call, heads = traced.call, set[int]()
+    if call is not None:
+        for sources in call.flow.returned:
+            if len(sources) == 1:  # It alone reaches an output of the model.
+                heads |= call.layers(sources)
     reasons = {}
     for number, candidate in enumerate(found):
         if _reads_table(candidate.layer):

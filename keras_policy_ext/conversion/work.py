@@ -7,7 +7,6 @@ extension counts multiplications, by a class that it registers.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -16,15 +15,12 @@ import keras
 
 from keras_policy_ext import _extensions
 from keras_policy_ext._keras import walking
-from keras_policy_ext.conversion import model_calls
-from keras_policy_ext.conversion.traced_calls import (
-    RUN_OTHER_CODE,
-    keras_class,
-    multiplies_in_float8,
-)
 from keras_policy_ext.layers.drop_in import drop_in_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.policies.of_layers import is_frozen
+from keras_policy_ext.policies.of_layers import (
+    is_frozen,
+    multiplies_in_float8,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,11 +58,6 @@ class ModelWork:
 
     def __init__(self, model: keras.Layer) -> None:
         self.model = model
-
-    @functools.cached_property
-    def call(self) -> model_calls.ModelCall | None:
-        """The traced call of the model; None if it cannot be traced."""
-        return model_calls.trace(self.model)
 
     def hold_for(self, converted: Iterable[keras.Layer]) -> bool:
         """Return True if the counts hold once these layers are in float8."""
@@ -144,6 +135,26 @@ def scalars(variables: Iterable[keras.Variable]) -> int:
 def stored_kernels(layer: Any) -> list[keras.Variable]:
     """Return the kernels of a layer that are stored in float8."""
     return layer.float8_contracted if is_frozen(layer) else []
+
+
+# Classes of Keras, without layers in them, that run code of their subclass or
+# of what they are given; the last one multiplies only if an argument says so.
+RUN_OTHER_CODE = frozenset(
+    (
+        *("Layer", "Model", "Functional", "Sequential", "Wrapper", "Lambda"),
+        *("TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer"),
+        "ReversibleEmbedding",
+    )
+)
+
+
+def keras_class(layer: keras.Layer) -> type[keras.Layer]:
+    """Return the nearest class in a layer's MRO that Keras defines."""
+    return next(
+        base
+        for base in type(layer).__mro__
+        if base.__module__.partition(".")[0] == "keras"
+    )
 
 
 DEPTHWISE = "depthwise_kernel"

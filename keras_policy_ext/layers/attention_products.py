@@ -184,9 +184,9 @@ def multiply(
         softmax_operand = next(of_softmax, None)
     product = Multiplied(equation, softmax_operand)
     note = products.recorder()
-    if note is not None:  # It returns what marks the result in the trace.
-        mark = note(layer, product)
-        return mark(operands, stock())
+    if note is not None:
+        with note(layer, product):
+            return stock()
     role = _role_in_call(layer, product)
     dtype = keras.backend.result_type(*(x.dtype for x in operands))
     if role is None or layer.float8_policy is None:
@@ -266,11 +266,11 @@ def run_and_pass_on(
 def softmax(
     layer: keras.Layer, stock: Operation, _name: str, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Run a softmax, and note what made its result."""
-    result, note = stock(*args, **kwargs), products.recorder()
-    if note is not None and args:
-        mark = note(layer, Softmax())  # Marks the result in the trace.
-        result = mark(args[:1], result)
+    """Run a softmax; note it if recording, and that it made the result."""
+    note = products.recorder()
+    block = contextlib.nullcontext() if note is None else note(layer, Softmax())
+    with block:
+        result = stock(*args, **kwargs)
     if _notes_softmax():
         _PROBABILITIES.set(result, True)
     return result

@@ -96,8 +96,8 @@ class Recorded:
     is_tied: bool = False
     # Layers with whose weights it multiplies, but that do so in float8 too.
     refused: tuple[weakref.ref[keras.Layer], ...] = ()
-    # Its products of two activations; None if they were not looked for.
-    attention: Attention | None = None
+    # Its products of two activations.
+    attention: Attention = dataclasses.field(default_factory=Attention)
 
 
 _RECORDED: weakref.WeakKeyDictionary[Any, Recorded] = (
@@ -136,7 +136,7 @@ def products_of(layer: keras.Layer) -> tuple[RecordedProduct, ...]:
 def can_attend(layer: keras.Layer) -> bool:
     """Return True if products of two activations can be in float8."""
     record = _RECORDED.get(layer)
-    if record is None or record.branch or record.attention is None:
+    if record is None or record.branch:
         return False
     return record.attention.is_recognised
 
@@ -282,7 +282,7 @@ class _Origin:
         return self.reference()
 
 
-_ORIGINS: TensorNotes[_Origin] = TensorNotes()
+_ORIGINS: TensorNotes[_Origin | None] = TensorNotes()
 """The origin of each tensor that a recognised operation made of a variable."""
 
 
@@ -292,6 +292,16 @@ def _origin_of(x: object) -> _Origin | None:
         return _Origin(weakref.ref(x))
     origin = _ORIGINS.get(x)
     return None if origin is None or origin.variable is None else origin
+
+
+def forget_weights(outputs: Any) -> None:
+    """Let a layer's outputs be activations, also if it made them of a weight.
+
+    An embedding makes its outputs of its table, for instance.
+    """
+    for x in keras.tree.flatten(outputs):
+        if _ORIGINS.get(x) is not None:
+            _ORIGINS.set(x, None)
 
 
 # The handlers of operations. Each gets the layer in whose call it is, and the
@@ -671,22 +681,17 @@ class Noted(NamedTuple):
     is_moved: bool
 
 
-class LikeCall(NamedTuple):
-    """A call like that of `other`, an equal layer, when it was traced."""
-
-    other: keras.Layer
-
-
-Note = Callable[[Any, Noted | LikeCall | str], None]
+Note = Callable[[Any, Any], Any]
 
 
 @contextlib.contextmanager
 def recording(note: Note) -> Iterator[None]:
-    """In the block, pass each traced product and call of a layer to `note`.
+    """In the block, pass what layers compute by operations to `note`.
 
-    `note` gets a layer, and what its call does: `Noted` for a product,
-    `LikeCall` for a call, or the name of an operation that runs functions of
-    the caller.
+    `note` gets a layer and what it computes: `Noted` for a product with a
+    weight, the name of an operation that chooses or runs functions of the
+    caller, or `Multiplied`, `Softmax` or `Fused`. For a `Multiplied` and a
+    `Softmax` it returns the block in which they are to be computed.
     """
     with products.wrapped(), products.recording(note):
         yield
@@ -711,13 +716,6 @@ def counting(count: Count) -> Iterator[None]:
             yield
     finally:
         _COUNT.reset(token)
-
-
-def note_call(layer: keras.Layer, other: keras.Layer) -> None:
-    """Note that a layer is called, as `other` was when it was traced."""
-    note = products.recorder()
-    if note is not None:
-        note(layer, LikeCall(other))
 
 
 def _branch(

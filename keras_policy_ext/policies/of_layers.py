@@ -82,3 +82,11 @@ def layers_in_float8(model: keras.Layer) -> list[keras.Layer]:
     """Return the layers of a model that are in float8, in the model's order."""
     layers = walking.layers_within(model)
     return [x for x in layers if float8_policy_of(x) is not None]
+
+
+def multiplies_in_float8(layer: keras.Layer) -> bool:
+    """Return True if a layer's forward matmul reads quantized inputs."""
+    policy = float8_policy_of(layer)
+    if policy is None:
+        return False
+    return policy.recipe.quantization("inputs", "forward") is not None

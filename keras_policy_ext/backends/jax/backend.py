@@ -29,7 +29,7 @@ from keras_policy_ext.backends.jax import (
 )
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
 from keras_policy_ext.backends.parts import StoredMatrix
-from keras_policy_ext.backends.traced_programs import Flow, scope_name
+from keras_policy_ext.backends.traced_programs import scope_name
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.primitives import DECODED
 
@@ -64,19 +64,12 @@ class JaxBackend(Backend):
     steps_take_values = True
 
     trace = staticmethod(traced_programs.trace)
+    steps = staticmethod(traced_programs.steps)
 
     @override
-    def mark_call(
-        self,
-        flow: Flow,
-        number: int,
-        operands: list[Tensor],
-        results: list[Tensor],
-    ) -> list[Tensor]:
+    def in_scope(self, number: int) -> AbstractContextManager[object]:
         # `traced_programs` reads the number from the name of the scope.
-        with jax.named_scope(scope_name(number)):
-            _, marked = lax.optimization_barrier((operands, results))
-        return list(marked)
+        return jax.named_scope(scope_name(number))
 
     @override
     def step_by_step(self) -> AbstractContextManager[None]:

@@ -1,8 +1,9 @@
-"""JAX: trace a function, and follow the values in its program."""
+"""JAX: trace a function, and read its program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ import keras
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.traced_programs import (
-    Flow,
+    Kind,
+    Step,
     TracedProgram,
-    layer_of,
+    scope_number,
 )
 
 _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
@@ -22,9 +24,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 """Primitives that multiply."""
 
 
-def trace(
-    function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> TracedProgram:
+def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
     """Trace a function with JAX; see `Backend.trace`."""
     returned: Any = None
 
@@ -36,48 +36,70 @@ def trace(
         return [x for x in leaves if isinstance(x, jax.Array)]
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-    program = jax.make_jaxpr(flat)(*shapes)
+    # JAX keeps the programs of functions that are compiled or recomputed, for
+    # each set of named axes (jax 0.10). With a new axis it traces them now, and
+    # never uses these programs, in which layers may be replaced, in a step.
+    axis = f"kpe_trace_{next(_TRACES)}"
+    program = jax.make_jaxpr(flat, axis_env=[(axis, 1)])(*shapes).jaxpr
     outputs = keras.tree.map_structure(_described, returned)
-    if flow is not None:
-        flow.start(map(id, program.jaxpr.invars))
-        _follow(program.jaxpr, flow)
-        flow.finish(map(id, program.jaxpr.outvars))
-    return TracedProgram(outputs, program.jaxpr, _chooses(program.jaxpr))
+    return TracedProgram(outputs, program, list(map(id, program.outvars)))
 
 
-def _follow(program: Any, flow: Flow) -> None:
-    """Tell a flow each equation of a program, in order, and of those inside."""
-    for step in program.eqns:
-        name = step.primitive.name
-        operands = [id(x) for x in step.invars]
-        call, result_count = None, None
-        # `mark_call` passes a call's operands, then its results, through one.
-        if name == "optimization_barrier":
-            call = layer_of(str(step.source_info.name_stack))
-            result_count = flow.results_of(call)
-        if call is not None and result_count is not None:
-            first = len(operands) - result_count
-            results = [id(x) for x in step.outvars[first:]]
-            flow.called(call, operands[:first], results)
-            continue
-        kind: Any = "choice" if name in _CHOICES else "other"
-        if name in PRODUCTS:
-            kind = "product"
-        bodies = [program_in(each) for each in programs_in(step)]
-        if not bodies:
-            made = [(id(x), getattr(x.aval, "dtype", "")) for x in step.outvars]
-            flow.computed(kind, operands, made)
+_TRACES = itertools.count()
+
+
+def steps(program: Any, scope: int | None = None) -> Iterator[Step]:
+    """Yield the equations of a program; see `Backend.steps`.
+
+    `scope` is that of a program that an equation of another one runs.
+    """
+    for equation in program.eqns:
+        name = equation.primitive.name
+        inner = scope_number(str(equation.source_info.name_stack))
+        inner = scope if inner is None else inner
+        operands: list[Hashable] = [id(x) for x in equation.invars]
+        results = [_result(x) for x in equation.outvars]
+        condition = program_in(equation.params.get("cond_jaxpr"))
+        bodies = [program_in(each) for each in programs_in(equation)]
+        made: list[list[Any]] = []  # The outputs of each body.
         for body in bodies:
             # A body reads the last operands: those of the condition are first.
             given = operands[len(operands) - len(body.invars) :]
-            for old, new in zip(given, body.invars, strict=False):
-                flow.same(old, id(new))
-            _follow(body, flow)
-            # The condition of a loop returns no results of the loop.
-            if len(body.outvars) == len(step.outvars):
-                pairs = zip(body.outvars, step.outvars, strict=True)
-                for inside, outside in pairs:
-                    flow.same(id(inside), id(outside))
+            read = [_result(x) for x in body.invars[: len(given)]]
+            yield Step("same", given, read, inner)
+            yield from steps(body, inner)
+            old, new = _carried(equation, body)
+            if old:  # A loop: what a step has made, the next one reads.
+                yield Step("same", list(map(id, old)), new, inner)
+                yield from steps(body, inner)
+            if len(body.outvars) == len(results) and body is not condition:
+                made.append(body.outvars)
+        for number, result in enumerate(results if made else ()):
+            of_bodies: list[Hashable] = [id(each[number]) for each in made]
+            kind: Kind = "other" if len(made) > 1 else "same"
+            yield Step(kind, of_bodies, [result], inner)
+        if not made:
+            kind = "choice" if name in _CHOICES else "other"
+            kind = "product" if name in PRODUCTS else kind
+            yield Step(kind, operands, results, inner)
+
+
+def _carried(
+    equation: Any, body: Any
+) -> tuple[list[Any], list[tuple[Hashable, str]]]:
+    """Return a loop's outputs of a step, and its inputs of the next one."""
+    name, params = equation.primitive.name, equation.params
+    first = count = 0
+    if name == "scan":
+        first, count = params["num_consts"], params["num_carry"]
+    elif name == "while" and body is program_in(params["body_jaxpr"]):
+        first, count = params["body_nconsts"], len(body.outvars)
+    carried = body.invars[first : first + count]
+    return body.outvars[:count], list(map(_result, carried))
+
+
+def _result(variable: Any) -> tuple[Hashable, str]:
+    return id(variable), str(getattr(variable.aval, "dtype", ""))
 
 
 def _described(x: Tensor) -> Any:
@@ -85,15 +107,6 @@ def _described(x: Tensor) -> Any:
     if not isinstance(x, jax.Array):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
-
-
-def _chooses(program: Any) -> bool:
-    """Return True if a program, or one in it, chooses among values."""
-    return any(
-        step.primitive.name in _CHOICES
-        or any(map(_chooses, map(program_in, programs_in(step))))
-        for step in program.eqns
-    )
 
 
 def programs_in(step: Any) -> Iterator[Any]:

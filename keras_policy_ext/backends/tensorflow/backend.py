@@ -8,6 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -34,7 +35,7 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     refuse_vectorized,
     sizes_of,
 )
-from keras_policy_ext.backends.traced_programs import Flow, scope_name
+from keras_policy_ext.backends.traced_programs import scope_name
 from keras_policy_ext.numerics.primitives import DECODED
 
 
@@ -71,20 +72,12 @@ class TensorFlowBackend(Backend):
     keeps_variables_in_graphs = True
 
     trace = staticmethod(traced_programs.trace)
+    steps = staticmethod(traced_programs.steps)
 
     @override
-    def mark_call(
-        self,
-        flow: Flow,
-        number: int,
-        operands: list[Tensor],
-        results: list[Tensor],
-    ) -> list[Tensor]:
-        # `traced_programs` reads the number from the name of the operation.
-        marked = tf.raw_ops.IdentityN(
-            input=[*operands, *results], name=scope_name(number)
-        )
-        return list(marked[len(operands) :])
+    def in_scope(self, number: int) -> AbstractContextManager[object]:
+        # `traced_programs` reads the number from the name of the scope.
+        return tf.name_scope(scope_name(number))
 
     @override
     def traces_for_xla(self) -> bool:

@@ -1,8 +1,8 @@
-"""TensorFlow: trace a function, and follow the values in its graph."""
+"""TensorFlow: trace a function, and read its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import keras
@@ -10,9 +10,10 @@ import tensorflow as tf
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.traced_programs import (
-    Flow,
+    Kind,
+    Step,
     TracedProgram,
-    layer_of,
+    scope_number,
 )
 
 # There is no public way to the graph of a function (TF 2.21). Where this one is
@@ -36,10 +37,11 @@ _CHOICES = frozenset(
 )
 """Operations that look for the largest or smallest entries."""
 
+LOOPS = ("While", "StatelessWhile")
+"""Operations that repeat a graph."""
 
-def trace(
-    function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> TracedProgram:
+
+def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
     """Trace a function with TensorFlow; see `Backend.trace`."""
     # Keras computes shapes in such a graph too. `tf.function` takes longer.
     graph = tf.__internal__.FuncGraph("products")
@@ -47,52 +49,53 @@ def trace(
         tensors = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in inputs]
         returned = function(*tensors)
     outputs = keras.tree.map_structure(_described, returned)
-    if flow is not None:
-        results = filter(tf.is_tensor, keras.tree.flatten(returned))
-        flow.start(map(_key, tensors))
-        _follow(graph, flow)
-        flow.finish(map(_key, results))
-    return TracedProgram(outputs, graph, _chooses(graph))
+    results = filter(tf.is_tensor, keras.tree.flatten(returned))
+    return TracedProgram(outputs, graph, list(map(_key, results)))
 
 
 def _key(tensor: Tensor) -> tuple[int, str]:
-    """Return what stands for a tensor in a `Flow`."""
+    """Return what stands for a tensor in a `Step`."""
     return id(tensor.graph), tensor.name
 
 
-def _follow(graph: Any, flow: Flow) -> None:
-    """Tell a flow each operation of a graph, in order, and of those inside."""
-    for step in graph.get_operations():
-        operands = list(map(_key, step.inputs))
-        # `mark_call` passes a call's operands, then its results, through one.
-        call = layer_of(step.name) if step.type == "IdentityN" else None
-        result_count = flow.results_of(call)
-        if call is not None and result_count is not None:
-            first = len(operands) - result_count
-            results = map(_key, step.outputs[first:])
-            flow.called(call, operands[:first], results)
+def steps(program: Any, scope: int | None = None) -> Iterator[Step]:
+    """Yield the operations of a graph; see `Backend.steps`.
+
+    `scope` is that of a graph that an operation of another one runs.
+    """
+    for operation in program.get_operations():
+        # A size has no source, and what a graph is given is known already.
+        if operation.type in _OF_SHAPES or operation.type == "Placeholder":
             continue
-        # A size has no source, and a placeholder has its sources already.
-        if step.type in _OF_SHAPES or step.type == "Placeholder":
-            continue
-        kind: Any = "choice" if step.type in _CHOICES else "other"
-        if step.type in _PRODUCTS:
-            kind = "product"
-        bodies = list(graphs_in(step, graph))
-        if not bodies:
-            made = [(_key(x), x.dtype.name) for x in step.outputs]
-            flow.computed(kind, operands, made)
-        for body in bodies:
+        inner = scope_number(operation.name)
+        inner = scope if inner is None else inner
+        operands: list[Hashable] = list(map(_key, operation.inputs))
+        results = list(map(_result, operation.outputs))
+        made = []  # The outputs of each body.
+        for body in graphs_in(operation, program):
             # A branch is not given the condition, which is the first operand.
             given = operands[len(operands) - len(body.inputs) :]
-            for old, new in zip(given, body.inputs, strict=False):
-                flow.same(old, _key(new))
-            _follow(body, flow)
-            # The condition of a loop returns no results of the loop.
-            if len(body.outputs) == len(step.outputs):
-                pairs = zip(body.outputs, step.outputs, strict=True)
-                for inside, outside in pairs:
-                    flow.same(_key(inside), _key(outside))
+            read = list(map(_result, body.inputs[: len(given)]))
+            yield Step("same", given, read, inner)
+            yield from steps(body, inner)
+            outputs: list[Hashable] = list(map(_key, body.outputs))
+            if len(outputs) != len(results):
+                continue  # The condition of a loop.
+            if operation.type in LOOPS:  # What a step has made, the next reads.
+                yield Step("same", outputs, read, inner)
+                yield from steps(body, inner)
+            made.append(outputs)
+        for number, result in enumerate(results if made else ()):
+            kind: Kind = "other" if len(made) > 1 else "same"
+            yield Step(kind, [each[number] for each in made], [result], inner)
+        if not made:
+            kind = "choice" if operation.type in _CHOICES else "other"
+            kind = "product" if operation.type in _PRODUCTS else kind
+            yield Step(kind, operands, results, inner)
+
+
+def _result(tensor: Tensor) -> tuple[Hashable, str]:
+    return _key(tensor), tensor.dtype.name
 
 
 def _described(x: Tensor) -> Any:
@@ -100,14 +103,6 @@ def _described(x: Tensor) -> Any:
     if not tf.is_tensor(x):
         return x
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
-
-
-def _chooses(graph: Any) -> bool:
-    """Return True if a graph, or one in it, chooses among values."""
-    return any(
-        step.type in _CHOICES or any(map(_chooses, graphs_in(step, graph)))
-        for step in graph.get_operations()
-    )
 
 
 def graphs_in(step: Any, graph: Any) -> Iterator[Any]:
@@ -129,7 +124,7 @@ def graphs_in(step: Any, graph: Any) -> Iterator[Any]:
         function = functions.get(name)
         if function is None:
             continue
-        # The last operands: see `_follow`.
+        # The last operands: see `steps`.
         count = len(function.signature.input_arg)
         inputs = list(step.inputs)[len(step.inputs) - count :]
         yield function_def_to_graph.function_def_to_graph(

@@ -201,7 +201,8 @@ class TorchBackend(Backend):
     numbers_of_a_part = 1 << 17
 
     trace = staticmethod(traced_programs.trace)
-    mark_call = staticmethod(traced_programs.mark_call)
+    steps = staticmethod(traced_programs.steps)
+    in_scope = staticmethod(traced_programs.in_scope)
 
     @override
     def is_compiling(self) -> bool:

@@ -1,8 +1,9 @@
-"""PyTorch: run a function on shapes, and follow the values in it."""
+"""PyTorch: run a function on shapes, and record what it calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import keras
@@ -10,7 +11,11 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
+from keras_policy_ext.backends.traced_programs import (
+    Kind,
+    Step,
+    TracedProgram,
+)
 
 MATMUL, ADDED_MATMUL, LINEAR, EINSUM = "matmul", "addmm", "linear", "einsum"
 TENSORDOT, CONVOLUTION, TRANSPOSED = "tensordot", "conv", "conv_transpose"
@@ -78,43 +83,60 @@ class ProductCall(NamedTuple):
     outputs: Any
 
 
-def trace(
-    function: Callable[..., Any], inputs: list[Any], flow: Flow | None = None
-) -> TracedProgram:
+class RecordedProgram(NamedTuple):
+    """The calls of functions that PyTorch has run.
+
+    Attributes:
+        products: The calls of functions that multiply.
+        steps: All calls, in order; the key of a tensor is its id.
+        kept: Their tensors, so that no other tensor gets the id of one.
+    """
+
+    products: list[ProductCall]
+    steps: list[Step]
+    kept: list[torch.Tensor]
+
+
+def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
     """Trace a function with PyTorch; see `Backend.trace`.
 
     Like Keras, it runs on the real device if the meta device fails.
     """
     try:
-        return _trace(function, inputs, flow, device="meta")
+        return _trace(function, inputs, device="meta")
     # Operations without a kernel for "meta" raise errors of many types. Any
     # other error is raised again on the real device.
     except Exception:
         real_device = "gpu" if torch.cuda.is_available() else "cpu"
-        return _trace(function, inputs, flow, device=real_device)
+        return _trace(function, inputs, device=real_device)
 
 
-def mark_call(
-    flow: Flow, number: int, operands: list[Any], results: list[Any]
-) -> list[Any]:
-    """Mark a call that is being recorded; see `Backend.mark_call`."""
-    _Recorder.entered[-1].keep(*operands, *results)
-    flow.called(number, map(id, operands), map(id, results))
-    return results
+def steps(program: RecordedProgram) -> Iterable[Step]:
+    """Return the calls of a program; see `Backend.steps`."""
+    return program.steps
+
+
+@contextlib.contextmanager
+def in_scope(number: int) -> Iterator[None]:
+    """In the block, the calls that are recorded have this number."""
+    _SCOPES.append(number)
+    try:
+        yield
+    finally:
+        _SCOPES.pop()
+
+
+_SCOPES: list[int] = []
+"""The numbers of the open scopes; the innermost is last."""
 
 
 def _trace(
-    function: Callable[..., Any],
-    inputs: list[Any],
-    flow: Flow | None,
-    device: str,
+    function: Callable[..., Any], inputs: list[Any], device: str
 ) -> TracedProgram:
     """Run a function on ones on a device, and record its calls."""
     with torch.no_grad(), keras.device(device):
         tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
-        if flow is not None:
-            flow.start(map(id, tensors))
-        recorder = _Recorder(flow)
+        recorder = _Recorder()
         # Not in `__enter__` and `__exit__`, where an interrupt could keep
         # PyTorch from leaving the recorder.
         _Recorder.entered.append(recorder)
@@ -123,14 +145,21 @@ def _trace(
                 outputs = function(*tensors)
         finally:
             _Recorder.entered.pop()
-    if flow is not None:
-        flow.finish(map(id, _tensors_in(keras.tree.flatten(outputs))))
+    returned = [id(x) for x in _tensors_in(keras.tree.flatten(outputs))]
     outputs = keras.tree.map_structure(_described, outputs)
-    return TracedProgram(outputs, recorder.products, recorder.chooses)
+    return TracedProgram(outputs, recorder.program, returned)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [x for x in values if isinstance(x, torch.Tensor)]
+    return [_unwrapped(x) for x in values if isinstance(x, torch.Tensor)]
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a transform such as `vmap` has wrapped."""
+    functorch = torch._C._functorch  # It has no public name (torch 2.13).
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _described(x: Any) -> Any:
@@ -141,26 +170,18 @@ def _described(x: Any) -> Any:
 
 
 class _Recorder(TorchFunctionMode):
-    """A context that records the functions called in it that multiply.
+    """A context that records the functions called in it.
 
     Attributes:
         entered: All recorders that run; only the last, the innermost, records.
-        chooses: See `TracedProgram`.
+        program: What it has recorded.
     """
 
     entered: ClassVar[list[_Recorder]] = []
 
-    def __init__(self, flow: Flow | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.products: list[ProductCall] = []
-        self.chooses = False
-        self._flow = flow
-        self._kept: list[Any] = []
-
-    def keep(self, *tensors: Any) -> None:
-        """Hold tensors, so that no other tensor gets the `id` of one."""
-        if self._flow is not None:
-            self._kept += tensors
+        self.program = RecordedProgram([], [], [])
 
     def __torch_function__(
         self,
@@ -173,33 +194,37 @@ class _Recorder(TorchFunctionMode):
         if self.entered[-1] is self:
             operands = keras.tree.flatten([*args, *(kwargs or {}).values()])
             if function in _KINDS:
-                self.products.append(_product_call(function, operands, outputs))
-            chooses = function in _CHOICES or (
-                function in _EXTREMES and isinstance(outputs, tuple)
-            )
-            self.chooses = self.chooses or chooses
-            if self._flow is not None:
-                self._follow(function, operands, outputs, chooses)
+                product = _product_call(function, operands, outputs)
+                self.program.products.append(product)
+            self._add_step(function, operands, outputs)
         return outputs
 
-    def _follow(
-        self, function: Any, operands: list[Any], outputs: Any, chooses: bool
+    def _add_step(
+        self, function: Any, operands: list[Any], outputs: Any
     ) -> None:
-        """Pass what is known of the operands on to the outputs of a call."""
-        operand_tensors = _tensors_in(operands)
+        """Record a call, if it has read and made tensors."""
+        tensors = _tensors_in(operands)
         results = _tensors_in(keras.tree.flatten(outputs))
         if isinstance(outputs, tuple):  # Perhaps a leaf for `keras.tree`.
             results = _tensors_in(outputs)
         if function is torch.Tensor.__setitem__:  # It returns None.
-            results = operand_tensors[:1]
-        if not results or self._flow is None:
+            results = tensors[:1]
+        if not results:
             return
-        self.keep(*operand_tensors, *results)
-        kind: Any = "choice" if chooses else "other"
+        self.program.kept.extend([*tensors, *results])
+        kind: Kind = "other"
         if function in _KINDS:
             kind = "product"
-        keys_and_dtypes = [(id(x), x.dtype) for x in results]
-        self._flow.computed(kind, map(id, operand_tensors), keys_and_dtypes)
+        elif function in _CHOICES or (
+            function in _EXTREMES and isinstance(outputs, tuple)
+        ):
+            kind = "choice"
+        scope = _SCOPES[-1] if _SCOPES else None
+        made: list[tuple[Hashable, str]] = [
+            (id(x), str(x.dtype)) for x in results
+        ]
+        step = Step(kind, [id(x) for x in tensors], made, scope)
+        self.program.steps.append(step)
 
 
 def _product_call(

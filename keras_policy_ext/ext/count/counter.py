@@ -25,13 +25,7 @@ import keras
 
 from keras_policy_ext import seams
 from keras_policy_ext._keras.walking import layers_within, own_weights
-from keras_policy_ext.conversion.model_calls import ModelCall
-from keras_policy_ext.conversion.model_calls import trace as trace_model
-from keras_policy_ext.conversion.traced_calls import (
-    Call,
-    Tracer,
-    multiplies_in_float8,
-)
+from keras_policy_ext.conversion.traced_model import Arguments, guesses
 from keras_policy_ext.conversion.work import (
     ModelWork,
     Work,
@@ -45,10 +39,14 @@ from keras_policy_ext.ext.count.matmul_sizes import (
     Shape,
     StockProduct,
 )
+from keras_policy_ext.ext.count.traced_calls import Call, Tracer, trace
 from keras_policy_ext.kernels import Einsum
 from keras_policy_ext.layers.by_operation import counting as counting_products
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.policies.of_layers import is_frozen
+from keras_policy_ext.policies.of_layers import (
+    is_frozen,
+    multiplies_in_float8,
+)
 
 SAMPLES = (2, 3)
 """Sizes of the batches that are traced."""
@@ -186,6 +184,13 @@ class _WithKernel(NamedTuple):
     has_float8_form: bool
 
 
+class _ModelCall(NamedTuple):
+    """The accepted arguments of a model; its call for each of `SAMPLES`."""
+
+    arguments: Arguments
+    of_sizes: list[Call]
+
+
 @register_counter
 class CountedWork(ModelWork):
     """Counts the parameters and multiplications of each layer of a model.
@@ -202,19 +207,24 @@ class CountedWork(ModelWork):
         if self.call is None:
             self._unknown.update(self._layers)
             return
-        pairs, loops = paired(*self.call.calls)
+        pairs, loops = paired(*self.call.of_sizes)
         for layer, counted in _with_kernels(pairs):
             self._layers[id(layer)] = layer
             self._counted.setdefault(id(layer), []).append(counted)
         self._unknown.update(map(id, loops))
-        for call in self.call.calls:
+        for call in self.call.of_sizes:
             unknown = (x for x in call.counted if isinstance(x, Uncounted))
             self._unknown.update(id(each.layer) for each in unknown)
 
     @functools.cached_property
-    def call(self) -> ModelCall | None:
-        """The call of the model, traced and counted for both batches."""
-        return trace_model(self.model, SAMPLES, CountingTracer)
+    def call(self) -> _ModelCall | None:
+        """The call of the model, counted; None if it cannot be traced."""
+        for arguments in guesses(self.model):
+            with contextlib.suppress(Exception):  # It refuses the guess.
+                batches = map(arguments.of, SAMPLES)
+                calls = trace(self.model, batches, CountingTracer())
+                return _ModelCall(arguments, calls)
+        return None
 
     def hold_for(self, converted: Iterable[keras.Layer]) -> bool:
         """Return True if the counts hold once these layers are in float8."""

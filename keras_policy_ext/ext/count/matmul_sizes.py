@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_policy_ext._keras.walking import own_weights
-from keras_policy_ext.conversion.traced_calls import (
-    einsum_of,
-    keras_class,
-    stock_multiplies,
-)
+from keras_policy_ext.conversion.work import keras_class
+from keras_policy_ext.ext.count.traced_calls import einsum_of, stock_multiplies
 
 Shape = Sequence[int]
 

@@ -19,7 +19,7 @@ from keras_policy_ext.conversion.freezing import (
     frozen_layers,
 )
 from keras_policy_ext.conversion.requested import Selection
-from keras_policy_ext.conversion.work import work_of
+from keras_policy_ext.conversion.traced_model import TracedModel
 from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
     in_place_of_codes,
@@ -121,15 +121,15 @@ def of_model(
     model: keras.Layer, include: object, exclude: object
 ) -> dict[int, ExportedKernel]:
     """Return the kernels of a model to export, by the `id` of the variable."""
-    candidates, _ = freezable(model)
+    traced = TracedModel(model)
+    candidates, _ = freezable(traced)
     selection = Selection.read(include, exclude, None, None)
     frozen = frozen_layers(model)
     decide: dict[int, str] = {}
     # If some are frozen, the others stay in floats; else those of layers that
     # decide do, such as routers of experts.
     if not frozen:
-        call = work_of(model).call
-        decide = deciding(model, selection, candidates, call)
+        decide = deciding(selection, candidates, traced)
     reasons = selection.reasons(candidates, decide)
     if frozen:
         for number, candidate in enumerate(candidates):

@@ -18,10 +18,8 @@ from keras_policy_ext.conversion.candidates import check as check_convertible
 from keras_policy_ext.conversion.candidates import check_is_layer, path_of
 from keras_policy_ext.conversion.in_place import converted, reverted
 from keras_policy_ext.conversion.requested import LayerFilter, PathPatterns
-from keras_policy_ext.conversion.traced_calls import multiplies_in_float8
-from keras_policy_ext.conversion.traced_calls import trace as trace_calls
 from keras_policy_ext.conversion.work import scalars
-from keras_policy_ext.ext.count import counter
+from keras_policy_ext.ext.count import counter, traced_calls
 from keras_policy_ext.ext.gain.auto import contraction_of
 from keras_policy_ext.ext.gain.estimate import (
     HOST,
@@ -40,7 +38,10 @@ from keras_policy_ext.ext.sampling.recipes_compared import (
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
 from keras_policy_ext.ext.what_if.what_if import what_if
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import layers_in_float8
+from keras_policy_ext.policies.of_layers import (
+    layers_in_float8,
+    multiplies_in_float8,
+)
 from keras_policy_ext.policies.plain import for_this_device
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.reports import (
@@ -461,7 +462,7 @@ def _work(
     with converted(model, policy, **options):
         in_float8 = frozenset(map(id, layers_in_float8(model)))
         try:
-            calls = trace_calls(
+            calls = traced_calls.trace(
                 model,
                 [((tensors,), kwargs), ((more,), kwargs)],
                 counter.CountingTracer(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from keras_policy_ext.backends.torch import traced_programs as kinds
 from keras_policy_ext.ext.count.matmul_sizes import (
@@ -15,10 +15,10 @@ from keras_policy_ext.ext.count.matmul_sizes import (
 
 
 def products(
-    calls: Iterable[kinds.ProductCall],
+    program: kinds.RecordedProgram,
 ) -> Iterator[tuple[MatmulSizes | None, bool]]:
-    """Yield the matmul of each call and True; None and False if unknown."""
-    for call in calls:
+    """Yield each call's matmul and True; None and False if it is unknown."""
+    for call in program.products:
         product = _product(call)
         if product is not None:
             yield product, True

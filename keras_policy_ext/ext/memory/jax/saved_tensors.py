@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_policy_ext._types import override
-from keras_policy_ext.backends.traced_programs import layer_of, scope_name
+from keras_policy_ext.backends.traced_programs import scope_name, scope_number
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,
@@ -224,7 +224,7 @@ def _users(
         results = [id(variable) in needed for variable in equation.outvars]
         if not any(results):  # XLA leaves it out too.
             continue
-        layer = layer_of(str(equation.source_info.name_stack))
+        layer = scope_number(str(equation.source_info.name_stack))
         for variable in _read(equation, results):
             needed.add(id(variable))
             users.setdefault(id(variable), []).append((place, layer))

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.backends.traced_programs import layer_of, scope_name
+from keras_policy_ext.backends.traced_programs import scope_name, scope_number
 from keras_policy_ext.ext.memory.saved_tensors import (
     Kept,
     Measured,
@@ -48,12 +48,12 @@ def kept(step: MeasuredStep) -> Measured:
     origins = _Origins(operations[:count], given, functions, _evaluator(graph))
     # In the order of their calls, so that the first that keeps a tensor
     # counts.
-    layers = dict.fromkeys(layer_of(x.name) for x in operations[:count])
+    layers = dict.fromkeys(scope_number(x.name) for x in operations[:count])
     places = {layer: place for place, layer in enumerate(layers)}
     found: dict[int, Kept] = {}
     for operation, tensor in _reads(operations, forward, gradients, functions):
-        layer = layer_of(operation.name)
-        layer = layer_of(tensor.op.name) if layer is None else layer
+        layer = scope_number(operation.name)
+        layer = scope_number(tensor.op.name) if layer is None else layer
         origin = origins.of(tensor)
         kept = kept_of(origin, layer)
         if kept is not None:
