@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 
@@ -79,6 +79,7 @@ class Flow:
     Args:
         steps: The operations of the program, in order.
         returned: The keys of the tensors that it returns.
+        passing: Scopes whose products are no sources, and pass values on.
 
     Attributes:
         chosen: For each such choice, its sources.
@@ -87,19 +88,23 @@ class Flow:
     """
 
     def __init__(
-        self, steps: Iterable[Step], returned: Iterable[Hashable]
+        self,
+        steps: Iterable[Step],
+        returned: Iterable[Hashable],
+        passing: Collection[int] = (),
     ) -> None:
         self.chosen: set[Sources] = set()
         self.read: dict[int, set[int]] = {}
         self._seen: dict[Hashable, _Seen] = {}
         for step in steps:
-            self._follow(step)
+            is_source = step.kind == "product" and step.scope not in passing
+            self._follow(step, is_source)
         known = [self._of(key) for key in returned]
         # Who gets positions may use them.
         self._count_positions_as_used(known)
         self.returned = [each.reached for each in known]
 
-    def _follow(self, step: Step) -> None:
+    def _follow(self, step: Step, is_source: bool) -> None:
         """Pass what is known of the operands of an operation to its results."""
         known = [self._of(key) for key in step.operands]
         if step.kind == "same":
@@ -113,7 +118,7 @@ class Flow:
         positions = NONE.union(*(each.positions for each in known))
         # A cast or another shape of positions does not use them.
         keeps_positions = (
-            step.kind == "other"
+            step.kind != "choice"
             and len(known) == 1
             and not any(re.search(_VALUES, x) for _, x in step.results)
         )
@@ -123,7 +128,7 @@ class Flow:
             self.read.setdefault(step.scope, set()).update(reached)
         for key, dtype in step.results:
             seen = _Seen()
-            if step.kind == "product":
+            if is_source:
                 own = [] if step.scope is None else [step.scope]
                 seen = _Seen(reached=frozenset(own))
             elif re.search(_VALUES, dtype):  # Of a choice, the chosen entries.

@@ -25,6 +25,11 @@ from keras import ops
 from keras_policy_ext import backends, contractions, seams
 from keras_policy_ext._keras import calls, walking
 from keras_policy_ext.backends.traced_programs import Flow
+from keras_policy_ext.conversion.work import (
+    RUN_OTHER_CODE,
+    keras_class,
+    runs_stock_call,
+)
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.attention_products import Multiplied, Softmax
 from keras_policy_ext.layers.transaction import undone
@@ -174,8 +179,21 @@ def _traced(
     with shapes_only(model, called, contracted), by_operation.recording(note):
         program = backends.current.trace(function, tensors)
         steps = backends.current.steps(program.program)
-        call.flow = Flow(steps, program.returned)
+        passing = {n for n, x in call.scopes.items() if _passes_on(x)}
+        call.flow = Flow(steps, program.returned, passing)
     return call
+
+
+def _passes_on(scope: keras.Layer | Note) -> bool:
+    """Return True for a stock layer without weights, such as a resizing one."""
+    # JAX interpolates by products with constants.
+    return (
+        isinstance(scope, keras.layers.Layer)
+        and keras_class(scope).__name__ not in RUN_OTHER_CODE
+        and runs_stock_call(scope)
+        and not scope.weights
+        and not walking.layers_directly_in(scope)
+    )
 
 
 def _in_floats(call: seams.ContractionCall) -> Any:
@@ -187,10 +205,10 @@ def _in_floats(call: seams.ContractionCall) -> Any:
         second = ops.cast(second, call.dtype)
     else:
         second = ops.zeros(call.shapes[1], call.dtype)
-    if isinstance(call.contraction, contractions.Conv):
-        return call.contraction.of(inputs, second)
-    equation = call.contraction.equation
-    return ops.einsum(equation, inputs, second)
+    contraction: Any = call.contraction
+    if isinstance(contraction, contractions.Einsum):
+        return ops.einsum(contraction.equation, inputs, second)
+    return contraction.of(inputs, second)
 
 
 @contextlib.contextmanager

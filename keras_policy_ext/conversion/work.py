@@ -157,6 +157,13 @@ def keras_class(layer: keras.Layer) -> type[keras.Layer]:
     )
 
 
+def runs_stock_call(layer: keras.Layer) -> bool:
+    """Return True if a layer's `call` is Keras's, or the float8 form's."""
+    owner = next(base for base in type(layer).__mro__ if "call" in vars(base))
+    package = owner.__module__.partition(".")[0]
+    return package in ("keras", "keras_policy_ext")
+
+
 DEPTHWISE = "depthwise_kernel"
 """A kernel that is multiplied in the source policy in float8 layers too."""
 

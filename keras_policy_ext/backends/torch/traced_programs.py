@@ -88,13 +88,13 @@ class RecordedProgram(NamedTuple):
 
     Attributes:
         products: The calls of functions that multiply.
-        steps: All calls, in order; the key of a tensor is its id.
-        kept: Their tensors, so that no other tensor gets the id of one.
+        steps: All calls, in order; see `_memory_of` for the keys of tensors.
+        kept: What has these keys for ids, so that nothing else gets one.
     """
 
     products: list[ProductCall]
     steps: list[Step]
-    kept: list[torch.Tensor]
+    kept: list[Any]
 
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
@@ -145,21 +145,26 @@ def _trace(
                 outputs = function(*tensors)
         finally:
             _Recorder.entered.pop()
-    returned = [id(x) for x in _tensors_in(keras.tree.flatten(outputs))]
+    tensors = _tensors_in(keras.tree.flatten(outputs))
+    returned = [id(_memory_of(x)) for x in tensors]
     outputs = keras.tree.map_structure(_described, outputs)
     return TracedProgram(outputs, recorder.program, returned)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [_unwrapped(x) for x in values if isinstance(x, torch.Tensor)]
+    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a transform such as `vmap` has wrapped."""
-    functorch = torch._C._functorch  # It has no public name (torch 2.13).
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """Return the memory of a tensor, which a view of it shares."""
+    # A transform such as `vmap` wraps tensors (no public name, torch 2.13).
+    functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
-    return tensor
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # Sparse tensors have none.
+        return tensor
 
 
 def _described(x: Any) -> Any:
@@ -182,6 +187,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.program = RecordedProgram([], [], [])
+        self._last: list[torch.Tensor] = []  # What the last call has read.
 
     def __torch_function__(
         self,
@@ -209,9 +215,20 @@ class _Recorder(TorchFunctionMode):
             results = _tensors_in(outputs)
         if function is torch.Tensor.__setitem__:  # It returns None.
             results = tensors[:1]
+        if function is torch.empty:
+            # To pool a tensor on "meta", Keras pools an empty one of its shape
+            # on the CPU (keras 3.15).
+            tensors = [
+                x
+                for x in self._last
+                if (x.shape, x.device.type) == (outputs.shape, "meta")
+                and outputs.device.type != "meta"
+            ]
+        self._last = tensors or self._last
         if not results:
             return
-        self.program.kept.extend([*tensors, *results])
+        read, made = ([*map(_memory_of, x)] for x in (tensors, results))
+        self.program.kept.extend([*read, *made])
         kind: Kind = "other"
         if function in _KINDS:
             kind = "product"
@@ -220,11 +237,11 @@ class _Recorder(TorchFunctionMode):
         ):
             kind = "choice"
         scope = _SCOPES[-1] if _SCOPES else None
-        made: list[tuple[Hashable, str]] = [
-            (id(x), str(x.dtype)) for x in results
+        dtypes = [str(x.dtype) for x in results]
+        keys: list[tuple[Hashable, str]] = [
+            *zip(map(id, made), dtypes, strict=True)
         ]
-        step = Step(kind, [id(x) for x in tensors], made, scope)
-        self.program.steps.append(step)
+        self.program.steps.append(Step(kind, list(map(id, read)), keys, scope))
 
 
 def _product_call(

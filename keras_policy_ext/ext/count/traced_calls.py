@@ -30,7 +30,11 @@ from keras_policy_ext.conversion.traced_model import (
     shapes_only,
     zeros,
 )
-from keras_policy_ext.conversion.work import RUN_OTHER_CODE, keras_class
+from keras_policy_ext.conversion.work import (
+    RUN_OTHER_CODE,
+    keras_class,
+    runs_stock_call,
+)
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.policies.of_layers import multiplies_in_float8
 
@@ -78,13 +82,6 @@ def einsum_of(layer: Any, shape: Shape) -> tuple[str, tuple[int, ...]]:
     kernel = tuple(variable_values.stored_kernel(layer).shape)
     equation = equations.explicit(layer.equation, len(shape), len(kernel))
     return equation, kernel
-
-
-def runs_stock_call(layer: keras.Layer) -> bool:
-    """Return True if a layer's `call` is Keras's, or the float8 form's."""
-    owner = next(base for base in type(layer).__mro__ if "call" in vars(base))
-    package = owner.__module__.partition(".")[0]
-    return package in ("keras", "keras_policy_ext")
 
 
 class Call(NamedTuple):

@@ -48,6 +48,9 @@ DECIDES = {
     "argsort": lambda x: ops.one_hot(ops.argsort(x)[..., -1], EXPERTS),
     "a recomputed program": keras.remat(one_hot_of_top_k),
     "a choice in a loop": in_a_loop,
+    "a choice for each sample": lambda x: ops.vectorized_map(
+        one_hot_of_top_k, x
+    ),
 }
 COMPUTES = {
     "softmax": ops.softmax,
@@ -199,6 +202,83 @@ def test_what_computes_is_converted(name):
 def test_two_layers_decide_together():
     report = kpe.convert(model_of(Noisy(ROUTED, name="a")), POLICY)
     assert set(left(report)) == {"a/one", "a/other"}
+
+
+class Recomputed(Experts):
+    """Its layers are called in a function that is recomputed."""
+
+    def __init__(self, weigh, **kwargs):
+        super().__init__(weigh, **kwargs)
+        self.recomputed = keras.remat(self.compute)
+
+    def compute(self, x):
+        return super().call(x)
+
+    def call(self, x):
+        return self.recomputed(x)
+
+
+def test_a_recomputed_function_hides_no_layer():
+    """JAX keeps its program, and `convert` puts nothing into that."""
+    model = model_of(Recomputed(ROUTED, name="a"))
+    x = np.random.default_rng(0).normal(size=(2, STEPS, WIDTH))
+    report = kpe.convert(model, POLICY)
+    assert set(left(report)) == {"a/one"}
+    kpe.revert(model)
+    got = ops.convert_to_numpy(model(x))
+    model.get_layer("a").recomputed = model.get_layer("a").compute
+    expected = ops.convert_to_numpy(model(x))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_recomputed_layers_hide_no_layer():
+    with keras.RematScope(mode="full"):
+        block = Experts(ROUTED, name="a")
+    assert set(left(kpe.convert(model_of(block), POLICY))) == {"a/one"}
+
+
+class Carried(keras.layers.Layer):
+    """Chooses among what a step before has computed."""
+
+    state_size = EXPERTS
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.one = layers.Dense(EXPERTS, name="one")
+
+    def build(self, shape):
+        self.one.build(shape)
+        self.built = True
+
+    def call(self, x, states):
+        chosen = ops.argmax(states[0], axis=-1)
+        return x * ops.cast(chosen, x.dtype)[:, None], [self.one(x)]
+
+
+def test_a_choice_is_followed_from_step_to_step():
+    cell = Carried(name="cell")
+    model = model_of(layers.RNN(cell, return_sequences=True, name="rnn"))
+    assert set(left(kpe.convert(model, POLICY))) == {"rnn/cell/one"}
+
+
+BEHIND = (
+    layers.MaxPooling2D(2, padding="same"),
+    layers.UpSampling2D(2, interpolation="bilinear"),
+    layers.Resizing(4, 4),
+    layers.BatchNormalization(),
+    layers.PReLU(),
+    layers.ZeroPadding2D(1),
+)
+
+
+@pytest.mark.parametrize("layer", BEHIND, ids=lambda x: type(x).__name__)
+def test_a_choice_is_followed_through_layers_of_keras(layer):
+    inputs = keras.Input((8, 8, 3))
+    scores = layer(layers.Conv2D(EXPERTS, 1, name="gate")(inputs))
+    chosen = ops.one_hot(ops.argmax(scores, axis=-1), EXPERTS)
+    outputs = layers.Conv2D(2, 1, name="last")(chosen)
+    report = kpe.convert(keras.Model(inputs, outputs), POLICY)
+    assert converted(report) == {"last"}
 
 
 class Router(keras.layers.Layer):
