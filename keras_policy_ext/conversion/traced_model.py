@@ -113,9 +113,14 @@ class Note:
     found: Any
 
 
-# A framework may keep a program that it traced before, with older numbers.
 _NUMBERS = itertools.count()
 _OF_LAYERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _number(layer: keras.Layer) -> int:
+    """Return the number of the scopes of a layer, the same in each trace."""
+    # TensorFlow keeps the program of a `tf.function` that it traced before.
+    return _OF_LAYERS.setdefault(layer, next(_NUMBERS))
 
 
 def _traced(
@@ -129,6 +134,8 @@ def _traced(
     def function(*values: Any) -> Any:
         # It may be called again, where its first trace failed.
         vars(call).update(vars(TracedCall()))
+        for layer in walking.layers_within(model):
+            call.scopes[_number(layer)] = layer
         waiting = iter(values)
         filled = [
             next(waiting) if isinstance(x, keras.KerasTensor) else x
@@ -138,9 +145,8 @@ def _traced(
         return model(*args, **kwargs)
 
     def scope_of(layer: keras.Layer) -> Any:
-        number = _OF_LAYERS.setdefault(layer, next(_NUMBERS))
-        call.scopes[number] = layer
-        return backends.current.in_scope(number)
+        call.scopes[_number(layer)] = layer  # It may have been made in a call.
+        return backends.current.in_scope(_number(layer))
 
     def called(
         stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any

@@ -35,7 +35,10 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     refuse_vectorized,
     sizes_of,
 )
-from keras_policy_ext.backends.traced_programs import scope_name
+from keras_policy_ext.backends.traced_programs import (
+    TracedProgram,
+    scope_name,
+)
 from keras_policy_ext.numerics.primitives import DECODED
 
 
@@ -71,7 +74,15 @@ class TensorFlowBackend(Backend):
     name = "tensorflow"
     keeps_variables_in_graphs = True
 
-    trace = staticmethod(traced_programs.trace)
+    @override
+    def trace(
+        self, function: Callable[..., Any], inputs: list[Any]
+    ) -> TracedProgram:
+        # Functions that the user compiles are then part of this graph. They
+        # would keep one of their own, in which layers may be replaced.
+        with self.functions_step_by_step():
+            return traced_programs.trace(function, inputs)
+
     steps = staticmethod(traced_programs.steps)
 
     @override

@@ -1,5 +1,7 @@
 """Layers that decide, such as routers of experts, and those at the ends."""
 
+import importlib
+
 import keras
 import numpy as np
 import pytest
@@ -204,31 +206,33 @@ def test_two_layers_decide_together():
     assert set(left(report)) == {"a/one", "a/other"}
 
 
-class Recomputed(Experts):
-    """Its layers are called in a function that is recomputed."""
-
-    def __init__(self, weigh, **kwargs):
-        super().__init__(weigh, **kwargs)
-        self.recomputed = keras.remat(self.compute)
-
-    def compute(self, x):
-        return super().call(x)
-
-    def call(self, x):
-        return self.recomputed(x)
+def compiled(function):
+    """Compiled by the framework itself, if it keeps what it compiles."""
+    if keras.backend.backend() == "jax":
+        return importlib.import_module("jax").jit(function)
+    if keras.backend.backend() == "tensorflow":
+        return importlib.import_module("tensorflow").function(function)
+    return function
 
 
-def test_a_recomputed_function_hides_no_layer():
-    """JAX keeps its program, and `convert` puts nothing into that."""
-    model = model_of(Recomputed(ROUTED, name="a"))
-    x = np.random.default_rng(0).normal(size=(2, STEPS, WIDTH))
-    report = kpe.convert(model, POLICY)
-    assert set(left(report)) == {"a/one"}
-    kpe.revert(model)
-    got = ops.convert_to_numpy(model(x))
-    model.get_layer("a").recomputed = model.get_layer("a").compute
-    expected = ops.convert_to_numpy(model(x))
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+@pytest.mark.parametrize("kept", [keras.remat, compiled])
+def test_a_function_whose_program_is_kept_hides_no_layer(kept):
+    """And what `convert` traces is not in the program that is kept."""
+    block = Experts(ROUTED, name="a")
+    call = block.call
+    block.call = kept(call)
+    model = model_of(block)
+    for _ in range(2):
+        report = kpe.convert(model, POLICY)
+        assert set(left(report)) == {"a/one"}
+        kpe.revert(model)
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=(n, STEPS, WIDTH)) for n in (2, 3, 4)]
+    got = [ops.convert_to_numpy(model(x)) for x in xs]
+    block.call = call
+    expected = [ops.convert_to_numpy(model(x)) for x in xs]
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_recomputed_layers_hide_no_layer():
@@ -259,6 +263,23 @@ def test_a_choice_is_followed_from_step_to_step():
     cell = Carried(name="cell")
     model = model_of(layers.RNN(cell, return_sequences=True, name="rnn"))
     assert set(left(kpe.convert(model, POLICY))) == {"rnn/cell/one"}
+
+
+class Scoring(Carried):
+    """Computes the scores, among which what is behind the loop chooses."""
+
+    output_size = EXPERTS
+
+    def call(self, x, states):
+        return self.one(x), states
+
+
+def test_a_choice_is_followed_out_of_a_loop():
+    loop = layers.RNN(Scoring(name="cell"), return_sequences=True, name="rnn")
+    choice = layers.Lambda(DECIDES["argmax"])
+    assert set(left(kpe.convert(model_of(loop, choice), POLICY))) == {
+        "rnn/cell/one"
+    }
 
 
 BEHIND = (
