@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import keras
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -100,15 +101,19 @@ class RecordedProgram(NamedTuple):
 def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
     """Trace a function with PyTorch; see `Backend.trace`.
 
-    Like Keras, it runs on the real device if the meta device fails.
+    It computes with tensors without values, and with ones if that fails. Not on
+    the "meta" device, for which Keras has other code: there some operations
+    return an empty tensor, and no operation leads to it (keras 3.15).
     """
-    try:
-        return _trace(function, inputs, device="meta")
-    # Operations without a kernel for "meta" raise errors of many types. Any
-    # other error is raised again on the real device.
-    except Exception:
-        real_device = "gpu" if torch.cuda.is_available() else "cpu"
-        return _trace(function, inputs, device=real_device)
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    with torch.no_grad(), keras.device(device):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _trace(function, inputs)
+        # Code that reads values, and operations without a kernel for fakes,
+        # raise errors of many types. Any other error is raised again.
+        except Exception:
+            return _trace(function, inputs)
 
 
 def steps(program: RecordedProgram) -> Iterable[Step]:
@@ -130,21 +135,18 @@ _SCOPES: list[int] = []
 """The numbers of the open scopes; the innermost is last."""
 
 
-def _trace(
-    function: Callable[..., Any], inputs: list[Any], device: str
-) -> TracedProgram:
-    """Run a function on ones on a device, and record its calls."""
-    with torch.no_grad(), keras.device(device):
-        tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
-        recorder = _Recorder()
-        # Not in `__enter__` and `__exit__`, where an interrupt could keep
-        # PyTorch from leaving the recorder.
-        _Recorder.entered.append(recorder)
-        try:
-            with recorder:
-                outputs = function(*tensors)
-        finally:
-            _Recorder.entered.pop()
+def _trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
+    """Run a function on ones, and record its calls."""
+    tensors = [keras.ops.ones(x.shape, x.dtype) for x in inputs]
+    recorder = _Recorder()
+    # Not in `__enter__` and `__exit__`, where an interrupt could keep PyTorch
+    # from leaving the recorder.
+    _Recorder.entered.append(recorder)
+    try:
+        with recorder:
+            outputs = function(*tensors)
+    finally:
+        _Recorder.entered.pop()
     tensors = _tensors_in(keras.tree.flatten(outputs))
     returned = [id(_memory_of(x)) for x in tensors]
     outputs = keras.tree.map_structure(_described, outputs)
@@ -187,7 +189,6 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.program = RecordedProgram([], [], [])
-        self._last: list[torch.Tensor] = []  # What the last call has read.
 
     def __torch_function__(
         self,
@@ -215,16 +216,6 @@ class _Recorder(TorchFunctionMode):
             results = _tensors_in(outputs)
         if function is torch.Tensor.__setitem__:  # It returns None.
             results = tensors[:1]
-        if function is torch.empty:
-            # To pool a tensor on "meta", Keras pools an empty one of its shape
-            # on the CPU (keras 3.15).
-            tensors = [
-                x
-                for x in self._last
-                if (x.shape, x.device.type) == (outputs.shape, "meta")
-                and outputs.device.type != "meta"
-            ]
-        self._last = tensors or self._last
         if not results:
             return
         read, made = ([*map(_memory_of, x)] for x in (tensors, results))
