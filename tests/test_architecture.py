@@ -54,6 +54,7 @@ NOT_OF_KERAS = {
     "_clone": "TensorFlow: of compiled functions",
     "_C": "PyTorch: what is compiled of it",
     "_are_functorch_transforms_active": "PyTorch: of torch.func",
+    "_functorch": "PyTorch: the tensors that torch.func wraps",
     "_output_shapes": "TensorFlow: shapes of the outputs of a node",
     "_get_function": "TensorFlow: the graph of a function, by its name",
     "_is_view": "PyTorch: of tensors",

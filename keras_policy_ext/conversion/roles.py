@@ -46,7 +46,8 @@ def deciding(found: Sequence[Candidate], traced: TracedModel) -> dict[int, str]:
     Returns:
         A reason by the index of each layer that decides.
     """
-    routers, call = keras_hub.routers(traced.model), traced.call
+    routers = keras_hub.routers(traced.model)
+    call = traced.call if traced.may_choose else None
     choosing: set[int] = set()
     reached: set[int] = set()
     if call is not None:

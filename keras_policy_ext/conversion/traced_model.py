@@ -32,6 +32,7 @@ from keras_policy_ext.conversion.work import (
 )
 from keras_policy_ext.layers import by_operation
 from keras_policy_ext.layers.attention_products import Multiplied, Softmax
+from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.transaction import undone
 
 SAMPLES = 2
@@ -58,6 +59,11 @@ class TracedModel:
                 with contextlib.suppress(Exception):
                     return _traced(self.model, arguments.of(SAMPLES), may_skip)
         return None
+
+    @functools.cached_property
+    def may_choose(self) -> bool:
+        """False if the call of the model is known to choose nothing."""
+        return any(map(_may_choose, walking.layers_within(self.model)))
 
 
 class TracedCall:
@@ -188,6 +194,22 @@ def _traced(
         passing = {n for n, x in call.scopes.items() if _passes_on(x)}
         call.flow = Flow(steps, program.returned, passing)
     return call
+
+
+_MODELS = ("Functional", "Sequential")
+
+
+def _may_choose(layer: keras.Layer) -> bool:
+    """Return True if other code than that of Keras's layers runs in a call."""
+    # No stock layer looks for the largest entries of its inputs. In a graph
+    # there may be operations; layers that hold only state compute nothing.
+    name = keras_class(layer).__name__
+    if not runs_stock_call(layer):
+        return not isinstance(layer, Float8State)
+    if name in _MODELS:
+        operations = getattr(layer, "operations", ())
+        return not all(isinstance(x, keras.layers.Layer) for x in operations)
+    return name in RUN_OTHER_CODE and name != "ReversibleEmbedding"
 
 
 def _passes_on(scope: keras.Layer | Note) -> bool:

@@ -37,7 +37,7 @@ _CHOICES = frozenset(
 )
 """Operations that look for the largest or smallest entries."""
 
-LOOPS = ("While", "StatelessWhile")
+_LOOPS = ("While", "StatelessWhile")
 """Operations that repeat a graph."""
 
 
@@ -81,7 +81,8 @@ def steps(program: Any, scope: int | None = None) -> Iterator[Step]:
             outputs: list[Hashable] = list(map(_key, body.outputs))
             if len(outputs) != len(results):
                 continue  # The condition of a loop.
-            if operation.type in LOOPS:  # What a step has made, the next reads.
+            # What a step has made, the next one reads.
+            if operation.type in _LOOPS:
                 yield Step("same", outputs, read, inner)
                 yield from steps(body, inner)
             made.append(outputs)

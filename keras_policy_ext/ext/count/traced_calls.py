@@ -66,7 +66,7 @@ def stock_multiplies(layer: keras.Layer) -> bool | None:
         return None
     if name in _MULTIPLYING:
         return True
-    inner = walking.layers_directly_in(layer)
+    inner = walking.layers_within(layer)[1:]
     if any(not isinstance(each, Float8State) for each in inner):
         return None
     return False  # Such as an activation or a normalization.
@@ -138,7 +138,7 @@ class Tracer:
     def __init__(self) -> None:
         # By structure and arguments, the layer that was traced and its call.
         self._calls: dict[Any, tuple[keras.Layer, Call]] = {}
-        self._structures: dict[int, Any] = {}  # By the id of a layer.
+        self._kinds: dict[int, Any] = {}  # By the id of a layer.
         self._frames: list[_Frame] = []  # The innermost last.
         self._kept_alive: list[Any] = []  # So that no id is used again.
         # Attributes that say nothing about the call of a layer.
@@ -253,7 +253,7 @@ class Tracer:
         if len(args) == 1 and runs_stock_call(layer):
             if isinstance(layer, keras.Sequential):
                 return self._in_turn(layer, args[0])
-            if walking.uses_in_graph(layer):
+            if getattr(layer, "operations", None):  # Functional.
                 return self._by_graph(layer, args[0])
         return self._by_program(layer, args, kwargs)
 
@@ -349,21 +349,24 @@ class Tracer:
 
     def _structure(self, layer: keras.Layer) -> Any:
         """Return a key that is equal for layers with equal calls."""
-        if id(layer) not in self._structures:
+        within = walking.layers_within(layer)
+        # What a layer holds, and where, is in its attributes.
+        return tuple(
+            self._kind(x) for x in within if not isinstance(x, Float8State)
+        )
+
+    def _kind(self, layer: keras.Layer) -> Any:
+        """Return what tells a layer from others, without the layers in it."""
+        if id(layer) not in self._kinds:
             attributes = tuple(
                 (name, _hashable(value))
                 for name, value in vars(layer).items()
                 if name not in self._of_every_layer
                 and not _OF_ONE_LAYER.search(name)
             )
-            inner = tuple(
-                self._structure(each)
-                for each in walking.layers_directly_in(layer)
-                if not isinstance(each, Float8State)
-            )
-            kind = type(layer), multiplies_in_float8(layer)
-            self._structures[id(layer)] = *kind, attributes, inner
-        return self._structures[id(layer)]
+            kind = type(layer), multiplies_in_float8(layer), attributes
+            self._kinds[id(layer)] = kind
+        return self._kinds[id(layer)]
 
 
 # Operations that may be in the graph of a model, and multiply.

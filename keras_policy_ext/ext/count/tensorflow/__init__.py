@@ -19,6 +19,7 @@ from keras_policy_ext.ext.count.matmul_sizes import (
 )
 
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+_LOOPS = ("While", "StatelessWhile")
 
 
 def products(graph: Any) -> Iterator[tuple[MatmulSizes, bool]]:
@@ -36,7 +37,7 @@ def products(graph: Any) -> Iterator[tuple[MatmulSizes, bool]]:
             inner = [largest(inner)]
         for found in inner:
             for product, known in found:
-                yield product, known and step.type not in traced_programs.LOOPS
+                yield product, known and step.type not in _LOOPS
 
 
 def _product(step: Any) -> MatmulSizes | None:

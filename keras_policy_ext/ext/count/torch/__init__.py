@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from keras_policy_ext.backends.torch import traced_programs as kinds
 from keras_policy_ext.ext.count.matmul_sizes import (
@@ -15,9 +16,13 @@ from keras_policy_ext.ext.count.matmul_sizes import (
 
 
 def products(
-    program: kinds.RecordedProgram,
+    program: Any,
 ) -> Iterator[tuple[MatmulSizes | None, bool]]:
-    """Yield each call's matmul and True; None and False if it is unknown."""
+    """Yield each call's matmul and True; None and False if it is unknown.
+
+    Args:
+        program: A `RecordedProgram`.
+    """
     for call in program.products:
         product = _product(call)
         if product is not None:
