@@ -130,7 +130,7 @@ def select(
 
     Args:
         contraction: An `Einsum`, a `Conv`, or an explicit einsum equation.
-        recipe: A recipe, its name, or None for delayed scaling.
+        recipe: A recipe, its name, or None for `"current"`.
         dtype: The compute dtype.
 
     Returns:

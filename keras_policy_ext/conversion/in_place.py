@@ -202,7 +202,7 @@ def convert(
             The others get the policy of the previous `convert`. If there was
             none and some layers have float8 policies, the others are left as
             they are. If no layer has one, all get the global policy if that is
-            float8, else delayed scaling.
+            float8, else `"current"`.
         recipe: Use instead of a `policy` that is a recipe; or give a float8
             policy and the recipe that it is to have.
         include: A regular expression, or several: only layers with a match
@@ -243,9 +243,9 @@ def convert(
         >>> model = keras.Sequential([keras.Input((32,)), layer])
         >>> report = kpe.convert(model)
         >>> report.converted[0].policy
-        'float8_from_float32'
-        >>> kpe.convert(model, "current").converted[0].policy  # another recipe
         'float8/current_from_float32'
+        >>> kpe.convert(model, "rowwise").converted[0].policy  # another recipe
+        'float8/rowwise_from_float32'
     """
     selection = Selection.read(include, exclude, filter, min_size)
     decided = _decided(model, policy, selection, attention, recipe)

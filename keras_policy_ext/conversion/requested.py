@@ -326,7 +326,7 @@ class Requested:
         current = policies.dtype_policy()
         if any(isinstance(x, Float8DTypePolicy) for x in _within(current)):
             return cls((_checked_float8(current),), own_first=True)
-        return cls((Float8DTypePolicy("float32"),), own_first=True)
+        return cls((_of_recipe(recipes.DEFAULT),), own_first=True)
 
     def target(self, layer: keras.Layer) -> Target:
         """Return the policy that a layer gets, or the reason why it gets none.

@@ -49,7 +49,7 @@ class Float8DTypePolicy(SourceMap):
         amax_history_length: The length of delayed scaling's history in steps,
             int >= 1.
         recipe: A recipe, its name or spec string, or None for
-            `DelayedScaling(amax_history_length=…)`.
+            `DelayedScaling(amax_history_length=…)`, as in Keras.
         rules: Ordered pairs `(pattern, policy or None)`. The first whose
             pattern is, or as a regular expression fully matches, a layer's
             path decides: None keeps the source policy, otherwise any
@@ -233,7 +233,7 @@ def get(identifier: object) -> keras.DTypePolicy:
 
     Examples:
         >>> kpe.get("mixed_float8").full_name
-        'float8_from_mixed_bfloat16'
+        'float8/current_from_mixed_bfloat16'
         >>> kpe.get("float16").compute_dtype
         'float16'
     """
@@ -309,7 +309,9 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 def _from_name(name: str) -> keras.DTypePolicy:
     """Return the policy that a name means."""
-    if policy_names.is_full_name(name) or name == policy_names.MODE:
+    if name == policy_names.MODE:
+        return Float8DTypePolicy(recipe=recipes.DEFAULT)
+    if policy_names.is_full_name(name):
         return Float8DTypePolicy(name)
     try:
         if "_from_" in name:

@@ -7,18 +7,21 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from keras_policy_ext.recipes.current import CurrentScaling
 from keras_policy_ext.recipes.delayed import DelayedScaling
 from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, no_recipe
 
-# torchao's names for recipes. Configs and files have the names here.
-_ALIASES = {"tensorwise": "current"}
+DEFAULT = CurrentScaling.name
+"""The recipe where none is given."""
+
+# The default, and torchao's name for it. Configs and files have its own name.
+_ALIASES = {"float8": DEFAULT, "tensorwise": DEFAULT}
 
 # Words that errors explain, in small letters without separators.
 _OF_OTHERS = {
-    "float8": ("delayed",),
-    "fp8": ("float8", "delayed"),
-    "f8": ("float8", "delayed"),
-    "mixedfp8": ("mixed_float8", "delayed"),
+    "fp8": ("float8", "current"),
+    "f8": ("float8", "current"),
+    "mixedfp8": ("mixed_float8", "current"),
     "tensorwise": ("current",),
     "dynamic": ("current",),
     "hybrid": ("delayed",),
@@ -78,7 +81,7 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
         identifier: A recipe (returned unchanged), a name or spec string (see
             `parse`), a config dict (`{"class_name": "DelayedScaling",
             "config": {…}}` or `{"name": "delayed", …fields}`), or None for
-            `DelayedScaling()`.
+            `CurrentScaling()`.
 
     Returns:
         The recipe.
@@ -94,7 +97,7 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
         1
     """
     if identifier is None:
-        return DelayedScaling()
+        return CurrentScaling()
     if isinstance(identifier, Recipe):
         return identifier
     if isinstance(identifier, str):
@@ -145,8 +148,8 @@ def parse(spec: str) -> Recipe:
     It is the inverse of `Recipe.spec`.
 
     Grammar: `""` (delayed, 1024) | `"16"` (delayed, that length) | `name` |
-    `name(field=value,…)` with Python literals as values. `"tensorwise"`,
-    torchao's name, means `"current"`.
+    `name(field=value,…)` with Python literals as values. `"float8"`, and
+    `"tensorwise"`, torchao's name, mean `"current"`.
 
     Args:
         spec: The string, e.g. `"current(power_of_two=True)"`.
