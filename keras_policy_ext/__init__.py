@@ -25,12 +25,7 @@ except (ImportError, ValueError) as error:
     raise ImportError(without_backend(error)) from error
 
 from keras_policy_ext import _extensions, formats, layers, policies, recipes
-from keras_policy_ext._keras import (
-    optimizer_variables,
-    saving_hooks,
-    variable_values,
-    versions,
-)
+from keras_policy_ext._keras import saving_hooks, versions
 from keras_policy_ext.policies import (
     Float8DTypePolicy,
     carry_policy,
@@ -46,7 +41,7 @@ from keras_policy_ext.policies import (
 if getattr(importlib.util.find_spec(f"{__name__}.ext"), "origin", None):
     from keras_policy_ext import ext
 
-    _extensions.add(ext.NAMES, ext.MODULES, [ext.COUNTER])
+    _extensions.add(ext.NAMES, ext.MODULES, [ext.COUNTER], [ext.MEMORY])
     for _module in ext.REGISTERING:
         importlib.import_module(_module)
     # Now: to import the module of this name later would replace the function.
@@ -64,9 +59,6 @@ def _in_saving(module: str, function: str) -> Callable[..., Any]:
 
 
 versions.warn_of_a_newer_keras()
-variable_values.leave_out_of_averages()
-variable_values.tell_companions()
-optimizer_variables.without_states_that_lack_gradients()
 saving_hooks.after_loading(_in_saving("keras_hooks", "warn_of_lost_float8"))
 saving_hooks.before_loading(_in_saving("loading", "load_whole"))
 saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))

@@ -13,12 +13,14 @@ from typing import Any
 _homes: dict[str, str] = {}
 _modules: set[str] = set()
 _counters: list[str] = []
+_memories: list[str] = []
 
 
 def add(
     homes: Mapping[str, str],
     modules: Iterable[str],
     counters: Iterable[str] = (),
+    memories: Iterable[str] = (),
 ) -> None:
     """Make names known.
 
@@ -27,17 +29,28 @@ def add(
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
         modules: Modules of the package that are names of extensions alone.
         counters: Modules that register what counts multiplications.
+        memories: Modules that register what keeps the states of recipes.
     """
     _homes.update(homes)
     _modules.update(modules)
     _counters.extend(counters)
+    _memories.extend(memories)
 
 
 def import_counters() -> None:
     """Import the modules that register what counts multiplications, once."""
-    for name in tuple(_counters):  # Another thread may clear them.
+    _import_once(_counters)
+
+
+def import_memories() -> None:
+    """Import the modules that keep the states of recipes, once."""
+    _import_once(_memories)
+
+
+def _import_once(names: list[str]) -> None:
+    for name in tuple(names):  # Another thread may clear them.
         importlib.import_module(name)
-    _counters.clear()
+    names.clear()
 
 
 def has(name: str) -> bool:

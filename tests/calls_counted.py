@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import SLOTS
+from keras_policy_ext.ext.delayed.observations import SLOTS
 
 ROOT = pathlib.Path(kpe.__file__).parent
 

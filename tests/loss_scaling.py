@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import UNIT
+from keras_policy_ext.ext.delayed.observations import UNIT
 from steps import numpy
 
 BACKEND = keras.backend.backend()

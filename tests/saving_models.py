@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from steps import normal, numpy
 

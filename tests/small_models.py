@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.ext.delayed.variable import StateVariable
 from steps import numpy
 
 POLICY = "float8/4_from_float32"

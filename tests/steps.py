@@ -5,8 +5,8 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import seams
+from keras_policy_ext.ext.delayed.observations import UNSEEN, VALID_MARK
 from keras_policy_ext.layers.stored_weights import is_state
-from keras_policy_ext.numerics.observations import UNSEEN, VALID_MARK
 
 
 def numpy(x):

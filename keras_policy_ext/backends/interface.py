@@ -15,8 +15,8 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
-from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
+from keras_policy_ext.numerics.scale_sources import Slot
 
 Shape = tuple[Any, ...]
 
@@ -130,6 +130,12 @@ class BoundOperation(Protocol):
             The four gradients; None for one that is not needed.
         """
 
+    def before_gradients(self, state: Tensor, in_graph: bool = False) -> None:
+        """Called before a forward pass with a state whose gradients are taken.
+
+        `in_graph` says that a compiled graph runs the pass.
+        """
+
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
         """Return True if `backward` can sum a bias's gradient as it casts."""
 
@@ -180,9 +186,6 @@ DIFFERENTIATED_AGAIN = (
     "derivatives in reverse mode. Compile the whole computation of both "
     "gradients; for recurrent layers set unroll=True."
 )
-
-Settle = Callable[[Tensor, Tensor], Tensor]
-"""Takes an assigned value and the state before; returns the state after."""
 
 
 @functools.cache
@@ -349,14 +352,6 @@ class Replicas:
         """Return whether `flag` is true on every data-parallel replica."""
         return flag
 
-    def combine_replicas(self, observation: Tensor) -> Tensor:
-        """Combine this replica's observation with those of all replicas.
-
-        An observation is (rows, width), or a settled state. The result, the
-        same on every replica, is (rows, width or more): `StateLayout.settle`.
-        """
-        return observation
-
     def look_for_other_parameter(self, variable: Any) -> None:
         """Warn once if PyTorch was given a tensor that Keras does not read."""
 
@@ -460,50 +455,10 @@ class Gradients:
         raise NotImplementedError
 
 
-class States(Replicas):
-    """State variables, whose "gradients" are observations of amaxes."""
+class Traces(Replicas):
+    """What compiled functions and graphs keep of a model that changes."""
 
     name: str
-
-    def seen_lately(self, state: Tensor) -> bool:
-        """Return True if a GPU reported that all operands were observed."""
-        return False
-
-    def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
-        """Compute a state's new value, equal on every replica.
-
-        `settle` is a function of the assigned value and the state before.
-        """
-        return self.settle_here(settle, self.combine_replicas(value), previous)
-
-    def settle_here(
-        self, settle: Settle, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        """Return `settle(value, previous)`, without combining replicas."""
-        return settle(value, previous)
-
-    def version(self, x: Tensor) -> int | None:
-        """Return the count of in-place changes of a tensor; None if unknown."""
-        return None
-
-    def as_value_of(self, variable: keras.Variable, value: Tensor) -> Tensor:
-        """Return a value as a tensor that can be assigned to a variable."""
-        return ops.convert_to_tensor(value, dtype=variable.dtype)
-
-    def assigned(
-        self, variable: keras.Variable, value: Tensor
-    ) -> Tensor | None:
-        """Return the state after `value` is assigned; None if stored here."""
-        return self.settle(variable.settling, value, variable.value)
-
-    def keep_observations(
-        self, variable: keras.Variable, tensor: Tensor
-    ) -> None:
-        """Store a state's observations in the variable, not in `.grad`.
-
-        It does nothing on a framework that returns gradients to the caller.
-        `variable` was just initialized with `tensor`.
-        """
 
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
         """Free the memory of variables as soon as nothing refers to them."""
@@ -518,31 +473,8 @@ class States(Replicas):
     def forget_traces(self, function: Any, owner: Any) -> None:
         """Discard a function's traces; `owner` is the `self` of a method."""
 
-    def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
-        """Return the observations of micro-batches since the last update.
 
-        Float32 (operands, width); None if there are none, or if the optimizer
-        accumulates them with the gradients.
-        """
-        return None
-
-    def put_earlier_observation(
-        self, variable: keras.Variable, value: Tensor
-    ) -> None:
-        """Restore into a state what `earlier_observation` returned for it."""
-
-    def known_value(self, variable: keras.Variable) -> Tensor | None:
-        """Return a state's value; None while it is traced or slow to read."""
-        return None
-
-
-class Backend(Arithmetic, Tracing, Gradients, States):
+class Backend(Arithmetic, Tracing, Gradients, Traces):
     """The base class of backends, in `keras.ops` where possible."""
 
     name = "keras.ops"
-
-    steps_take_values = False
-    """Whether compiled steps are functions of the values of variables."""
-
-    keeps_variables_in_graphs = False
-    """Whether compiled steps read variables without calling this package."""

@@ -348,7 +348,8 @@ def _convert(
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
         state.given = target.given
-        state.observe(candidate.layer.float8_contracted)
+        if state.states is not None:
+            state.states.settle(candidate.layer.float8_contracted)
         if attention and can_attend(candidate.layer):
             candidate.layer.choose_attention(attention)
     refused = [  # Their attention stays in floats.

@@ -21,7 +21,7 @@ from keras_policy_ext._keras import (
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext.conversion.candidates import leaves, path_of
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_weights import is_state
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")

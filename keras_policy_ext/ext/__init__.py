@@ -68,3 +68,7 @@ followers: imported with the package."""
 
 COUNTER = f"{_ROOT}.count.counter"
 """The module that counts multiplications: imported for the first report."""
+
+MEMORY = f"{_ROOT}.delayed.states"
+"""The module that keeps the states of recipes that remember: imported for the
+first such recipe that is used."""

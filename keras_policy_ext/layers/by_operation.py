@@ -413,8 +413,7 @@ def _split_by_matrix(
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
-    state = layer.float8_state.of(kernel)
-    has_own_scales = layer.float8_controller.scales_each_matrix(state)
+    has_own_scales = layer.float8_controller.scales_each_matrix(kernel)
     if not has_own_scales and not _crosses_matrices(
         contraction, kernel_shape, recipe
     ):

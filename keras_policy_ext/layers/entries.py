@@ -20,8 +20,13 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import input_files
-from keras_policy_ext.numerics.observations import MOST_STEPS, ROUNDING
 from keras_policy_ext.recipes import OPERANDS
+
+MOST_STEPS = 2.0**23
+"""The count of steps restarts at this number, which float32 holds exactly."""
+
+ROUNDING = 2.0**-20
+"""The largest error of the share of an average that observed something."""
 
 GROUP = "float8_state"
 """The name of the group of a state, beside that of the weights."""

@@ -31,9 +31,9 @@ from keras_policy_ext.layers.operands import (
     is_floating,
     no_operands,
 )
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.layers.stored_weights import (
     in_place_of_codes,
-    is_state,
     read_as_numbers,
 )
 from keras_policy_ext.policies import Float8DTypePolicy

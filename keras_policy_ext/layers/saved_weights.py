@@ -10,23 +10,19 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, formats, stored_kernels, user_code
-from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext._keras import built_layers
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import stored_files
 from keras_policy_ext.layers.entries import GIVEN, POLICY
 from keras_policy_ext.layers.saved_layers import KerasWeights, is_frozen
-from keras_policy_ext.layers.state_variable import GROWTH, StateVariable
-from keras_policy_ext.layers.stored_weights import (
-    WIDENED,
-    StoredConstant,
-    StoredVariable,
-)
+from keras_policy_ext.layers.state_of import NoWeight, quiet
+from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.recipes.fields import counterpart
 
-_CHECKED = (StateVariable, StoredConstant, StoredVariable)
+_CHECKED = (NoWeight, StoredVariable)
 
 
 def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
@@ -59,8 +55,8 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
     for variable in variables:
-        if isinstance(variable, StateVariable):
-            variable.catch_up(GROWTH)  # Its kernel is here; none follows.
+        if isinstance(variable, NoWeight):
+            variable.set_with_weights()
 
 
 def wrap_set_weights() -> None:
@@ -81,10 +77,8 @@ def _set_checked(
 def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
     """Return the value to assign to a variable; raise if it is invalid."""
     value = given[id(variable)]
-    if isinstance(variable, StateVariable):
+    if isinstance(variable, NoWeight):
         variable.check(value)
-    if isinstance(variable, StoredConstant):
-        _check_constant(variable, value)
     if isinstance(variable, StoredVariable):
         return _codes(variable, value, given)
     return value
@@ -100,20 +94,6 @@ def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
             f"was set. Received: dtype {dtype}. Allowed: dtypes of numbers. "
             "Pass the arrays that `get_weights` returned."
         )
-
-
-def _check_constant(variable: keras.Variable, value: Tensor) -> None:
-    """Raise for NaN and infinities, and for a scale that is not positive."""
-    numbers = np.asarray(ops.convert_to_numpy(value))
-    is_scale = not variable.name.endswith(WIDENED)  # Else a whole kernel.
-    if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
-        return
-    raise ValueError(
-        f"This array cannot be the scale of the frozen kernel "
-        f"{variable.path!r}; no weight was set. Received: values that are "
-        "NaN, infinite or <= 0. Allowed: finite values > 0. Pass the list "
-        "that `get_weights` returned."
-    )
 
 
 def _codes(
@@ -222,7 +202,7 @@ def load(
         return
     keras_weights = _stock_store(layer, store)
     if keras_weights is None:  # The group of a float layer.
-        with variable_values.without_notifying():
+        with quiet():
             stock(store)
         layer.float8_state.note_layer_loaded()
         if layer.merges_adapters:
@@ -232,7 +212,7 @@ def load(
     if layer.float8_state.matrices:
         keras_weights.check(layer.path)
         state = keras_weights.as_state()
-    with variable_values.without_notifying():
+    with quiet():
         stock(keras_weights.own)
     layer.float8_state.note_layer_loaded()
     layer.float8_state.load_stock(state)

@@ -19,12 +19,9 @@ from keras_policy_ext._keras import (
     walking,
 )
 from keras_policy_ext._keras.built_layers import scope_of_path
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers.operands import is_floating
-from keras_policy_ext.layers.state_variable import (
-    StateVariable,
-    on_every_device,
-)
+from keras_policy_ext.layers.state_of import NoWeight, is_state
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
@@ -34,13 +31,40 @@ WIDENED = "_widened"
 """The suffix of the name of a stored kernel's float16 variable."""
 
 
-class StoredConstant(keras.Variable):
+def on_every_device(rank: int) -> dict[str, Any]:
+    """Return arguments that replicate a variable of this rank on JAX devices.
+
+    Keras 3.12 searches a path for a pattern, so that the pattern of a kernel
+    also matches what is stored beside it. Other patterns name whole layers.
+    """
+    distribution = keras.distribution.distribution()
+    if keras.backend.backend() != "jax" or distribution is None:
+        return {}
+    mesh = distribution.device_mesh
+    return {"layout": keras.distribution.TensorLayout((None,) * rank, mesh)}
+
+
+class StoredConstant(NoWeight, keras.Variable):
     """A variable of a stored kernel: a scale in float32, or all its numbers.
 
     The numbers are those of the codes, in float16. It is no parameter.
     """
 
     stored_dtype = "float32"
+
+    @override
+    def check(self, value: Any) -> None:
+        # NaN and infinities, and a scale that is not positive, are refused.
+        numbers = np.asarray(ops.convert_to_numpy(value))
+        is_scale = not self.name.endswith(WIDENED)  # Else a whole kernel.
+        if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
+            return
+        raise ValueError(
+            f"This array cannot be the scale of the frozen kernel "
+            f"{self.path!r}; no weight was set. Received: values that are "
+            "NaN, infinite or <= 0. Allowed: finite values > 0. Pass the list "
+            "that `get_weights` returned."
+        )
 
     @property
     def as_stored(self) -> Any:
@@ -349,11 +373,6 @@ def in_place_of_codes(
 def held(variable: keras.Variable) -> Any:
     """Return what `layer.variables` has for a weight: its codes, or itself."""
     return variable.codes if isinstance(variable, StoredVariable) else variable
-
-
-def is_state(variable: object) -> bool:
-    """Return True if a variable holds scales or amaxes, and is no parameter."""
-    return isinstance(variable, (StateVariable, StoredConstant))
 
 
 saving_hooks.leave_out_of_totals(is_state)

@@ -114,6 +114,11 @@ class Recipe:
         return 0
 
     @property
+    def remembers(self) -> bool:
+        """True if a kernel has a state: a history, or the count of steps."""
+        return bool(self.history_length) or self.is_stochastic
+
+    @property
     def scale_options(self) -> dict[str, Any]:
         """The keyword arguments for `scale_from_amax`: margin, power_of_two."""
         rounded_up = any(

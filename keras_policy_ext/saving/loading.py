@@ -34,6 +34,7 @@ from keras_policy_ext.layers.entries import GROUP
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.saved_layers import SavedState
 from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_of import check_saved
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
@@ -303,7 +304,7 @@ def _checked(
     policy = saved.policy(source_policy_of(layer))
     policy_to_follow = policy or float8_policy_of(layer)
     if policy_to_follow is not None:
-        saved.kernels([policy_to_follow.recipe] * len(place.kernels))
+        check_saved(saved, [policy_to_follow.recipe] * len(place.kernels))
     return layer, saved, policy, saved.attention
 
 

@@ -19,8 +19,8 @@ from foreign_loops import (
     update_weights,
     values_of,
 )
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.layers.stored_weights import is_state
-from keras_policy_ext.numerics.observations import VALID_MARK
 from steps import no_grad, normal, numpy, state_of, weights_of
 
 

@@ -19,7 +19,6 @@ from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
-    Settle,
     Shape,
 )
 from keras_policy_ext.backends.jax import (
@@ -61,8 +60,6 @@ class JaxBackend(Backend):
     """The backend for JAX."""
 
     name = "jax"
-    steps_take_values = True
-
     trace = staticmethod(traced_programs.trace)
 
     @override
@@ -104,11 +101,6 @@ class JaxBackend(Backend):
     @override
     def known_integer(self, x: Tensor) -> int | None:
         return None if isinstance(x, jax.core.Tracer) else int(x)
-
-    @override
-    def known_value(self, variable: keras.Variable) -> Tensor | None:
-        value = variable.value
-        return None if isinstance(value, jax.core.Tracer) else value
 
     @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
@@ -181,13 +173,6 @@ class JaxBackend(Backend):
         after = lax.cond(flag, updated, lambda: before)
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
-
-    @override
-    def settle_here(
-        self, settle: Settle, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        # Compiled once for each shape.
-        return _settled(settle, value, previous)
 
     @override
     def transpose(
@@ -339,11 +324,6 @@ class JaxBackend(Backend):
 
 
 BACKEND = JaxBackend()
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _settled(settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
-    return settle(value, previous)
 
 
 @jax.custom_vjp

@@ -19,7 +19,6 @@ from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
-    Settle,
     Shape,
 )
 from keras_policy_ext.backends.parts import StoredMatrix
@@ -68,7 +67,6 @@ class TensorFlowBackend(Backend):
     """The backend for TensorFlow."""
 
     name = "tensorflow"
-    keeps_variables_in_graphs = True
 
     trace = staticmethod(traced_programs.trace)
 
@@ -200,22 +198,6 @@ class TensorFlowBackend(Backend):
         return tf.where(tf.math.is_nan(magnitude), infinite, magnitude)
 
     @override
-    def combine_replicas(self, observation: Tensor) -> Tensor:
-        context = tf.distribute.get_replica_context()
-        replicas = 1 if context is None else context.num_replicas_in_sync
-        if replicas == 1:
-            return observation
-        # The first column counts uses. The others lie side by side, and are not
-        # added up: the first use on one replica may be the second on another.
-        gathered = context.all_gather(observation[tf.newaxis], axis=0)
-        values = tf.unstack(gathered, replicas)
-        uses = tf.reduce_sum(gathered[:, :, :1], axis=0)
-        # A settled state has a negative mark there, which is not added up.
-        mark = values[0][:, :1]
-        uses = tf.where(mark < 0.0, mark, uses)
-        return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
-
-    @override
     def on_all_replicas(self, flag: Tensor) -> Tensor:
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
@@ -244,17 +226,6 @@ class TensorFlowBackend(Backend):
             tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
 
         context.merge_call(all_replicas, args=(flag, *arguments))
-
-    @override
-    def settle_here(
-        self, settle: Settle, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        # All states of a shape share one graph. Variables are read here: the
-        # graph would keep the variable of the first replica.
-        value = tf.convert_to_tensor(value)
-        previous = tf.convert_to_tensor(previous)
-        shapes = (tuple(value.shape), tuple(previous.shape))
-        return _shared_settle(settle, shapes)(value, previous)
 
     @override
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
@@ -473,12 +444,6 @@ def _saves_few_bytes(operation: Operation, *operands: Tensor) -> bool:
     if operation.training is None:
         return not any(map(compiles_parts, operands))
     return operation.training
-
-
-@functools.lru_cache(maxsize=1024)
-def _shared_settle(settle: Settle, shapes: tuple[Shape, Shape]) -> CompiledPass:
-    # `shapes` is only in the key of the cache, as in `_shared_forward`.
-    return CompiledPass(settle)
 
 
 @tf.function(jit_compile=True, autograph=False)

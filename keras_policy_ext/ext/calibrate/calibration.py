@@ -20,7 +20,6 @@ from keras_policy_ext.conversion.candidates import (
 )
 from keras_policy_ext.conversion.training import parts as parts_of
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
-from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 
@@ -110,7 +109,7 @@ def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
 
 
 def _seen(
-    run: Run, batches: Iterable[Any], states: list[StateVariable]
+    run: Run, batches: Iterable[Any], states: list[Any]
 ) -> dict[int, list[np.ndarray]] | None:
     """Return, by state id, the amax of each batch; None without a batch."""
     seen: dict[int, list[np.ndarray]] | None = None
@@ -200,8 +199,8 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
             continue
         for amax in seen[id(variable)]:
             variable.observe("inputs", amax)
-        if variable.newest("kernel") != state.amax(kernel).max():
-            state.observe([kernel])
+        if variable.newest("kernel") != state.states.amax(kernel).max():
+            state.states.settle([kernel])
         filled = True
     return filled
 

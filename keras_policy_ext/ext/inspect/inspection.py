@@ -329,7 +329,7 @@ def _operands(layer: keras.Layer) -> list[Operand]:
         state.look_at(variable_values.value_without_autocast(kernel))
         for name, (scale, (amax, *_)) in state.rows().items():
             if name == "kernel" and state.is_unseen(name):
-                amax = layer.float8_state.amax(kernel).max()
+                amax = layer.float8_state.states.amax(kernel).max()
             number_format = state.recipe.format_of(name)
             largest = np.float32(formats.get(number_format).max) * scale
             observed, known = amax > 0, scale > 0

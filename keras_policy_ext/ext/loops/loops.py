@@ -11,7 +11,7 @@ import keras
 from keras_policy_ext import backends
 from keras_policy_ext._keras.walking import layers_within
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers import state_of
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Quantization, matmuls_of
@@ -33,7 +33,7 @@ def is_state(variable: object) -> bool:
         >>> [kpe.loops.is_state(v) for v in model.trainable_variables]
         [False, False, True]
     """
-    return stored_weights.is_state(variable)
+    return state_of.is_state(variable)
 
 
 def weights(model: keras.Layer) -> list[keras.Variable]:
@@ -297,8 +297,7 @@ def _settled(
 ) -> Tensor:
     if not is_state(variable) or gradient is None:
         return value
-    variable.uses = 0
-    return backends.current.settle(variable.settling, gradient, value)
+    return variable.settled(gradient, value)
 
 
 def _trainable(model: keras.Layer) -> list[keras.Variable]:

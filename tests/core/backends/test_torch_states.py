@@ -15,15 +15,17 @@ if keras.backend.backend() != "torch":
 import torch
 
 from float8_states import SOURCES, assert_settles_as_the_source
-from keras_policy_ext import backends, recipes
-from keras_policy_ext.backends.torch.engine import FIRST, CpuStates
-from keras_policy_ext.numerics.observations import (
+from keras_policy_ext import recipes
+from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.observations import (
+    FIRST,
     ROUNDING,
     SLOTS,
     UNIT,
     UNSEEN,
     VALID_MARK,
 )
+from keras_policy_ext.ext.delayed.torch.kernels import CpuStates
 from keras_policy_ext.numerics.scale_sources import CurrentSource, source_of
 
 ODD = [
@@ -118,7 +120,7 @@ def test_scales_of_extreme_amaxes_are_those_of_the_source(amax):
 def test_it_is_chosen_for_float32_on_a_cpu():
     source = source_of(recipes.DelayedScaling())
     state = torch.zeros(source.state_shape)
-    kernels_for = backends.engine.state_kernels_for
+    kernels_for = frameworks.current.kernels_for
     assert isinstance(kernels_for(source, state), CpuStates)
     assert kernels_for(source, state.bfloat16()) is None
     assert kernels_for(source, state.to("meta").float()) is None

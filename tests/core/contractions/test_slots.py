@@ -5,7 +5,7 @@ import numpy as np
 from contracting import dense, policy
 from keras_policy_ext import contractions, recipes
 from keras_policy_ext.contractions.bound_plan import BoundPlan
-from keras_policy_ext.numerics.observations import SLOTS, UNIT
+from keras_policy_ext.ext.delayed.observations import SLOTS, UNIT
 from steps import gradients, mean_square, normal, numpy
 from ways import BACKEND
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.ext.delayed.variable import StateVariable
 from small_models import LITTLE, POLICY, Block, assert_same, sequential, weights
 from steps import normal, numpy, state_of
 

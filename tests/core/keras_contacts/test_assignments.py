@@ -2,18 +2,25 @@
 
 import keras
 import numpy as np
+import pytest
 
-from keras_policy_ext._keras import variable_values
+from keras_policy_ext.ext.delayed import _keras
 from steps import no_grad
 
 
-class Beside(variable_values.Companion):
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """Keras notifies companions once there is a state."""
+    _keras.install()
+
+
+class Beside(_keras.Companion):
     """Counts what it is told."""
 
     def __init__(self, variable):
         self.variable = variable
         self.assigned = self.stepped = 0
-        variable_values.watch(variable, self)
+        _keras.watch(variable, self)
 
     def assigned_beside(self):
         self.assigned += 1
@@ -34,7 +41,7 @@ def test_an_assignment_is_told_and_not_that_of_an_optimizer():
     variable.assign(np.zeros(2, "float32"))
     variable.assign_add(np.ones(2, "float32"))
     assert beside.assigned == 2
-    with variable_values.without_notifying():
+    with _keras.without_notifying():
         variable.assign(np.zeros(2, "float32"))
     optimizer = keras.optimizers.SGD(0.1)
     with no_grad():

@@ -18,6 +18,7 @@ from keras_policy_ext._keras import (
     versions,
     walking,
 )
+from keras_policy_ext.ext.delayed._keras import TellsItsValue
 from private_names import private_attributes, private_definitions
 from processes import run
 from steps import numpy
@@ -246,7 +247,7 @@ def test_a_layer_that_nothing_unlocks_is_refused():
 def test_states_learn_though_nobody_tells_that_they_were_made(
     monkeypatch, expected
 ):
-    monkeypatch.delattr(variable_values.TellsItsValue, "_initialize")
+    monkeypatch.delattr(TellsItsValue, "_initialize")
     np.testing.assert_array_equal(converted_losses()[0], expected)
 
 

@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.recipes import OPERANDS
 from refusals import refused
 from saving_models import (

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_policy_ext import reference
+from keras_policy_ext.ext.delayed.observations import SLOTS, StateLayout
+from keras_policy_ext.ext.delayed.sources import DelayedSource
 from keras_policy_ext.numerics import quantized
-from keras_policy_ext.numerics.observations import SLOTS, StateLayout
-from keras_policy_ext.numerics.scale_sources import DelayedSource, source_of
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 from observing import (
     FORMATS,

@@ -19,7 +19,7 @@ from foreign_loops import (
     update_weights,
     values_of,
 )
-from keras_policy_ext.numerics.observations import UNIT, UNSEEN
+from keras_policy_ext.ext.delayed.observations import UNIT, UNSEEN
 from steps import gradients, mean_square, no_grad, numpy, state_of
 
 torch_only = pytest.mark.skipif(

@@ -24,7 +24,7 @@ treats the state as a weight changes both, the slots by as little as an amax in
 `UNIT`. A row with other values there is discarded, as if never observed.
 
 The state of a bank of matrices has a row for each matrix of each operand; see
-`scale_sources.DelayedSourceOfBank`.
+`sources.DelayedSourceOfBank`.
 
 A row that was never observed has a -2. Its average with an observed row is
 between -1 and -2 and is discarded too, since its amaxes are too small. A
@@ -40,6 +40,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics.scale_sources import Slot
 from keras_policy_ext.recipes import OPERANDS
 
 UNIT = 2.0**-24
@@ -53,13 +54,7 @@ amaxes from 2^-102 on are exact. Less may become 0.
 SLOTS = 8
 """The number of uses of a layer in one step that have separate slots."""
 
-MOST_STEPS = 2.0**23
-"""The count of steps restarts at this number, which float32 holds exactly."""
-
-Slot = int | Tensor
-"""A slot: an int, or an int32 scalar of a compiled pass for all slots."""
-
-_FIRST = 2 + SLOTS
+FIRST = 2 + SLOTS
 """The first column of the history."""
 
 VALID_MARK = -1.0
@@ -93,7 +88,7 @@ class StateLayout:
     @property
     def width(self) -> int:
         """The number of columns of a state."""
-        return _FIRST + self.length
+        return FIRST + self.length
 
     def never_observed(self) -> np.ndarray:
         """Return an initial state, with no observation, (rows, width)."""
@@ -103,11 +98,11 @@ class StateLayout:
 
     def history(self, state: Tensor) -> Tensor:
         """Return the amax histories, rings with the newest at index 0."""
-        return state[:, _FIRST:]
+        return state[:, FIRST:]
 
     def scale(self, state: Tensor) -> Tensor:
         """Return the scale that each row used last, (rows,); 0 for none."""
-        return state[:, _FIRST - 1]
+        return state[:, FIRST - 1]
 
     def observation(self, amaxes: Tensor, slot: Slot) -> Tensor:
         """Return the amaxes of one use of a layer as a gradient of the state.
@@ -116,14 +111,14 @@ class StateLayout:
         taken modulo 8; as a tensor it is an int32 scalar below 8.
         """
         # Without the column `uses`, so that a slot is its own index.
-        columns = np.arange(_FIRST, dtype="int32")
+        columns = np.arange(FIRST, dtype="int32")
         if isinstance(slot, int):
             here: Any = columns == slot % SLOTS
         else:
             here = ops.equal(columns, slot)
         units = ops.expand_dims(amaxes * UNIT, 1)
         entries = ops.where(here, units, 0.0)
-        rows, columns_left = entries.shape[0], self.width - 1 - _FIRST
+        rows, columns_left = entries.shape[0], self.width - 1 - FIRST
         uses = ops.ones((rows, 1), "float32") * UNIT
         zeros = ops.zeros((rows, columns_left), "float32")
         return ops.concatenate([uses, entries, zeros], axis=1)
@@ -134,9 +129,9 @@ class StateLayout:
         # The mark and slots of a settled row. One reduction, of which compilers
         # make one kernel, finds others and the largest amax.
         seal = ops.where(columns == 0, VALID_MARK, 0.0)
-        is_seal = columns < _FIRST - 1
+        is_seal = columns < FIRST - 1
         moved = ops.logical_and(is_seal, ops.not_equal(state, seal))
-        amaxes = ops.where(columns < _FIRST, 0.0, state)
+        amaxes = ops.where(columns < FIRST, 0.0, state)
         return ops.max(ops.where(moved, np.inf, amaxes), axis=1)
 
     def is_intact(self, state: Tensor) -> Tensor:
@@ -167,9 +162,9 @@ class StateLayout:
         # Any other observation is entered.
         sealed = ops.where(columns == 0, VALID_MARK, 0.0)
         scale = ops.expand_dims(used_scales, 1)
-        sealed = ops.where(columns == _FIRST - 1, scale, sealed)
+        sealed = ops.where(columns == FIRST - 1, scale, sealed)
         history = self._with_newest(uses, entries, previous)
-        observed = ops.where(columns < _FIRST, sealed, history)
+        observed = ops.where(columns < FIRST, sealed, history)
         return ops.where(
             self._is_observation(uses, entries), observed, unobserved
         )
@@ -184,10 +179,10 @@ class StateLayout:
         # so `_is_observation` is False for the sum of both.
         # XLA on a CPU reduces more columns in four steps, four times a layer.
         if value.shape[1] == self.width:
-            return ops.expand_dims(value[:, 1 : _FIRST + 1], 1)
+            return ops.expand_dims(value[:, 1 : FIRST + 1], 1)
         # `uses`, then the other columns of each replica.
         shape = (len(self.constant), -1, self.width - 1)
-        return ops.reshape(value[:, 1:], shape)[:, :, :_FIRST]
+        return ops.reshape(value[:, 1:], shape)[:, :, :FIRST]
 
     def _with_newest(
         self, uses: Tensor, entries: Tensor, previous: Tensor
@@ -195,14 +190,14 @@ class StateLayout:
         """Return rows with the newest amax in the history; only that counts."""
         intact = ops.expand_dims(self.is_intact(previous), 1)
         before = ops.where(intact, previous, 0.0)
-        newest_before = before[:, _FIRST : _FIRST + 1]
+        newest_before = before[:, FIRST : FIRST + 1]
         columns, last_column = self._columns(), self.width - 1
         # As in Keras and Flax, the ring turns left and index 0 is overwritten.
         # So index 1 is the oldest, and the last index the second newest.
         turned = ops.pad(before[:, 1:], ((0, 0), (0, 1)))
         turned = ops.where(columns == last_column, newest_before, turned)
         newest = self._newest(uses, entries, newest_before)
-        rolled = ops.where(columns == _FIRST, newest, turned)
+        rolled = ops.where(columns == FIRST, newest, turned)
         # One axis at a time: PyTorch raises an error for two (keras 3.12).
         finite = ops.all(ops.all(ops.isfinite(entries), axis=2), axis=1)
         return ops.where(ops.expand_dims(finite, 1), rolled, before)
@@ -211,7 +206,7 @@ class StateLayout:
         """Return True for each row that is an unscaled sum of observations."""
         # A sum that was scaled, as by clipping a norm or averaging batches, has
         # a fractional number of uses, or more amaxes than uses.
-        is_slot = np.arange(_FIRST) < SLOTS
+        is_slot = np.arange(FIRST) < SLOTS
         # `entries`, (rows, replicas, 10), are 8 slots, the scale and the newest
         # amax. In an observation the last two are zeros.
         needed = np.where(is_slot, 1.0, np.inf).astype("float32")
@@ -243,33 +238,3 @@ def of_kernel_alone(observation: Tensor, flag: Tensor) -> Tensor:
         is_kernel = is_kernel.repeat(flag.shape[0], axis=0)
         flag = ops.expand_dims(ops.tile(flag, len(OPERANDS)), 1)
     return ops.where(ops.logical_and(is_kernel, flag), observation, 0.0)
-
-
-class Counting(StateLayout):
-    """A state of one row that counts steps instead of recording amaxes.
-
-    An observation only says that there was a use. The count in it is ignored,
-    since its sum over many uses, as in a scan, is not exact in float32, and
-    the count would stop. A scaled observation counts too. 0 is a valid count.
-
-    A layer puts the number of its kernel into the unused scale column when it
-    passes the state to a step. The stored state has 0 there.
-    """
-
-    unseen: ClassVar[float] = VALID_MARK
-
-    def _is_observation(self, uses: Tensor, entries: Tensor) -> Tensor:
-        return ops.greater(uses, 0.0)
-
-    def _newest(self, uses: Tensor, entries: Tensor, before: Tensor) -> Tensor:
-        return following(before)
-
-
-def numbered_row(width: int, kernel: int) -> list[int]:
-    """Return the row that, added to a `Counting` state, numbers its kernel."""
-    return [kernel if i == _FIRST - 1 else 0 for i in range(width)]
-
-
-def following(steps: Tensor) -> Tensor:
-    """Return the step number after `steps`; 0 after the largest."""
-    return ops.where(steps + 1.0 < MOST_STEPS, steps + 1.0, 0.0)

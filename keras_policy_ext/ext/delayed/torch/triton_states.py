@@ -1,29 +1,35 @@
 """PyTorch on CUDA: scales and states by Triton kernels.
 
-A state is (3, width), a row for each operand: see `numerics.observations`. The
+A state is (3, width), a row for each operand: see `observations`. The
 seal of a row is -1, then zeros as slots: no other code has changed the row. In
 kernels a program has one `row`, and `place` are the columns up to `BLOCK`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+import torch
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics.observations import (
+from keras_policy_ext.backends.torch.triton_casts import (
+    Launch,
+    aligned,
+    is_positive_finite,
+    largest_of,
+    scale_of,
+    stream_of,
+)
+from keras_policy_ext.ext.delayed.observations import (
     ROUNDING,
     SLOTS,
     UNIT,
     UNSEEN,
     VALID_MARK,
 )
-from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
+from keras_policy_ext.ext.delayed.sources import DelayedSource, HistoryScales
 from keras_policy_ext.recipes import OPERANDS
 
 _ROUNDING = tl.constexpr(ROUNDING)
@@ -31,60 +37,6 @@ _SEALED = tl.constexpr(VALID_MARK)
 _UNSEEN = tl.constexpr(UNSEEN)
 _UNIT = tl.constexpr(UNIT)
 _PER_UNIT = tl.constexpr(1.0 / UNIT)
-
-
-class Launch:
-    """A Triton kernel with its grid and constants, started directly.
-
-    All calls have tensors of the same dtypes, at addresses that 16 divides,
-    and the same sizes. So the kernel that the first call compiles is the one
-    for all. Triton itself takes 9 µs to find it, 0.3 µs to start it. Later
-    calls start it as Triton does (3.6 to 3.9).
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        constants: dict[str, Any],
-        **options: Any,
-    ):
-        self._kernel, self._options = kernel, {**constants, **options}
-        self._grid = (*grid, 1, 1)[:3]
-        names = kernel.arg_names
-        self._constants = [constants[n] for n in names if n in constants]
-        # None before a call, and in the interpreter, which compiles nothing.
-        self._start: Any = None
-
-    def __call__(self, stream: int, *arguments: Any) -> None:
-        """Start the kernel with tensors and sizes, on a CUDA stream."""
-        if self._start is None:
-            compiled = self._kernel[self._grid](*arguments, **self._options)
-            if hasattr(compiled, "packed_metadata"):
-                self._launch_arguments = (
-                    compiled.function,
-                    compiled.packed_metadata,
-                    *(None,) * 3,  # No launch metadata, no two hooks.
-                )
-                self._start = compiled.run
-            return
-        constants = self._constants
-        self._start(
-            *self._grid, stream, *self._launch_arguments, *arguments, *constants
-        )
-
-
-def stream_of(device: torch.device) -> Callable[[], int]:
-    """Return a function that returns the address of the current stream."""
-    if device.type != "cuda":
-        return int  # `int()` is 0, which nothing reads.
-    driver = triton.runtime.driver.active
-    return functools.partial(driver.get_current_stream, device.index)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return a tensor, cloned if 16 does not divide its address."""
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def history_scales(
@@ -181,36 +133,6 @@ def state_constants(source: DelayedSource) -> dict[str, Any]:
 
 
 @triton.jit
-def _is_positive_finite(amax):
-    """Return True for a number above 0 that is neither infinite nor NaN."""
-    bits = amax.to(tl.int32, bitcast=True)
-    return (bits > 0) & (bits < 0x7F800000)
-
-
-@triton.jit
-def scale_of(
-    amax, previous, TOP, INVERTED: tl.constexpr, POWER_OF_TWO: tl.constexpr
-):
-    """Return the scale of an amax; `previous` if it is 0 or not finite.
-
-    See `scaling.scale_of_multiplier` (if `INVERTED`) and
-    `scaling.scale_for_limit`. `TOP` is the format's largest value / 2^margin.
-    """
-    normal = tl.maximum(tl.where(amax == amax, amax, 0.0), 2.0**-126)
-    if INVERTED:
-        multiplier = tl.div_rn(TOP + 0.0 * normal, normal)
-        multiplier = tl.minimum(tl.maximum(multiplier, 2.0**-126), 2.0**126)
-        scale = tl.div_rn(1.0 + 0.0 * normal, multiplier)
-    else:
-        scale = tl.div_rn(normal, TOP + 0.0 * normal)
-        scale = tl.minimum(tl.maximum(scale, 2.0**-126), 2.0**127)
-        if POWER_OF_TWO:
-            bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
-            scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(_is_positive_finite(amax), scale, previous)
-
-
-@triton.jit
 def _is_intact(start, place, FIRST: tl.constexpr):
     """Return True if the row at `start` was observed and has its seal."""
     is_seal = place < FIRST - 1
@@ -245,7 +167,7 @@ def _scales_from(
     top = tl.where(row == 0, TOPS[0], tl.where(row == 1, TOPS[1], TOPS[2]))
     previous = tl.where(is_known, stored, INITIAL)
     scale = scale_of(amax, previous, top, INVERTED=True, POWER_OF_TWO=False)
-    return scale, stored, is_known | _is_positive_finite(amax)
+    return scale, stored, is_known | is_positive_finite(amax)
 
 
 @triton.jit
@@ -273,17 +195,6 @@ def history_kernel(
     tl.store(scales + row, scale)
     tl.store(unseen + row, seen == 0)
     tl.store(host_flags + row, seen == 0)
-
-
-@triton.jit
-def largest_of(amaxes, count, BLOCK: tl.constexpr):
-    """Return the largest magnitude of float32 values; NaN if one is NaN."""
-    found, place = tl.zeros((BLOCK,), tl.int32), tl.arange(0, BLOCK)
-    for start in range(0, count, BLOCK):
-        inside = start + place < count
-        some = tl.load(amaxes + start + place, mask=inside, other=0)
-        found = tl.maximum(found, some.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    return tl.max(found, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

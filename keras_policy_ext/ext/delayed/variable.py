@@ -9,12 +9,11 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, contractions, user_code
+from keras_policy_ext import backends, user_code
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.layers.entries import is_amax
-from keras_policy_ext.numerics import scaling
-from keras_policy_ext.numerics.observations import (
+from keras_policy_ext.ext.delayed import _keras, frameworks
+from keras_policy_ext.ext.delayed.observations import (
     ROUNDING,
     SLOTS,
     UNIT,
@@ -22,11 +21,16 @@ from keras_policy_ext.numerics.observations import (
     VALID_MARK,
     StateLayout,
 )
-from keras_policy_ext.numerics.scale_sources import (
+from keras_policy_ext.ext.delayed.sources import (
+    catching_up,
     has_history_per_matrix,
-    source_of,
-    state_source_of,
+    settling,
 )
+from keras_policy_ext.layers.entries import is_amax
+from keras_policy_ext.layers.state_of import NoWeight
+from keras_policy_ext.layers.stored_weights import on_every_device
+from keras_policy_ext.numerics import scaling
+from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 
 _MOVED = (
@@ -52,29 +56,17 @@ SUFFIX = "_amax"
 STEPS_SUFFIX = "_steps"  # Of a state that counts steps.
 
 
-def on_every_device(rank: int) -> dict[str, Any]:
-    """Return arguments that replicate a variable of this rank on JAX devices.
-
-    Keras 3.12 searches a path for a pattern, so that the pattern of a kernel
-    also matches the state of that kernel. Other patterns name whole layers.
-    """
-    distribution = keras.distribution.distribution()
-    if keras.backend.backend() != "jax" or distribution is None:
-        return {}
-    mesh = distribution.device_mesh
-    return {"layout": keras.distribution.TensorLayout((None,) * rank, mesh)}
-
-
 class StateVariable(
-    variable_values.NotAveraged,
-    variable_values.Companion,
-    variable_values.TellsItsValue,
+    NoWeight,
+    _keras.NotAveraged,
+    _keras.Companion,
+    _keras.TellsItsValue,
     keras.Variable,
 ):
     """A float8 state, a variable that Keras overwrites with its "gradient".
 
     An observation, what a step has seen, is entered into the state by assigning
-    it; see `numerics.observations`. A value is *settled* if it is a state
+    it; see `observations`. A value is *settled* if it is a state
     itself. Zeros, JAX's gradient of an unused variable, leave the state
     unchanged. The kernel is *ahead* where it was assigned and the state not.
     """
@@ -108,6 +100,7 @@ class StateVariable(
         name: str,
         bank_axis: int | None = None,
     ):
+        _keras.install()
         self.recipe = recipe
         self.kernel = kernel
         # The axis of the kernel whose matrices have a history each, if any.
@@ -134,7 +127,7 @@ class StateVariable(
 
     def value_made(self, value: Tensor) -> None:
         """Store observations beside the tensor that this variable now has."""
-        backends.current.keep_observations(self, value)
+        frameworks.current.keep_observations(self, value)
 
     def assign(self, value: Tensor) -> Any:
         """Compute the new state from an observation or a state, and store it.
@@ -169,17 +162,17 @@ class StateVariable(
             if self.observed is not None:  # Discard those of the former state.
                 self.observed.replaced()
         self.uses = 0
-        value = backends.current.as_value_of(self, value)
+        value = frameworks.current.as_value_of(self, value)
         readable = not settled and variable_values.has_value(self)
         if readable and tuple(value.shape) == tuple(self.shape):
             # The state after this observation; None if that is stored already.
-            value = backends.current.assigned(self, value)
+            value = frameworks.current.assigned(self, value)
         assigned = self.value if value is None else super().assign(value)
         if settled:  # The state is of the kernel as it is now.
             self._note_versions()
         if readable or settled:
             self.warn_if_moved()
-        if readable and backends.current.steps_take_values:
+        if readable and frameworks.current.steps_take_values:
             self._count_unchanged()
         return assigned
 
@@ -195,7 +188,7 @@ class StateVariable(
 
     def _watch(self) -> None:
         """Have `assigned_beside` called when the kernel is assigned."""
-        variable_values.watch(self.kernel, self)
+        _keras.watch(self.kernel, self)
         self._watched_kernel = id(self.kernel)
 
     def _count_assignment(self, settled: bool) -> None:
@@ -203,19 +196,19 @@ class StateVariable(
         self._assigned_since_look = True
         if settled:
             self._kernel_ahead, self._assigned_since_look = 0, False
-        elif not variable_values.is_without_notifying():
+        elif not _keras.is_without_notifying():
             # Below 0 the state was assigned first; the kernel may follow once.
             self._kernel_ahead = max(self._kernel_ahead - 1, -1)
 
     def _count_unchanged(self) -> None:
         """Mark the state as behind if an observation changed nothing."""
         # That happens if a compiled step does not return observations.
-        value = backends.current.known_value(self)
+        value = frameworks.current.known_value(self)
         if value is None or not (self.trainable and self.observes_amaxes):
             return
         rows_hash = _hash_of_kernel_rows(np.asarray(value))
         is_same = rows_hash == self._kernel_rows_hash
-        if is_same and not variable_values.is_without_notifying():
+        if is_same and not _keras.is_without_notifying():
             self._kernel_ahead += 1
         self._kernel_rows_hash = rows_hash
 
@@ -226,7 +219,7 @@ class StateVariable(
         # graph keeps the state, `value` or `look_at` lets it catch up.
         self._kernel_ahead += 1
         is_given = bool(self._given) and not variable_values.is_stateless()
-        if is_given or backends.current.keeps_variables_in_graphs:
+        if is_given or frameworks.current.keeps_variables_in_graphs:
             self.catch_up(1.0 if self._kernel_ahead > 0 else GROWTH)
 
     @override
@@ -239,7 +232,7 @@ class StateVariable(
         """Update the state if other code has changed the kernel's tensor."""
         if self._watched_kernel != id(self.kernel):  # In a copy of a layer.
             self._watch()
-        framework = backends.current
+        framework = frameworks.current
         if framework.steps_take_values or not self._looks_at_kernel:
             self._given = None
             return  # See `value` and `look_last`.
@@ -299,7 +292,7 @@ class StateVariable(
         if not variable_values.has_value(variable):
             return None
         value = variable_values.value_without_autocast(variable)
-        return backends.current.version(value)
+        return frameworks.current.version(value)
 
     def catch_up(self, beyond: float = 1.0) -> None:
         """Enter the kernel's amax if it is too large for the stored scale.
@@ -335,9 +328,9 @@ class StateVariable(
         """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
-        fit = contractions.catching_up(self.recipe, beyond, self.matrix_count)
+        fit = catching_up(self.recipe, beyond, self.matrix_count)
         amax = self.amax_of(kernel)  # The same on all replicas.
-        return backends.current.settle_here(fit, amax, matrix)
+        return frameworks.current.settle_here(fit, amax, matrix)
 
     def amax_of(self, kernel: Tensor) -> Tensor:
         """Return the amax of a kernel; (matrices,) if each has a history."""
@@ -350,7 +343,13 @@ class StateVariable(
     @property
     def settling(self) -> Any:
         """The function that computes the new state from an assigned value."""
-        return contractions.settling(self.recipe, self.matrix_count)
+        return settling(self.recipe, self.matrix_count)
+
+    def settled(self, observation: Tensor, previous: Tensor) -> Tensor:
+        """Return the state after an observation, by a loop that keeps it."""
+        self.uses = 0
+        settle = frameworks.current.settle
+        return settle(self.settling, observation, previous)
 
     def matrix(self) -> Any:
         """Return this variable's tensor; raise ValueError if it was cast."""
@@ -368,7 +367,7 @@ class StateVariable(
 
     def warn_if_moved(self) -> None:
         """Warn once if other code has changed this state; never wait for it."""
-        value = backends.current.known_value(self)
+        value = frameworks.current.known_value(self)
         if value is None or value is self._checked_value:
             return
         # A changed JAX array is another object; NumPy's may change in place.
@@ -420,7 +419,7 @@ class StateVariable(
     @property
     def rows_layout(self) -> StateLayout:
         """The `StateLayout` of this state: which columns mean what."""
-        return state_source_of(self.recipe, self.matrix_count).layout
+        return source_of(self.recipe, self.matrix_count).layout
 
     @property
     def observes_amaxes(self) -> bool:
@@ -456,6 +455,10 @@ class StateVariable(
         """Return the newest observed amax of an operand; 0 without one."""
         return self.rows()[operand][1][0]
 
+    @override
+    def set_with_weights(self) -> None:
+        self.catch_up(GROWTH)  # Its kernel is here; none follows.
+
     def _check_shape(self, value: Tensor) -> None:
         shape = getattr(value, "shape", None)
         if shape is None or tuple(shape) == tuple(self.shape):
@@ -469,8 +472,8 @@ class StateVariable(
             "out."
         )
 
+    @override
     def check(self, value: Tensor) -> None:
-        """Raise ValueError if an array is no observation and no state."""
         # Tensors are not checked: that would wait for their values.
         if not isinstance(value, np.ndarray) or (
             value.shape != tuple(self.shape)  # Keras says so.
