@@ -3,8 +3,9 @@
 ```python
 import keras_policy_ext as kpe
 
-policy = kpe.Float8DTypePolicy("mixed_bfloat16")
-model = keras.Sequential([kpe.layers.Dense(512, dtype=policy), ...])
+model = keras.Sequential([keras.layers.Dense(512), ...])
+model.build((None, 512))
+kpe.convert(model)
 ```
 
 Importing this package imports Keras and registers the classes that saved

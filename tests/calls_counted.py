@@ -203,7 +203,7 @@ def programs():
             model = keras.Sequential(
                 [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
             )
-            convert_it = functools.partial(kpe.convert, model, "float8")
+            convert_it = functools.partial(kpe.convert, model, "delayed")
             _, convert = counted(convert_it)
             model.save(path)
             _, load = counted(functools.partial(kpe.load_model, path))
@@ -218,7 +218,7 @@ def sample():
     model = keras.Sequential(
         [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
     )
-    kpe.convert(model, "float8")
+    kpe.convert(model, "delayed")
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
     model.train_on_batch(x, x)

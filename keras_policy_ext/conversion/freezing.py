@@ -473,7 +473,7 @@ def _unseen(layer: keras.Layer) -> str:
         f"Layer {candidates.path_of(layer)!r} has seen no amax of its "
         "inputs. Received: activations='static'. Allowed: a model that "
         "was trained or calibrated under delayed scaling. Call "
-        "`keras_policy_ext.convert(model)` and "
+        "`keras_policy_ext.convert(model, 'delayed')` and "
         "`keras_policy_ext.calibrate(model, data)` first; or leave the layer "
         "out with `exclude`, or freeze with activations='dynamic', which "
         "needs no data."

@@ -189,8 +189,9 @@ def convert(
 
     Each layer keeps its weights, its place in the model and its dtypes: here a
     policy says how values are scaled and which layers follow it, and not in
-    which precision the others compute. Amaxes of the kernels are computed at
-    once. A compiled model keeps its optimizer with all slots, and can train on.
+    which precision the others compute. Under `"delayed"` amaxes of the kernels
+    are computed at once. A compiled model keeps its optimizer with all slots,
+    and can train on.
 
     Args:
         model: A model, or a layer, whose layers with weights are built. It
@@ -244,8 +245,8 @@ def convert(
         >>> report = kpe.convert(model)
         >>> report.converted[0].policy
         'float8/current_from_float32'
-        >>> kpe.convert(model, "rowwise").converted[0].policy  # another recipe
-        'float8/rowwise_from_float32'
+        >>> kpe.convert(model, "delayed").converted[0].policy  # another recipe
+        'float8_from_float32'
     """
     selection = Selection.read(include, exclude, filter, min_size)
     decided = _decided(model, policy, selection, attention, recipe)

@@ -167,8 +167,12 @@ def test_parse_evaluates_nothing():
         recipes.parse("delayed(margin=print('x'))")
 
 
-def test_none_means_delayed_scaling():
-    assert recipes.get(None) == DelayedScaling()
+def test_none_means_current_scaling():
+    assert recipes.get(None) == CurrentScaling()
+
+
+def test_an_empty_spec_is_delayed_scaling():
+    assert recipes.parse("") == DelayedScaling()
     assert DelayedScaling().amax_history_length == 1024
 
 
@@ -184,12 +188,12 @@ def test_other_types_are_type_errors(wrong):
 
 
 def test_names_come_in_order_of_definition():
-    assert recipes.names()[:2] == ("delayed", "current")
+    assert recipes.names()[:2] == ("current", "delayed")
 
 
 @pytest.mark.parametrize("name", ["unknown", "rowwise2", "none"])
 def test_unknown_names_are_answered_with_the_known_ones(name):
-    with pytest.raises(ValueError, match="delayed, current"):
+    with pytest.raises(ValueError, match="current, delayed"):
         recipes.get(name)
 
 

@@ -82,7 +82,7 @@ def calibrate(
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> len(kpe.calibrate(model, np.ones((16, 32), "float32")))
         1
     """
@@ -170,7 +170,7 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
             f"All float8 layers of {model.name!r} are frozen, and their "
             "scales stay. Received: a frozen model. Allowed: one whose layers "
             "keep float weights. For scales of other data call, in this "
-            "order, `kpe.thaw(model)`, `kpe.convert(model)`, "
+            "order, `kpe.thaw(model)`, `kpe.convert(model, 'delayed')`, "
             "`kpe.calibrate(model, data)` and "
             "`kpe.freeze(model, activations='static')`."
         )
@@ -178,7 +178,7 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
         raise ValueError(
             f"No layer of {model.name!r} is in float8. Received: a model "
             "without float8 layers. Allowed: one that was made or converted "
-            "with a float8 policy. Call `kpe.convert(model)` first."
+            "with a float8 policy. Call `kpe.convert(model, 'delayed')` first."
         )
     return layers
 

@@ -280,7 +280,7 @@ def inspect(model: keras.Layer) -> Inspection:
         >>> inspection.parameters
         264
         >>> inspection.layers[0].policy
-        'float8_from_float32'
+        'float8/current_from_float32'
     """
     check_is_layer(
         model,

@@ -29,7 +29,7 @@ def is_state(variable: object) -> bool:
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> [kpe.loops.is_state(v) for v in model.trainable_variables]
         [False, False, True]
     """
@@ -63,7 +63,7 @@ def weights(model: keras.Layer) -> list[keras.Variable]:
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> len(model.weights), len(kpe.loops.weights(model))
         (3, 2)
     """
@@ -87,7 +87,7 @@ def parameters(model: keras.Layer) -> list[Tensor]:
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> len(model.trainable_variables), len(kpe.loops.parameters(model))
         (3, 2)
     """

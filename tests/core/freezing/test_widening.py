@@ -46,7 +46,7 @@ def frozen(build, **options):
     keras.utils.set_random_seed(0)
     model = build()
     if options.get("activations") == "static":
-        kpe.convert(model)
+        kpe.convert(model, "delayed")
         observe_inputs(model, batch(model, 5))
     kpe.freeze(model, **options)
     return model

@@ -177,10 +177,10 @@ def test_a_used_optimizer_is_refused_and_a_new_one_goes_without(name):
         used = model()
         before = losses(used)
         with pytest.raises(ImportError) as error:
-            kpe.convert(used)
+            kpe.convert(used, "delayed")
         assert losses(used)[-1] < before[0]
         fresh = model()
-        kpe.convert(fresh)
+        kpe.convert(fresh, "delayed")
         losses(fresh)
     assert_names(error, name)
     assert "new optimizer" in str(error.value)
@@ -211,7 +211,7 @@ def test_freezing_and_thawing_are_refused(name):
 
 def test_adapters_are_refused_where_the_kernel_is_not_found():
     made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    kpe.convert(made)
+    kpe.convert(made, "delayed")
     made.layers[0].enable_lora(1)
     with (
         hidden(keras.layers.Dense, "_kernel"),
@@ -332,7 +332,7 @@ import keras_policy_ext as kpe
 
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 model.compile("sgd", "mse", run_eagerly=True)
-kpe.convert(model)
+kpe.convert(model, "delayed")
 x, y = np.ones((2, 4), "float32"), np.ones((2, 2), "float32")
 losses = [float(np.ravel(model.train_on_batch(x, y))[0]) for _ in range(3)]
 kpe.revert(model)

@@ -32,7 +32,7 @@ def converted(seed=0, **how):
     """A model with one kernel, converted: its amax is in its state."""
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
-    kpe.convert(model, **how)
+    kpe.convert(model, "delayed", **how)
     return model
 
 
@@ -119,7 +119,7 @@ class Student(keras.Model):
 def test_a_student_called_after_its_frozen_teacher_is_not_cut(training):
     model = Student()
     model.build((None, 8))
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     optimizer = keras.optimizers.SGD(1.0)
     for _ in range(4):
         step(model, optimizer, X, far_away, training=training)
@@ -136,7 +136,7 @@ def test_fit_of_a_trainable_backbone_called_without_training():
     backbone = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
     outputs = keras.layers.Rescaling(1.0)(backbone(inputs, training=False))
     model = keras.Model(inputs, outputs)
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     before = amax(backbone)
     model.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=False)
     model.fit(X, TARGET, epochs=6, batch_size=16, verbose=0)

@@ -117,8 +117,8 @@ def test_wrong_arguments_get_one_line(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "seed", "specs"),
     [
-        ([], 0, ("delayed",)),
-        (["--seed", "3"], 3, ("delayed",)),
+        ([], 0, ("current",)),
+        (["--seed", "3"], 3, ("current",)),
         (["--recipe", "16"], 0, ("16",)),
         (["--compare"], 0, None),
     ],
