@@ -14,10 +14,10 @@ from keras_policy_ext import backends, bases, contractions, policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.files import frozen_weights
 from keras_policy_ext.layers import (
     saved_weights,
     stock_calls,
-    stored_files,
     stored_weights,
 )
 from keras_policy_ext.layers.controller import (
@@ -466,7 +466,7 @@ class Float8Mixin(
         As in Keras, LoRA adapters are merged into a float kernel.
         """
         if self.is_frozen:
-            stored_files.save(self, store)
+            frozen_weights.save(self, store)
         else:
             super().save_own_variables(store)
 

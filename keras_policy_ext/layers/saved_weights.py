@@ -12,9 +12,9 @@ from keras import ops
 from keras_policy_ext import backends, formats, stored_kernels, user_code
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stored_files
-from keras_policy_ext.layers.entries import GIVEN, POLICY
-from keras_policy_ext.layers.saved_layers import KerasWeights, is_frozen
+from keras_policy_ext.files import frozen_weights
+from keras_policy_ext.files.entries import GIVEN, POLICY
+from keras_policy_ext.files.saved_layers import KerasWeights, is_frozen
 from keras_policy_ext.layers.state_variable import GROWTH, StateVariable
 from keras_policy_ext.layers.stored_weights import (
     WIDENED,
@@ -266,7 +266,7 @@ def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
             "frozen model saves them. Load the file into a model that is not "
             "frozen, then call `keras_policy_ext.freeze(model)`."
         )
-    stored_files.load(layer, store)
+    frozen_weights.load(layer, store)
 
 
 def _stock_store(

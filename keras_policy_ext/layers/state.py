@@ -14,8 +14,8 @@ from keras import ops
 from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._keras.built_layers import scope_of_path
-from keras_policy_ext.layers import entries
-from keras_policy_ext.layers.saved_layers import SavedState, state_for_file
+from keras_policy_ext.files import entries
+from keras_policy_ext.files.saved_layers import SavedState, state_for_file
 from keras_policy_ext.layers.state_variable import (
     STEPS_SUFFIX,
     SUFFIX,

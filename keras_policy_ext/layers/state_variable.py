@@ -12,7 +12,6 @@ from keras import ops
 from keras_policy_ext import backends, contractions, user_code
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
-from keras_policy_ext.layers.entries import is_amax
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.observations import (
     ROUNDING,
@@ -21,6 +20,8 @@ from keras_policy_ext.numerics.observations import (
     UNSEEN,
     VALID_MARK,
     StateLayout,
+    is_amax,
+    newest_first,
 )
 from keras_policy_ext.numerics.scale_sources import (
     has_history_per_matrix,
@@ -513,11 +514,6 @@ def _hash_of_kernel_rows(value: np.ndarray) -> int:
     first = OPERANDS.index("kernel") * count
     rows = value[first : first + count] if count else value
     return hash(rows.astype("float32").tobytes())
-
-
-def newest_first(ring: np.ndarray) -> np.ndarray:
-    """Sort an amax history from newest to oldest, from its ring order."""
-    return np.concatenate([ring[:1], ring[:0:-1]])
 
 
 def _is_sealed(first: np.ndarray) -> np.ndarray:

@@ -76,6 +76,16 @@ last place of a number up to 1. Weight decay changes the seal by more in a step.
 """
 
 
+def is_amax(array: np.ndarray) -> np.ndarray:
+    """Return True for each number that an amax or a scale can be."""
+    return np.isfinite(array) & (array >= 0)
+
+
+def newest_first(ring: np.ndarray) -> np.ndarray:
+    """Sort an amax history from newest to oldest, from its ring order."""
+    return np.concatenate([ring[:1], ring[:0:-1]])
+
+
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
     """The columns of a delayed-scaling state, and its arithmetic.

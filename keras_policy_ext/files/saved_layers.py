@@ -9,24 +9,42 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import ml_dtypes
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import input_files
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import entries
-from keras_policy_ext.layers.entries import FROZEN, KERAS, STATE, Group
-from keras_policy_ext.layers.state_variable import StateVariable, newest_first
-from keras_policy_ext.numerics.observations import UNIT, UNSEEN, VALID_MARK
+from keras_policy_ext.files import entries, input_files
+from keras_policy_ext.files.entries import FROZEN, KERAS, STATE, Group
+from keras_policy_ext.numerics.observations import (
+    UNIT,
+    UNSEEN,
+    VALID_MARK,
+    StateLayout,
+    newest_first,
+)
 from keras_policy_ext.numerics.scale_sources import source_of, state_source_of
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.recipes import OPERANDS, FrozenKernels, Recipe
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
+
+
+class Settled(Protocol):
+    """What is asked of the variable of a state: its rows, and their meaning."""
+
+    rows_layout: StateLayout
+    matrix_count: int
+    observes_amaxes: bool
+
+    def trusted(self) -> np.ndarray:
+        """Return a copy of the state, without rows that other code changed."""
+
+    def rows_of(self, operand: str) -> slice:
+        """Return the rows that an operand has."""
 
 
 class KernelState(NamedTuple):
@@ -120,7 +138,7 @@ class SavedState(Group):
     def _matrix(
         self, i: int, recipe: Recipe, matrices: int | None
     ) -> np.ndarray:
-        """Return the state matrix of kernel `i`, as `StateVariable` has it."""
+        """Return the state matrix of kernel `i`, as its variable has it."""
         # Its rows: for each operand in turn, one per matrix of the kernel.
         source = state_source_of(recipe, matrices or self._matrices_in_file(i))
         layout, matrix = source.layout, source.layout.never_observed()
@@ -193,7 +211,7 @@ class SavedState(Group):
 
 def state_for_file(
     texts: Mapping[str, str],
-    kernels: Sequence[tuple[StateVariable, Tensor | None]],
+    kernels: Sequence[tuple[Settled, Tensor | None]],
     merged: bool,
 ) -> dict[str, np.ndarray]:
     """Return the entries of the state of a layer, with strings about it.
@@ -219,7 +237,7 @@ def state_for_file(
     return arrays
 
 
-def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
+def _kernel_for_file(i: int, variable: Settled) -> dict[str, np.ndarray]:
     """Return the entries of the state of kernel number `i`."""
     layout, matrix = variable.rows_layout, variable.trusted()
     scales, histories = layout.scale(matrix), layout.history(matrix)

@@ -15,9 +15,9 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._keras import variable_values, walking
-from keras_policy_ext.layers import entries
-from keras_policy_ext.layers.saved_layers import FrozenWeights, header_for_file
-from keras_policy_ext.layers.stored_weights import StoredVariable
+from keras_policy_ext._keras.variable_values import ComputedVariable
+from keras_policy_ext.files import entries
+from keras_policy_ext.files.saved_layers import FrozenWeights, header_for_file
 
 
 def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
@@ -27,7 +27,7 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
     summed = {
         each.name: each.axes.summed
         for each in weights
-        if isinstance(each, StoredVariable)
+        if isinstance(each, ComputedVariable)
     }
     lora = None
     if getattr(layer, "lora_enabled", False):
@@ -35,7 +35,7 @@ def save(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
     names = [each.name for each in weights]
     store[entries.HEADER] = header_for_file(recipe, names, summed, lora)
     for each in weights:
-        if not isinstance(each, StoredVariable):
+        if not isinstance(each, ComputedVariable):
             store[each.name] = variable_values.value_without_autocast(each)
             continue
         stored = each.stored
@@ -67,7 +67,7 @@ def load(layer: keras.Layer, store: Mapping[str, Any]) -> None:
     pairs = _pairs(layer, saved)
     values = [_checked(each, saved, name) for each, name in pairs]
     for (each, _), value in zip(pairs, values, strict=True):
-        if isinstance(each, StoredVariable):
+        if isinstance(each, ComputedVariable):
             each.take(*value)
         else:
             each.assign(value)
@@ -121,7 +121,7 @@ def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
     """Return the value for a weight from a file; raise if it does not fit."""
     # It is an array, or for a kernel what `StoredVariable.take` takes.
     is_codes = name in saved.summed  # The header has axes of kernels alone.
-    if is_codes != isinstance(variable, StoredVariable):
+    if is_codes != isinstance(variable, ComputedVariable):
         kinds = ("codes", "floats") if is_codes else ("floats", "codes")
         raise saved.damaged(
             f"{name!r} is stored as {kinds[0]}, but the layer holds "

@@ -7,7 +7,7 @@ A file has up to three groups of entries for a layer, each with its `Schema`:
   that is not frozen rejects them.
 - `KERAS`: the float8 state that Keras itself saves behind the weights.
 
-`layers.saved_layers` reads them. A key is a template, as in
+`saved_layers` reads them. A key is a template, as in
 `SCALE.format(i=0, operand="inputs")`.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_policy_ext import input_files
-from keras_policy_ext.numerics.observations import MOST_STEPS, ROUNDING
+from keras_policy_ext.files import input_files
+from keras_policy_ext.numerics.observations import MOST_STEPS, ROUNDING, is_amax
 from keras_policy_ext.recipes import OPERANDS
 
 GROUP = "float8_state"
@@ -130,11 +130,6 @@ class Group:
             verb = "has" if array.ndim else "is"
             raise self.damaged(f"{key!r} {verb} {array[~valid].flat[0]}")
         return array
-
-
-def is_amax(array: np.ndarray) -> np.ndarray:
-    """Return True for each number that an amax or a scale can be."""
-    return np.isfinite(array) & (array >= 0)
 
 
 def _positive(array: np.ndarray) -> np.ndarray:
