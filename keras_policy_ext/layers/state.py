@@ -14,7 +14,7 @@ from keras import ops
 from keras_policy_ext import backends, contractions
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._keras.built_layers import scope_of_path
-from keras_policy_ext.files import entries
+from keras_policy_ext.files import entries, memories
 from keras_policy_ext.files.saved_layers import SavedState, state_for_file
 from keras_policy_ext.layers.state_variable import (
     STEPS_SUFFIX,
@@ -176,7 +176,8 @@ class Float8State(keras.layers.Layer):
         merged = layer is not None and layer.merges_adapters
         observed_earlier = backends.current.earlier_observation
         kernels = [(each, observed_earlier(each)) for each in self.matrices]
-        for key, value in state_for_file(texts, kernels, merged).items():
+        memory = memories.entries_of(kernels, merged)
+        for key, value in state_for_file(texts, memory).items():
             store[key] = value
 
     @property
@@ -216,7 +217,7 @@ class Float8State(keras.layers.Layer):
         try:
             recipes = [each.recipe for each in variables]
             counts = [each.matrix_count for each in variables]
-            kernels = saved.kernels(recipes, counts)
+            kernels = memories.read(saved, recipes, counts)
             self.given = saved.text(entries.GIVEN) or self.given
         except ValueError as error:
             self._failure = error

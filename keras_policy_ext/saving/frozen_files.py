@@ -18,7 +18,7 @@ import keras
 from keras_policy_ext import policies
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
-from keras_policy_ext.files import frozen_weights, input_files, model_files
+from keras_policy_ext.files import input_files, model_files, own_weights
 from keras_policy_ext.files.entries import GROUP
 from keras_policy_ext.files.model_files import PathLike, Source
 from keras_policy_ext.files.saved_layers import (
@@ -208,7 +208,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
             saved = by_id.get(id(layer))
             _freeze_as(layer, None if saved is None else saved.recipe)
             if saved is not None:  # Before an optimizer is built.
-                frozen_weights.enable_saved_lora(layer, saved)
+                own_weights.enable_saved_lora(layer, saved)
         # Then what has such layers in it: composites like LSTM, and backbones.
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
@@ -319,7 +319,7 @@ def _noting(
     def note(store: Any) -> None:  # In place of the method.
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
-            frozen_weights.check_rank(saved)
+            own_weights.check_rank(saved)
             by_id[id(layer)] = saved
 
     vars(layer)["load_own_variables"] = note

@@ -28,11 +28,15 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
-from keras_policy_ext.files import input_files, model_files
+from keras_policy_ext.files import (
+    input_files,
+    memories,
+    model_files,
+    own_weights,
+)
 from keras_policy_ext.files.entries import GROUP
 from keras_policy_ext.files.model_files import WEIGHTS, PathLike
 from keras_policy_ext.files.saved_layers import SavedState
-from keras_policy_ext.layers import saved_weights
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
@@ -304,7 +308,8 @@ def _checked(
     policy = saved.policy(source_policy_of(layer))
     policy_to_follow = policy or float8_policy_of(layer)
     if policy_to_follow is not None:
-        saved.kernels([policy_to_follow.recipe] * len(place.kernels))
+        recipes = [policy_to_follow.recipe] * len(place.kernels)
+        memories.read(saved, recipes)
     return layer, saved, policy, saved.attention
 
 
@@ -343,7 +348,7 @@ def _restore_float8(
         layer.float8_state.load_own_variables(saved.store)
         policy = float8_policy_of(layer)
         if policy is not None:
-            saved_weights.warn_of_formats(policy)
+            own_weights.warn_of_formats(policy)
     if attention and hasattr(layer, "choose_attention"):
         try:
             layer.choose_attention(attention)
