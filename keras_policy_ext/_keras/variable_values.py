@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -162,3 +165,23 @@ def _stored(layer: keras.Layer, name: str) -> keras.Variable:
         what = f"{type(layer).__name__}._{name}"
         raise versions.missing(what, "a float8 layer with LoRA")
     return getattr(layer, name)
+
+
+_thread = threading.local()
+"""`blocks`: how many of `without_notifying` are entered."""
+
+
+def is_without_notifying() -> bool:
+    """Return True if this thread is in a block of `without_notifying`."""
+    return getattr(_thread, "blocks", 0) > 0
+
+
+@contextlib.contextmanager
+def without_notifying() -> Iterator[None]:
+    """In the block, no state is told that its kernel was assigned."""
+    # For steps of an optimizer, and for files: they have states too.
+    _thread.blocks = getattr(_thread, "blocks", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.blocks -= 1

@@ -38,10 +38,10 @@ from keras_policy_ext.contractions import (
     bank_axis,
     equations,
 )
+from keras_policy_ext.files.entries import ATTENTION
 from keras_policy_ext.layers import attention_products
 from keras_policy_ext.layers.attention_products import Attention
 from keras_policy_ext.layers.drop_in import new_form
-from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import (
     MovedKernel,

@@ -14,11 +14,11 @@ from keras_policy_ext import backends, bases, contractions, policies
 from keras_policy_ext._keras import built_layers, global_policy, stock_float8
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.files import own_weights
 from keras_policy_ext.layers import (
-    saved_weights,
     stock_calls,
-    stored_files,
     stored_weights,
+    weight_lists,
 )
 from keras_policy_ext.layers.controller import (
     Float8Controller,
@@ -456,7 +456,7 @@ class Float8Mixin(
             ValueError: If the arrays do not fit, one is no float8 state, or
                 one has other values than a frozen kernel can have.
         """
-        saved_weights.set_all(self, weights)
+        weight_lists.set_all(self, weights)
 
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
@@ -466,7 +466,7 @@ class Float8Mixin(
         As in Keras, LoRA adapters are merged into a float kernel.
         """
         if self.is_frozen:
-            stored_files.save(self, store)
+            own_weights.save_frozen(self, store)
         else:
             super().save_own_variables(store)
 
@@ -479,7 +479,7 @@ class Float8Mixin(
             ValueError: If the weights do not fit, or the state that Keras
                 wrote is damaged; then nothing was changed.
         """
-        saved_weights.load(self, store, super().load_own_variables)
+        own_weights.load(self, store, super().load_own_variables)
 
     @property
     def merges_adapters(self) -> bool:
@@ -488,7 +488,7 @@ class Float8Mixin(
 
     def texts_for_file(self) -> dict[str, str]:
         """Return the strings to save with this layer, such as a policy."""
-        return saved_weights.texts_for_file(self)
+        return own_weights.texts_for_file(self)
 
     @property
     def variable_serialization_spec(self) -> dict[str | None, list[str]] | None:

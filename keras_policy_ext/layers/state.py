@@ -12,8 +12,8 @@ import numpy as np
 
 from keras_policy_ext import contractions
 from keras_policy_ext._keras import built_layers
-from keras_policy_ext.layers import entries
-from keras_policy_ext.layers.saved_layers import SavedState, texts_for_file
+from keras_policy_ext.files import entries
+from keras_policy_ext.files.saved_layers import SavedState, state_for_file
 from keras_policy_ext.layers.state_of import StateOf, new_states
 from keras_policy_ext.recipes import Recipe
 
@@ -117,14 +117,13 @@ class Float8State(keras.layers.Layer):
         """Save the layer's strings, scales and amax histories."""
         layer = self._layer()
         texts = {} if layer is None else layer.texts_for_file()
-        arrays = {}
+        memory: dict[str, np.ndarray] = {}
         if self.states is not None:
             # Files then hold another kernel, the one with adapters merged in:
             # what was observed of this one is not written.
             merged = layer is not None and layer.merges_adapters
-            arrays = self.states.entries(merged)
-        texts_and_more = texts_for_file(texts, has_more=bool(arrays))
-        for key, value in {**texts_and_more, **arrays}.items():
+            memory = self.states.entries(merged)
+        for key, value in state_for_file(texts, memory).items():
             store[key] = value
 
     @property

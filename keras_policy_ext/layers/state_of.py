@@ -7,9 +7,7 @@ passes them to each contraction, and writes them into files.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import keras
@@ -17,7 +15,7 @@ import numpy as np
 
 from keras_policy_ext import _extensions
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers.saved_layers import SavedState
+from keras_policy_ext.files.saved_layers import SavedState
 from keras_policy_ext.recipes import Recipe
 
 
@@ -128,12 +126,6 @@ class Memory(Protocol):
     def check(self, saved: SavedState, recipes: Sequence[Recipe]) -> None:
         """Raise ValueError if a file has no states for kernels of recipes."""
 
-    def quiet(self) -> AbstractContextManager[None]:
-        """Return a context in which files and errors set weights.
-
-        States come from there too, and need not follow the weights.
-        """
-
 
 _memories: list[Memory] = []
 
@@ -154,15 +146,6 @@ def check_saved(saved: SavedState, recipes: Sequence[Recipe]) -> None:
         if recipe.remembers:
             _memory(recipe).check(saved, recipes)
             return
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """In the block, states do not follow the weights that are assigned."""
-    with contextlib.ExitStack() as stack:
-        for memory in _memories:
-            stack.enter_context(memory.quiet())
-        yield
 
 
 def _memory(recipe: Recipe) -> Memory:

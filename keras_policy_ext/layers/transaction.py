@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import built_layers, variable_values
-from keras_policy_ext.layers.state_of import NoWeight, quiet
+from keras_policy_ext.layers.state_of import NoWeight
 
 # The methods of these classes are used, not those of the subclasses of Keras
 # and TensorFlow, which would track what is put back as if it were new.
@@ -52,7 +52,7 @@ def unchanged_on_error(
     except BaseException:
         for memory in memories:
             memory.restore()
-        with quiet():
+        with variable_values.without_notifying():
             for variable, value in values:
                 # By Keras's method: what is put back is no observation.
                 keras.Variable.assign(variable, value)

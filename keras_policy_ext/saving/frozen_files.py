@@ -15,25 +15,25 @@ from typing import Any
 import h5py
 import keras
 
-from keras_policy_ext import input_files, policies
+from keras_policy_ext import policies
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
-from keras_policy_ext.layers import stored_files, stored_weights
-from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
-from keras_policy_ext.layers.entries import GROUP
-from keras_policy_ext.layers.saved_layers import (
+from keras_policy_ext.files import input_files, model_files, own_weights
+from keras_policy_ext.files.entries import GROUP
+from keras_policy_ext.files.model_files import PathLike, Source
+from keras_policy_ext.files.saved_layers import (
     FrozenWeights,
     KerasWeights,
     is_frozen,
 )
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     source_policy_of,
 )
 from keras_policy_ext.recipes import FrozenKernels
-from keras_policy_ext.saving import files
-from keras_policy_ext.saving.files import PathLike, Source
 
 _CONFIG = "config.json"
 _POLICY = "QuantizedFloat8DTypePolicy"
@@ -48,7 +48,7 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
     Raises:
         ValueError: If the history length of a policy in it is < 1.
     """
-    if not files.count(path, KerasWeights.in_group):  # No such layers.
+    if not model_files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
     config = _with_own_policies(input_files.json_in(config_in(path), path))
@@ -61,7 +61,7 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
             with zipfile.ZipFile(str(path)) as archive:
                 archive.extractall(copy)
         (copy / _CONFIG).write_text(json.dumps(config), "utf8")
-        _rewrite(copy / files.WEIGHTS)
+        _rewrite(copy / model_files.WEIGHTS)
         yield copy
 
 
@@ -71,10 +71,10 @@ def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
 
     It yields the path, or that of a temporary `.weights.h5` file.
     """
-    if not files.count(path, KerasWeights.in_group):  # No such layers.
+    if not model_files.count(path, KerasWeights.in_group):  # No such layers.
         yield path
         return
-    with files.copied(path) as copy:
+    with model_files.copied(path) as copy:
         _rewrite(copy)
         yield copy
 
@@ -99,7 +99,7 @@ def config_in(path: PathLike) -> bytes:
 def _rewrite(path: PathLike) -> None:
     """Move the state in Keras's form to groups of this package, in a file."""
     with h5py.File(path, "a") as file:
-        for group in files.groups(file):
+        for group in model_files.groups(file):
             weights = KerasWeights.in_group(group)
             if weights is None:
                 continue
@@ -124,7 +124,7 @@ def _with_own_policies(config: Any) -> Any:
 
 def has_frozen_layers(path: Source) -> bool:
     """Return True if a file has frozen layers; False if it is unreadable."""
-    return bool(files.count(path, is_frozen))
+    return bool(model_files.count(path, is_frozen))
 
 
 def load_model(
@@ -138,12 +138,12 @@ def load_model(
     compile_config = input_files.json_in(text, path).get("compile_config")
     given = text, custom_objects, safe_mode
     new_model = functools.partial(saving_hooks.model_of, *given)
-    with files.weights_of(path) as weights:
+    with model_files.weights_of(path) as weights:
         model = made_frozen(new_model, weights)
         freeze_as_saved(model, weights)
         if compile and compile_config:
             model.compile_from_config(compile_config)
-        files.load(model, weights)  # Also of the optimizer.
+        model_files.load(model, weights)  # Also of the optimizer.
     _load_assets(model, path)
     return model
 
@@ -208,7 +208,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
             saved = by_id.get(id(layer))
             _freeze_as(layer, None if saved is None else saved.recipe)
             if saved is not None:  # Before an optimizer is built.
-                stored_files.enable_saved_lora(layer, saved)
+                own_weights.enable_saved_lora(layer, saved)
         # Then what has such layers in it: composites like LSTM, and backbones.
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
@@ -224,9 +224,9 @@ def dequantized(path: PathLike) -> Iterator[PathLike]:
     if not has_frozen_layers(path):
         yield path
         return
-    with files.copied(path) as copy:
+    with model_files.copied(path) as copy:
         with h5py.File(copy, "a") as file:
-            for group in files.groups(file):
+            for group in model_files.groups(file):
                 if is_frozen(group):
                     _dequantize(group)
         yield copy
@@ -289,8 +289,8 @@ def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
 
 def _first_recipe(weights: PathLike) -> FrozenKernels | None:
     """Return the recipe of the first frozen layer in a file, or None."""
-    with files.opened(weights) as file:
-        listed = [] if file is None else files.groups(file)
+    with model_files.opened(weights) as file:
+        listed = [] if file is None else model_files.groups(file)
         first = next(filter(is_frozen, listed), None)
         return first and FrozenWeights.of(first, first.name).recipe
 
@@ -303,10 +303,10 @@ def _frozen_in(
     by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.without_skip_warnings())
+        stack.enter_context(model_files.without_skip_warnings())
         for layer in layers:
             stack.enter_context(_noting(layer, by_id))
-        files.load(model, weights)
+        model_files.load(model, weights)
     return by_id
 
 
@@ -319,7 +319,7 @@ def _noting(
     def note(store: Any) -> None:  # In place of the method.
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
-            stored_files.check_rank(saved)
+            own_weights.check_rank(saved)
             by_id[id(layer)] = saved
 
     vars(layer)["load_own_variables"] = note

@@ -11,15 +11,15 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import input_files, policies, user_code
+from keras_policy_ext import policies, user_code
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.files import input_files, model_files
+from keras_policy_ext.files.model_files import PathLike, Source
+from keras_policy_ext.files.saved_layers import is_float8_layer
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.saved_layers import is_float8_layer
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.policies.of_layers import layers_in_float8
-from keras_policy_ext.saving import files
-from keras_policy_ext.saving.files import PathLike, Source
 
 _silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
 
@@ -56,7 +56,7 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
 
 def states_in_file(source: Source) -> int:
     """Return how many layers of a saved model were in float8."""
-    return files.count(source, is_float8_layer)
+    return model_files.count(source, is_float8_layer)
 
 
 FORMATS = {

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import input_files, policies, user_code
+from keras_policy_ext import policies, user_code
 from keras_policy_ext._keras import (
     built_layers,
     optimizer_facts,
@@ -28,11 +28,16 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
-from keras_policy_ext.layers import saved_weights
+from keras_policy_ext.files import (
+    input_files,
+    model_files,
+    own_weights,
+)
+from keras_policy_ext.files.entries import GROUP
+from keras_policy_ext.files.model_files import WEIGHTS, PathLike
+from keras_policy_ext.files.saved_layers import SavedState
 from keras_policy_ext.layers.class_swap import to_float8_class
-from keras_policy_ext.layers.entries import GROUP
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.saved_layers import SavedState
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.state_of import check_saved
 from keras_policy_ext.layers.transaction import unchanged_on_error
@@ -44,8 +49,7 @@ from keras_policy_ext.policies.of_layers import (
     policy_of,
     source_policy_of,
 )
-from keras_policy_ext.saving import files, frozen_files, keras_hooks
-from keras_policy_ext.saving.files import WEIGHTS, PathLike
+from keras_policy_ext.saving import frozen_files, keras_hooks
 
 
 @user_code.once
@@ -91,7 +95,7 @@ def load_model(
         >>> kpe.load_model("model.keras").layers[0].quantization_mode
         'float8'
     """
-    numbers = files.check_model(path)
+    numbers = model_files.check_model(path)
     options = {"compile": compile, "safe_mode": safe_mode}
     if frozen_files.lacks_config(path):  # Such as an Orbax checkpoint.
         return keras.saving.load_model(path, custom_objects, **options)
@@ -122,7 +126,7 @@ def load_whole(
     in_float8 = in_memory and keras_hooks.states_in_file(file)
     if not in_float8 and not frozen_files.has_frozen_layers(file):
         return None
-    with files.on_disk(source) as path:
+    with model_files.on_disk(source) as path:
         return load_model(path, custom_objects, compile, safe_mode)
 
 
@@ -142,7 +146,7 @@ def _load_model(
     with (
         keras_hooks.without_warning_of_lost_float8(),
         optimizer_facts.for_private_names(config),
-        files.without_skip_warnings() as skipped,
+        model_files.without_skip_warnings() as skipped,
         _policy_of_file(path, config),
     ):
         model = load(path, custom_objects, **options)
@@ -156,15 +160,15 @@ def _load_model(
     # scaler was put around it or taken off, or it has other variables.
     loaded_again = False
     if differing or training.may_differ(model):
-        with files.weights_of(path) as weights:
+        with model_files.weights_of(path) as weights:
             loaded_again = training.restore(model, weights)
             if differing:
                 was_twice = _load_as_saved(model, weights, differing)
                 loaded_again = was_twice or loaded_again
             elif loaded_again:
-                files.load(model, weights)
+                model_files.load(model, weights)
     if not loaded_again:
-        files.warn_again(skipped)
+        model_files.warn_again(skipped)
     return model
 
 
@@ -214,23 +218,23 @@ def load_weights(
         >>> model.layers[0].quantization_mode
         'float8'
     """
-    files.check_exists(path)
+    model_files.check_exists(path)
     candidates.check(model, "can load weights")
     try:
-        files.check_weights(path)
+        model_files.check_weights(path)
         with (
             unchanged_on_error(training.parts(model), _variables(model)),
             _for_layers_of(model, path) as rewritten,
         ):
             if dequantize:
                 with frozen_files.dequantized(rewritten) as weights:
-                    files.load(model, weights)
+                    model_files.load(model, weights)
             elif as_saved:
-                with files.weights_of(rewritten) as weights:
+                with model_files.weights_of(rewritten) as weights:
                     frozen_files.freeze_as_saved(model, weights)
                     _load_as_saved(model, weights, _places(model))
             else:
-                files.load(model, rewritten)
+                model_files.load(model, rewritten)
     except Exception as error:
         frozen = (  # What was passed already would be no help.
             "Those of frozen layers with `as_saved=True`, which freezes these, "
@@ -266,7 +270,7 @@ def _load_as_saved(
     # Keras skips an optimizer whose number of variables is not the file's.
     sizes_changed = _optimizer_sizes(model) != sizes
     if sizes_changed:
-        files.load(model, weights)
+        model_files.load(model, weights)
     return sizes_changed
 
 
@@ -287,10 +291,10 @@ def _load_and_capture(
     """Load weights; return what the file says of float8, as `_checked` does."""
     stores: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.without_skip_warnings())
+        stack.enter_context(model_files.without_skip_warnings())
         for place, arrays in zip(places, stores, strict=True):
             stack.enter_context(_capturing(place.layer, arrays.update))
-        files.load(model, weights)
+        model_files.load(model, weights)
     return [_checked(*each) for each in zip(places, stores, strict=True)]
 
 
@@ -304,7 +308,8 @@ def _checked(
     policy = saved.policy(source_policy_of(layer))
     policy_to_follow = policy or float8_policy_of(layer)
     if policy_to_follow is not None:
-        check_saved(saved, [policy_to_follow.recipe] * len(place.kernels))
+        recipes = [policy_to_follow.recipe] * len(place.kernels)
+        check_saved(saved, recipes)
     return layer, saved, policy, saved.attention
 
 
@@ -343,7 +348,7 @@ def _restore_float8(
         layer.float8_state.load_own_variables(saved.store)
         policy = float8_policy_of(layer)
         if policy is not None:
-            saved_weights.warn_of_formats(policy)
+            own_weights.warn_of_formats(policy)
     if attention and hasattr(layer, "choose_attention"):
         try:
             layer.choose_attention(attention)
@@ -396,7 +401,7 @@ def _variables(model: keras.Layer) -> list[keras.Variable]:
 
 
 # The files of a preset, besides `WEIGHTS`.
-_SHARDED = "model.weights.json"  # The index of weights in several files.
+_SHARDED = "model.weights.json"  # The index of weights in several model_files.
 _CONFIGS = ("config.json", "metadata.json", "task.json", "preprocessor.json")
 _OF_TASK = "task.weights.h5"  # The weights around the backbone.
 
@@ -432,7 +437,7 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
             f"{_SHARDED}. A preset that is elsewhere is loaded by "
             "`cls.from_preset`; then call `keras_policy_ext.freeze`."
         )
-    numbers = files.check_weights(weights)
+    numbers = model_files.check_weights(weights)
     for name in _CONFIGS:  # Keras reads these; they are checked here.
         if (folder / name).is_file():
             input_files.json_in((folder / name).read_bytes(), folder / name)
@@ -447,5 +452,5 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
     frozen_files.freeze_as_saved(backbone, weights)
     if model is not backbone and (folder / _OF_TASK).exists():
         model.load_task_weights(str(folder / _OF_TASK))
-    files.load(backbone, weights)
+    model_files.load(backbone, weights)
     return model

@@ -1,4 +1,4 @@
-"""What files have of the states of kernels; see `layers.entries`."""
+"""What files have of the states of kernels; see `files.entries`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.delayed.observations import UNIT, UNSEEN, VALID_MARK
-from keras_policy_ext.ext.delayed.variable import StateVariable, newest_first
-from keras_policy_ext.layers import entries
-from keras_policy_ext.layers.saved_layers import SavedState
+from keras_policy_ext.ext.delayed.observations import (
+    UNIT,
+    UNSEEN,
+    VALID_MARK,
+    newest_first,
+)
+from keras_policy_ext.ext.delayed.variable import StateVariable
+from keras_policy_ext.files import entries
+from keras_policy_ext.files.saved_layers import SavedState
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
 

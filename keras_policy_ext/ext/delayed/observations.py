@@ -71,6 +71,11 @@ last place of a number up to 1. Weight decay changes the seal by more in a step.
 """
 
 
+def newest_first(ring: np.ndarray) -> np.ndarray:
+    """Sort an amax history from newest to oldest, from its ring order."""
+    return np.concatenate([ring[:1], ring[:0:-1]])
+
+
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
     """The columns of a delayed-scaling state, and its arithmetic.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -16,7 +15,6 @@ from keras_policy_ext._keras.built_layers import scope_of_path
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import EinsumOfBank, bank_axis
 from keras_policy_ext.ext.delayed import (
-    _keras,
     counting,
     entries,
     frameworks,
@@ -28,8 +26,8 @@ from keras_policy_ext.ext.delayed.variable import (
     SUFFIX,
     StateVariable,
 )
+from keras_policy_ext.files.saved_layers import SavedState
 from keras_policy_ext.layers import state_of
-from keras_policy_ext.layers.saved_layers import SavedState
 from keras_policy_ext.numerics import scale_sources
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Recipe
@@ -235,10 +233,6 @@ class Memory:
     def check(self, saved: SavedState, recipes: Sequence[Recipe]) -> None:
         """Raise ValueError if a file has damaged states of kernels."""
         entries.kernels(saved, recipes)
-
-    def quiet(self) -> AbstractContextManager[None]:
-        """Return a context in which variables notify no companion."""
-        return _keras.without_notifying()
 
 
 scale_sources.register_finder(counting.find)

@@ -20,13 +20,14 @@ from keras_policy_ext.ext.delayed.observations import (
     UNSEEN,
     VALID_MARK,
     StateLayout,
+    newest_first,
 )
 from keras_policy_ext.ext.delayed.sources import (
     catching_up,
     has_history_per_matrix,
     settling,
 )
-from keras_policy_ext.layers.entries import is_amax
+from keras_policy_ext.files.entries import is_amax
 from keras_policy_ext.layers.state_of import NoWeight
 from keras_policy_ext.layers.stored_weights import on_every_device
 from keras_policy_ext.numerics import scaling
@@ -196,7 +197,7 @@ class StateVariable(
         self._assigned_since_look = True
         if settled:
             self._kernel_ahead, self._assigned_since_look = 0, False
-        elif not _keras.is_without_notifying():
+        elif not variable_values.is_without_notifying():
             # Below 0 the state was assigned first; the kernel may follow once.
             self._kernel_ahead = max(self._kernel_ahead - 1, -1)
 
@@ -208,7 +209,7 @@ class StateVariable(
             return
         rows_hash = _hash_of_kernel_rows(np.asarray(value))
         is_same = rows_hash == self._kernel_rows_hash
-        if is_same and not _keras.is_without_notifying():
+        if is_same and not variable_values.is_without_notifying():
             self._kernel_ahead += 1
         self._kernel_rows_hash = rows_hash
 
@@ -516,11 +517,6 @@ def _hash_of_kernel_rows(value: np.ndarray) -> int:
     first = OPERANDS.index("kernel") * count
     rows = value[first : first + count] if count else value
     return hash(rows.astype("float32").tobytes())
-
-
-def newest_first(ring: np.ndarray) -> np.ndarray:
-    """Sort an amax history from newest to oldest, from its ring order."""
-    return np.concatenate([ring[:1], ring[:0:-1]])
 
 
 def _is_sealed(first: np.ndarray) -> np.ndarray:

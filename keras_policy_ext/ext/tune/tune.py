@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_policy_ext import input_files, user_code
+from keras_policy_ext import user_code
 from keras_policy_ext.conversion import Report
 from keras_policy_ext.conversion.candidates import check_is_layer, path_of
 from keras_policy_ext.conversion.in_place import converted
@@ -37,6 +37,7 @@ from keras_policy_ext.ext.tune.sensitivity import (
     by_layer,
     options,
 )
+from keras_policy_ext.files import input_files
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import DEFAULT, Recipe

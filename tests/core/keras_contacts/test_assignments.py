@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext.ext.delayed import _keras
 from steps import no_grad
 
@@ -41,7 +42,7 @@ def test_an_assignment_is_told_and_not_that_of_an_optimizer():
     variable.assign(np.zeros(2, "float32"))
     variable.assign_add(np.ones(2, "float32"))
     assert beside.assigned == 2
-    with _keras.without_notifying():
+    with variable_values.without_notifying():
         variable.assign(np.zeros(2, "float32"))
     optimizer = keras.optimizers.SGD(0.1)
     with no_grad():

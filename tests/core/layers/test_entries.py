@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers import entries
+from keras_policy_ext.files import entries
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -1,6 +1,6 @@
 """Files of models that Keras's own `quantize("float8")` has made.
 
-What Keras writes into them was read in its source: see `layers.saved_layers`.
+What Keras writes into them was read in its source: see `files.saved_layers`.
 """
 
 import h5py

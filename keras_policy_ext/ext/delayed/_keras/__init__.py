@@ -17,7 +17,11 @@ import keras
 
 from keras_policy_ext._keras import Stock, put_around
 from keras_policy_ext._keras.optimizer_variables import fill_averages
-from keras_policy_ext._keras.variable_values import has_value
+from keras_policy_ext._keras.variable_values import (
+    has_value,
+    is_without_notifying,
+    without_notifying,
+)
 from keras_policy_ext._types import Tensor
 
 
@@ -95,30 +99,13 @@ _COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
 """Companions by the id of their variable, which they keep alive."""
 
 _thread = threading.local()
-"""`blocks`: how many of `without_notifying` are entered; `notes`: False in a
-block of `not_noted`."""
+"""`notes`: False in a block of `not_noted`."""
 
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
     """Notify `companion` from now on when its variable is assigned."""
     # The entry goes with the companion, which the dict does not keep alive.
     _COMPANIONS[id(variable)] = companion
-
-
-def is_without_notifying() -> bool:
-    """Return True if this thread is in a block of `without_notifying`."""
-    return getattr(_thread, "blocks", 0) > 0
-
-
-@contextlib.contextmanager
-def without_notifying() -> Iterator[None]:
-    """In the block, assigning a variable does not notify its companion."""
-    # For steps of an optimizer, and for files: they have companions too.
-    _thread.blocks = getattr(_thread, "blocks", 0) + 1
-    try:
-        yield
-    finally:
-        _thread.blocks -= 1
 
 
 @contextlib.contextmanager

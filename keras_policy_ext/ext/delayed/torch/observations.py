@@ -23,8 +23,8 @@ import keras
 
 import torch
 import torch.distributed as dist
+from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.ext.delayed import _keras
 from keras_policy_ext.ext.delayed.observations import UNIT
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -389,7 +389,7 @@ def _enter_states_of(optimizer: torch.optim.Optimizer) -> None:
     """Enter observations into states whose kernels an optimizer updates."""
     groups = optimizer.param_groups
     ids = {id(p) for group in groups for p in group["params"]}
-    with torch.no_grad(), _keras.without_notifying():
+    with torch.no_grad(), variable_values.without_notifying():
         enter(
             state
             for state in _all_states()

@@ -15,9 +15,8 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_policy_ext import input_files
-from keras_policy_ext.layers import entries
-from keras_policy_ext.layers.entries import FROZEN, KERAS, STATE, Group
+from keras_policy_ext.files import entries, input_files
+from keras_policy_ext.files.entries import FROZEN, KERAS, STATE, Group
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.recipes import OPERANDS, FrozenKernels
@@ -95,19 +94,16 @@ class SavedState(Group):
         )
 
 
-def texts_for_file(
-    texts: Mapping[str, str], has_more: bool
+def state_for_file(
+    texts: Mapping[str, str], memory: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the entries of a layer's strings, with the version of the group.
-
-    `has_more` says that other entries follow. A group without any has none.
-    """
+    """Return the entries of a layer's state: strings, and what it remembers."""
     arrays: dict[str, np.ndarray] = {}
-    if has_more or texts:
+    if texts or memory:
         arrays[entries.VERSION] = np.array(STATE.version, "int32")
     for key, text in texts.items():
         arrays[key] = np.frombuffer(text.encode(), "uint8")
-    return arrays
+    return {**arrays, **memory}
 
 
 def is_float8_layer(group: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import IO, Any
 import h5py
 import keras
 
-from keras_policy_ext import input_files
+from keras_policy_ext.files import input_files
 
 PathLike = str | os.PathLike[str]
 Source = PathLike | io.BytesIO

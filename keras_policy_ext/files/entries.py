@@ -7,7 +7,7 @@ A file has up to three groups of entries for a layer, each with its `Schema`:
   that is not frozen rejects them.
 - `KERAS`: the float8 state that Keras itself saves behind the weights.
 
-`layers.saved_layers` reads them. A key is a template, as in
+`saved_layers` reads them. A key is a template, as in
 `SCALE.format(i=0, operand="inputs")`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_policy_ext import input_files
+from keras_policy_ext.files import input_files
 from keras_policy_ext.recipes import OPERANDS
 
 MOST_STEPS = 2.0**23
@@ -137,13 +137,13 @@ class Group:
         return array
 
 
+def _positive(array: np.ndarray) -> np.ndarray:
+    return np.isfinite(array) & (array > 0)
+
+
 def is_amax(array: np.ndarray) -> np.ndarray:
     """Return True for each number that an amax or a scale can be."""
     return np.isfinite(array) & (array >= 0)
-
-
-def _positive(array: np.ndarray) -> np.ndarray:
-    return np.isfinite(array) & (array > 0)
 
 
 _TEXT = Form(np.uint8, 1)
