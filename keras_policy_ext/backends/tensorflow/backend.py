@@ -174,20 +174,6 @@ class TensorFlowBackend(Backend):
         return int(x) if tf.executing_eagerly() else None
 
     @override
-    def known_value(self, variable: keras.Variable) -> Tensor | None:
-        # `init_scope` reads it as it is now, also while a graph is made. It is
-        # read from TensorFlow's variable, to which foreign optimizers assign.
-        value = variable.value
-        on_cpu = "CPU" in str(getattr(value, "device", ""))
-        with tf.init_scope():
-            if not on_cpu or not tf.executing_eagerly():
-                return None
-            try:
-                return value.numpy()
-            except (AttributeError, tf.errors.FailedPreconditionError):
-                return None  # a part of another replica, or not made yet
-
-    @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
         # XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
         # 2.21 with jit_compile=True).

@@ -16,9 +16,9 @@ from keras_policy_ext.conversion.candidates import check_is_layer, path_of
 from keras_policy_ext.conversion.layers_report import LayersReport
 from keras_policy_ext.conversion.work import Work, scalars, work_of
 from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
-    is_state,
     stored_in,
 )
 from keras_policy_ext.policies.of_layers import (

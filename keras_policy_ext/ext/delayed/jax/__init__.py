@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import keras
 
-import jax
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.ext.delayed.frameworks import Settle, States
 

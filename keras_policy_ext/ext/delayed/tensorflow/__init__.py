@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 
+import keras
 import tensorflow as tf
+
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.tensorflow.gradients import CompiledPass
@@ -15,6 +17,20 @@ class TensorFlowStates(States):
     """States that graphs read, and that replicas have copies of."""
 
     keeps_variables_in_graphs = True
+
+    @override
+    def known_value(self, variable: keras.Variable) -> Tensor | None:
+        # `init_scope` reads it as it is now, also while a graph is made. It is
+        # read from TensorFlow's variable, to which foreign optimizers assign.
+        value = variable.value
+        on_cpu = "CPU" in str(getattr(value, "device", ""))
+        with tf.init_scope():
+            if not on_cpu or not tf.executing_eagerly():
+                return None
+            try:
+                return value.numpy()
+            except (AttributeError, tf.errors.FailedPreconditionError):
+                return None  # a part of another replica, or not made yet
 
     @override
     def combine_replicas(self, observation: Tensor) -> Tensor:

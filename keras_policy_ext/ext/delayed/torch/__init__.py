@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import keras
-
 import torch
+
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.torch.backend import is_real

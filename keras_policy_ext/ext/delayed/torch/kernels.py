@@ -8,8 +8,8 @@ import warnings
 from typing import Any
 
 import numpy as np
-
 import torch
+
 from keras_policy_ext import user_code
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.torch import casts

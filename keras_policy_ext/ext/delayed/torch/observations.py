@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.delayed.observations import UNIT
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _STATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The state variables in the order of creation, by id of their parameter."""

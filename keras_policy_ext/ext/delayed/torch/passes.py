@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.torch.triton_casts import Launch, aligned
 from keras_policy_ext.ext.delayed.observations import SLOTS

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-import torch
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.torch.triton_casts import (
     Launch,
