@@ -370,6 +370,23 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
 
 
+def halves(codes: Tensor, format_name: str) -> Tensor:
+    """Return codes as float16: their values divided by the factor of `DECODED`.
+
+    There are no codes of NaN among them. Numbers in float16 are unchanged.
+    """
+    if keras.backend.standardize_dtype(codes.dtype) == "float16":
+        return codes
+    shift, _ = primitives.DECODED[format_name]
+    # A conversion from int8 repeats the sign bit in all higher bits, so that
+    # the sign of the shifted code is where float16 has it. The bit below is
+    # cleared: a shift by 7 makes it equal to the sign.
+    bits = ops.left_shift(ops.cast(view(codes, "int8"), "int16"), shift)
+    if shift == 7:
+        bits = ops.bitwise_and(bits, ~0x4000)
+    return view(bits, "float16")
+
+
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:
     """Convert codes to values by way of float16; see `decode`."""
     codes = ops.cast(codes, "uint8")  # Others are read as numbers.

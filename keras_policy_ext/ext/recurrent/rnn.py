@@ -16,7 +16,7 @@ from keras_policy_ext.ext.recurrent._keras import (
     run_recurrent_loop,
 )
 from keras_policy_ext.extending.contractions import in_one_scale
-from keras_policy_ext.extending.frozen import multiplied_often
+from keras_policy_ext.extending.frozen import decoded_once
 from keras_policy_ext.extending.layers import (
     BuiltUnderSavedPath,
     Float8Controller,
@@ -174,7 +174,7 @@ class Float8Cell(Float8Mixin):
             projected: (batch, gates * units), from `float8_projection`.
             states: See `call`.
             training: See `call`.
-            kernel: The recurrent kernel as `multiplied_often` returns it; None
+            kernel: The recurrent kernel as `decoded_once` returns it; None
                 for that of the cell.
 
         Returns:
@@ -454,7 +454,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, MixedInto):
         if keras.tree.is_nested(mask):
             mask = mask[0]
 
-        kernel = multiplied_often(cell.recurrent_kernel)
+        kernel = decoded_once(cell.recurrent_kernel)
 
         def step(projected: Tensor, states: Any) -> tuple[Tensor, Any]:
             return cell.float8_step(projected, states, training, kernel)
