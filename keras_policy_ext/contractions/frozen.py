@@ -303,9 +303,13 @@ def dequantized(
     """
     if keras.backend.standardize_dtype(codes.dtype) == "float32":
         return ops.cast(codes, dtype)
+    if _are_codes(codes):
+        numbers = backends.current.numbers(codes, recipe.weights)
+    else:
+        numbers = ops.cast(codes, "float32")
     if recipe.per == "block":
         scale = _spread(axes, scale, tuple(codes.shape))
-    return backends.current.dequantized(codes, scale, recipe.weights, dtype)
+    return ops.cast(ops.multiply(numbers, scale), dtype)
 
 
 def multiplies_codes(recipe: FrozenKernels) -> bool:

@@ -124,11 +124,9 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         if not is_first or self.granularity == "block":
             return self.value[index]
         codes, scale, *_ = self._numbers_and_scales
-        return backends.current.dequantized(
-            codes[index],
-            scale[0] if scale.shape[0] == 1 else scale[index],
-            self.weights,
-            self.dtype,
+        scale = scale[0] if scale.shape[0] == 1 else scale[index]
+        return contractions.dequantized(
+            self.recipe, self.axes, codes[index], scale, self.dtype
         )
 
     def assign(self, value: Tensor) -> Any:

@@ -381,9 +381,10 @@ def halves(codes: Tensor, format_name: str) -> Tensor:
     # A conversion from int8 repeats the sign bit in all higher bits, so that
     # the sign of the shifted code is where float16 has it. The bit below is
     # cleared: a shift by 7 makes it equal to the sign.
-    bits = ops.left_shift(ops.cast(view(codes, "int8"), "int16"), shift)
+    bits = ops.cast(view(codes, "int8"), "int16")
+    bits = ops.left_shift(bits, np.int16(shift))
     if shift == 7:
-        bits = ops.bitwise_and(bits, ~0x4000)
+        bits = ops.bitwise_and(bits, np.int16(~0x4000))
     return view(bits, "float16")
 
 

@@ -89,19 +89,6 @@ class Primitives:
         """
         raise NotImplementedError
 
-    def dequantized(
-        self, codes: Tensor, scale: Tensor, format_name: str, dtype: str
-    ) -> Tensor:
-        """Return `numbers(codes) * scale`, in float32, cast to a dtype.
-
-        Codes are uint8, or their numbers in float16. The scale has their rank.
-        """
-        if keras.backend.standardize_dtype(codes.dtype) == "uint8":
-            numbers = self.numbers(codes, format_name)
-        else:
-            numbers = ops.cast(codes, "float32")
-        return ops.cast(ops.multiply(numbers, scale), dtype)
-
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """Reinterpret uint8 codes as a float8 dtype."""
         return ops.cast(self.numbers(codes, format_name), format_name)

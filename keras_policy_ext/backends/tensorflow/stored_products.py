@@ -28,6 +28,7 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix, in_xla: bool) -> Tensor:
 
     `in_xla` says that XLA compiles the whole graph.
     """
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
     given = [x, kernel.codes]
     if kernel.blocks is not None:
         given.append(kernel.blocks)
@@ -37,7 +38,7 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix, in_xla: bool) -> Tensor:
         if rows > MANY and not in_xla and kernel.blocks is None:
             return lambda: _at_once(x, kernel)
         # For one row XLA makes no matmul of a part so small, but fuses its sum.
-        size = kernel.size(rows, _threads(), one_row=16)
+        size = kernel.size(rows, threads or parts.cores(), one_row=16)
         product = _by_parts(size, kernel.form)
         function = product.python_function if in_xla else product
         return lambda: function(*given)
@@ -98,10 +99,3 @@ def _loop(
         parallel_iterations=1,
     )
     return result
-
-
-@functools.cache
-def _threads() -> int:
-    """Return how many threads TensorFlow has for one operation."""
-    given = tf.config.threading.get_intra_op_parallelism_threads()
-    return given or parts.cores()

@@ -137,7 +137,8 @@ class Float8Cell(Float8Mixin):
         if self.float8_policy is None:
             return super().call(inputs, states, training=training)
         projected = self.float8_projection(inputs, training)
-        return self.float8_step(projected, states, training)
+        kernel = self.recurrent_kernel
+        return self.float8_step(projected, states, training, kernel)
 
     def float8_projection(
         self, inputs: Tensor, training: bool | None = None
@@ -162,11 +163,7 @@ class Float8Cell(Float8Mixin):
         return x if bias is None else ops.add(x, bias)
 
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
         """Compute a step of the cell from projected inputs and states.
 
@@ -174,8 +171,7 @@ class Float8Cell(Float8Mixin):
             projected: (batch, gates * units), from `float8_projection`.
             states: See `call`.
             training: See `call`.
-            kernel: The recurrent kernel as `decoded_once` returns it; None
-                for that of the cell.
+            kernel: The recurrent kernel, or what `decoded_once` makes of it.
 
         Returns:
             See `call`.
@@ -237,13 +233,8 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
 
     @override
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
-        kernel = self.recurrent_kernel if kernel is None else kernel
         state = self.convert_input(_first(states))
         inner = self._recurrent(state, training)
         inner = self._product(kernel, inner, training)
@@ -264,13 +255,8 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
 
     @override
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
-        kernel = self.recurrent_kernel if kernel is None else kernel
         state = self.convert_input(_first(states))
         shares = ops.split(projected, 3, axis=-1)
         make = self._reset_after if self.reset_after else self._reset_before
@@ -332,13 +318,8 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
 
     @override
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
-        kernel = self.recurrent_kernel if kernel is None else kernel
         state, carry = (self.convert_input(x) for x in states)
         inner = self._recurrent(state, training)
         inner = self._product(kernel, inner, training)

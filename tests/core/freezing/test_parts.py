@@ -81,10 +81,6 @@ def one_thread(monkeypatch):
         import torch
 
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    elif BACKEND == "tensorflow":
-        from keras_policy_ext.backends.tensorflow import stored_products
-
-        monkeypatch.setattr(stored_products, "_threads", lambda: 1)
     else:
         monkeypatch.setattr(parts, "cores", lambda: 1)
 
@@ -264,13 +260,13 @@ def test_of_a_bank_only_the_matrices_that_are_asked_for_are_decoded(
     kernel = layer._kernel
     whole = numpy(kernel.value)
     framework, decoded = type(backends.current), []
-    plain = framework.dequantized
+    plain = framework.numbers
 
-    def dequantized(self, codes, *options):
+    def numbers(self, codes, format_name):
         decoded.append(int(np.prod(codes.shape)))
-        return plain(self, codes, *options)
+        return plain(self, codes, format_name)
 
-    monkeypatch.setattr(framework, "dequantized", dequantized)
+    monkeypatch.setattr(framework, "numbers", numbers)
     for index in (2, slice(1, 3), (1, slice(None), 5), Ellipsis):
         np.testing.assert_array_equal(numpy(kernel[index]), whole[index])
     if granularity != "block":  # Their blocks run across matrices.
