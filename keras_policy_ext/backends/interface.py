@@ -12,12 +12,11 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import formats
-from keras_policy_ext._types import Tensor, override
+from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
-from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.observations import Slot
-from keras_policy_ext.numerics.primitives import DECODED, Primitives
+from keras_policy_ext.numerics.primitives import Primitives
 
 Shape = tuple[Any, ...]
 
@@ -191,13 +190,6 @@ def saved_dtype(format_name: str) -> str:
 
 class Arithmetic(Primitives):
     """Arithmetic whose best form depends on the device or compiler."""
-
-    @override
-    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # By way of float16, which has every number of these formats: half the
-        # time of a table (JAX 0.10, TF 2.21, CPU).
-        _, factor = DECODED[format_name]
-        return ops.cast(casting.halves(codes, format_name), "float32") * factor
 
     def cuts(self, numbers: int) -> bool:
         """Return True if products cut a kernel of `numbers` codes in parts."""

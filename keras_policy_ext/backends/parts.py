@@ -16,8 +16,7 @@ from keras import ops
 from keras.backend import standardize_dtype
 
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.primitives import DECODED
+from keras_policy_ext.numerics.primitives import DECODED, halves
 from keras_policy_ext.stored_kernels import BLOCK
 
 LARGE = 1 << 17
@@ -109,7 +108,7 @@ def in_loops(
         def part(start: Any, count: int = size) -> Tensor:
             """Multiply by `count` rows of the matrix, from `start` on."""
             some = ops.slice(matrix, (start, 0), (count, n))
-            wide = ops.cast(casting.halves(some, kernel.format), "float32")
+            wide = ops.cast(halves(some, kernel.format), "float32")
             if kernel.blocks is not None:
                 wide = wide * kernel.blocks[start // BLOCK]
             if not kernel.sums:

@@ -27,6 +27,9 @@ from keras_policy_ext.stored_kernels import BLOCK, Axes
 
 Constants = tuple[Tensor, ...]
 
+_OPERANDS = {"forward": "inputs", "inputs_grad": "outputs_grad"}
+"""What each matmul multiplies with the kernel."""
+
 _INPUTS = formats.ALIASES["e4m3"]
 _LARGEST_INPUT = formats.get(_INPUTS).max
 
@@ -153,11 +156,8 @@ class FrozenPlan:
             return ops.cast(outputs, self.dtype)
         # `_read` returns the matrix for the outputs.
         b = self._read("kernel", kernel, dtype)
-        if matmul == "forward":
-            a = self._read("inputs", x, dtype)
-        else:
-            a = self._read("outputs_grad", x, dtype)
-            b = self.contraction.transposed(b)
+        b = b if matmul == "forward" else self.contraction.transposed(b)
+        a = self._read(_OPERANDS[matmul], x, dtype)
         kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
         return self.contraction.product(
             matmul, kernel, a, b, shapes, self.dtype
@@ -194,9 +194,8 @@ class FrozenPlan:
             ones = [1 if c in form.contracted else size for c, size in pairs]
             scale = ops.broadcast_to(scale, ones)
             scale = framework.reshape(scale, (matrices, 1, -1))
-        operand = "inputs" if forward else "outputs_grad"
-        x = reading.operand.summed(operand, ops.cast(x, "float32"))
-        x = reading.operand.matrix(operand, x)
+        operand, x = _OPERANDS[matmul], ops.cast(x, "float32")
+        x = reading.operand.matrix(operand, reading.operand.summed(operand, x))
         kernel = StoredMatrix(
             codes, blocks, self.recipe.weights, reading.shape, reading.sums
         )

@@ -257,16 +257,8 @@ def scaled(
 
 
 def view(x: Tensor, dtype: str) -> Tensor:
-    """Reinterpret a tensor's bits as a dtype of the same size.
-
-    It also works for a last axis of unknown size on TensorFlow, where
-    `ops.view` fails (keras 3.15; for a scalar keras 3.12).
-    """
-    x = x if ops.is_tensor(x) else tensor_of(x)
-    is_size_known = len(x.shape) > 0 and x.shape[-1] is not None
-    if is_size_known or keras.backend.backend() != "tensorflow":
-        return ops.view(x, dtype)
-    return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)
+    """Reinterpret a tensor's bits, or an array's; see `primitives.view`."""
+    return primitives.view(tensor_of(x), dtype)
 
 
 MANTISSA = 23
@@ -368,24 +360,6 @@ def _encode_by_half(values: Tensor, format_name: str) -> Tensor:
     code = ops.where(magnitude > _INF_FLOAT16 >> shift, _NAN_E4M3FN, code)
     sign = ops.bitwise_and(ops.right_shift(bits, _BYTE), 0x80)
     return ops.cast(ops.bitwise_or(code, sign), "uint8")
-
-
-def halves(codes: Tensor, format_name: str) -> Tensor:
-    """Return codes as float16: their values divided by the factor of `DECODED`.
-
-    There are no codes of NaN among them. Numbers in float16 are unchanged.
-    """
-    if keras.backend.standardize_dtype(codes.dtype) == "float16":
-        return codes
-    shift, _ = primitives.DECODED[format_name]
-    # A conversion from int8 repeats the sign bit in all higher bits, so that
-    # the sign of the shifted code is where float16 has it. The bit below is
-    # cleared: a shift by 7 makes it equal to the sign.
-    bits = ops.cast(view(codes, "int8"), "int16")
-    bits = ops.left_shift(bits, np.int16(shift))
-    if shift == 7:
-        bits = ops.bitwise_and(bits, np.int16(~0x4000))
-    return view(bits, "float16")
 
 
 def _decode_by_half(codes: Tensor, format_name: str) -> Tensor:

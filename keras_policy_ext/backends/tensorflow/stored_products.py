@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends import parts
 from keras_policy_ext.backends.parts import FEW, StoredMatrix
-from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.primitives import halves
 
 MANY = 64
 """For more rows than this, outside XLA, the kernel is decoded at once."""
@@ -36,7 +36,9 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix, in_xla: bool) -> Tensor:
     def for_rows(rows: int) -> Callable[[], Tensor]:
         """Return a function that multiplies as is best for so many rows."""
         if rows > MANY and not in_xla and kernel.blocks is None:
-            return lambda: _at_once(x, kernel)
+            codes = tf.reshape(kernel.codes, kernel.shape)
+            decoded, is_transposed = _decoded(kernel.format), not kernel.sums
+            return lambda: tf.matmul(x, decoded(codes), False, is_transposed)
         # For one row XLA makes no matmul of a part so small, but fuses its sum.
         size = kernel.size(rows, threads or parts.cores(), one_row=16)
         product = _by_parts(size, kernel.form)
@@ -55,13 +57,6 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix, in_xla: bool) -> Tensor:
     return y * kernel.factor
 
 
-def _at_once(x: Tensor, kernel: StoredMatrix) -> Tensor:
-    """Multiply by the whole kernel."""
-    codes = tf.reshape(kernel.codes, kernel.shape)
-    values = _decoded(kernel.format)(codes)
-    return tf.matmul(x, values, transpose_b=not kernel.sums)
-
-
 _by_xla = functools.partial(
     tf.function, jit_compile=True, autograph=False, reduce_retracing=True
 )
@@ -71,7 +66,7 @@ _by_xla = functools.partial(
 def _decoded(format_name: str) -> Any:
     """Return a function that decodes codes, without their factor."""
     return _by_xla(
-        lambda codes: tf.cast(casting.halves(codes, format_name), tf.float32)
+        lambda codes: tf.cast(halves(codes, format_name), tf.float32)
     )
 
 

@@ -14,7 +14,7 @@ from keras_policy_ext.stored_kernels import BLOCK
 
 
 def halves(codes: Tensor, format_name: str, bits: Tensor | None) -> Tensor:
-    """Return codes as float16 in `bits`, int16; see `casting.halves`."""
+    """Return codes as float16 in `bits`, int16; see `primitives.halves`."""
     shift, _ = DECODED[format_name]
     signed = codes.view(torch.int8)
     bits = signed.to(torch.int16) if bits is None else bits.copy_(signed)
@@ -79,10 +79,10 @@ def pack(codes: Tensor) -> bool:
     on_cpu = codes.device.type == "cpu"
     # Tensors of `inference_mode` do not say when they are changed.
     packs = has_product and on_cpu and not codes.is_inference()
-    if packs and codes.numel() > LARGE:
+    packs = packs and codes.numel() > LARGE
+    if packs:
         _PACKED.setdefault(codes, (None, None, None))
-        return True
-    return False
+    return packs
 
 
 def _packed(kernel: StoredMatrix) -> Any:

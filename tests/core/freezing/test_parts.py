@@ -159,6 +159,37 @@ def test_the_gradient_of_the_inputs_is_that_of_the_whole(name, granularity):
     assert_near(found, exactly(layer, equation, outputs_grad))
 
 
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_a_gradient_is_differentiated_again(granularity):
+    """As in a gradient penalty: the second product is that of the outputs."""
+    layer, x = frozen("dense", granularity=granularity)
+    outputs_grad = normal(1, 500, seed=1)
+    if BACKEND == "jax":
+        import jax
+
+        found = jax.grad(
+            lambda g: (gradient(layer, x, g) ** 2).sum(),
+        )(outputs_grad)
+    elif BACKEND == "torch":
+        import torch
+
+        x = ops.convert_to_tensor(x).requires_grad_()
+        g = ops.convert_to_tensor(outputs_grad).requires_grad_()
+        total = (layer(x) * g).sum()
+        (once,) = torch.autograd.grad(total, x, create_graph=True)
+        (found,) = torch.autograd.grad((once**2).sum(), g)
+    else:
+        import tensorflow as tf
+
+        g = tf.constant(outputs_grad)
+        with tf.GradientTape() as tape:
+            tape.watch(g)
+            total = tf.reduce_sum(gradient(layer, x, g) ** 2)
+        found = tape.gradient(total, g)
+    once = exactly(layer, "ac,bc->ab", outputs_grad)
+    assert_near(numpy(found), 2 * exactly(layer, "ab,bc->ac", once))
+
+
 @pytest.mark.full_except("no part divides it-float8_e5m2")
 @pytest.mark.parametrize("weights", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("name", ["dense", "no part divides it", "a bank"])
