@@ -162,10 +162,6 @@ class FrozenOperation(Hashable, Protocol):
     def only_widens(self) -> bool:
         """True if it rounds no value, but converts to a wider dtype."""
 
-    @property
-    def unrounded(self) -> FrozenOperation:
-        """The same operation, of inputs that are not quantized."""
-
     def with_preference(self) -> FrozenOperation:
         """Return a copy with the current setting of `kernels.prefer`."""
 
@@ -204,45 +200,29 @@ class Arithmetic(Primitives):
 
     def gains_from_float16(self, numbers: int) -> bool:
         """Return True if a kernel of so many numbers gains from `widen`."""
-        return True
+        # XLA for a CPU decodes codes in less time than it widens float16.
+        return not self.cuts(numbers)
 
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
         """Multiply rows by a stored kernel, a part of it at a time.
 
         Args:
             x: Float32, (matrices, rows, summed); or (1, rows, summed) for
                 all matrices.
-            codes: The codes in the kernel's own axes, uint8; or their numbers
-                in float16.
-            matrix: How to read them.
-            blocks: None, or scales: one row for each 128 entries that
-                `matrix` has in its second axis, and one column for each entry
-                of its third.
+            kernel: The stored kernel.
             dtype: The dtype to multiply in if the kernel is decoded at once.
 
         Returns:
-            Float32, (matrices, rows, outputs), not scaled but by `blocks`.
-            None if the whole kernel should be decoded at once.
+            Float32, (matrices, rows, outputs), not scaled but by blocks. None
+            if the whole kernel should be decoded at once.
         """
         return None
 
-    def packs(self, codes: Tensor, is_matrix: bool) -> bool:
-        """Return True if `keep_packed` can hold the numbers of these codes.
-
-        `is_matrix` says whether products read the kernel as a matrix.
-        """
+    def pack(self, codes: Tensor) -> bool:
+        """Make products read a matrix in a faster form; False without one."""
         return False
-
-    def keep_packed(self, codes: Tensor) -> None:
-        """Make products read these codes in a packed form, made once."""
-        raise NotImplementedError
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
         """Return True if the products `a * b` of scales are normal numbers.

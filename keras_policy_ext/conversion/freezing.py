@@ -546,7 +546,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
     with training.changing(model):
         for layer, variables in to_widen:
             for variable in variables:
-                if variable.widened is None and not variable.is_packed:
+                if variable.widened is None:
                     stored_weights.keep_widened(layer, variable)
         built_layers.track_again(layers)
     return tuple(path_of(layer) for layer in layers)

@@ -50,8 +50,6 @@ class StoredConstant(NoWeight, keras.Variable):
     The numbers are those of the codes, in float16. It is no parameter.
     """
 
-    stored_dtype = "float32"
-
     @override
     def check(self, value: Any) -> None:
         # NaN and infinities, and a scale that is not positive, are refused.
@@ -71,13 +69,13 @@ class StoredConstant(NoWeight, keras.Variable):
         """The tensor, detached; ValueError if it was cast."""
         value = variable_values.value_without_autocast(self)
         dtype = keras.backend.standardize_dtype(value.dtype)
-        if dtype == self.stored_dtype:
+        if dtype == self.dtype:
             # PyTorch lets anyone ask for gradients of a parameter.
             asks = getattr(value, "requires_grad", False)
             return value.detach() if asks else value
         raise ValueError(
             f"The constants {self.path!r} of a frozen layer were cast, which "
-            f"rounds them. Received: {dtype}. Allowed: {self.stored_dtype}. On "
+            f"rounds them. Received: {dtype}. Allowed: {self.dtype}. On "
             "PyTorch `half()`, `bfloat16()`, `float()`, `double()` and "
             "`to(dtype)` of a module cast them: load or freeze the model "
             "again, and do not call them. Set the compute dtype by a policy "
@@ -117,8 +115,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     scale: Any = None
     inputs_scale: Any = None  # The static one; None if there is none.
     widened: Any = None  # Numbers in float16; None if products read codes.
-    is_packed = False  # Whether the framework keeps them in a form of its own.
-    decoded: Any = None  # In float32, of `multiplied_often`.
+    decoded: Any = None  # In float32; see `decoded_once`.
 
     def __init__(
         self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
@@ -151,11 +148,9 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         if not is_first or self.granularity == "block":
             return self.value[index]
         codes, scale, *_ = self._numbers_and_scales
-        return backends.current.dequantized(
-            codes[index],
-            scale[0] if scale.shape[0] == 1 else scale[index],
-            self.weights,
-            self.dtype,
+        scale = scale[0] if scale.shape[0] == 1 else scale[index]
+        return contractions.dequantized(
+            self.recipe, self.axes, codes[index], scale, self.dtype
         )
 
     def assign(self, value: Tensor) -> Any:
@@ -230,8 +225,6 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         # kernel.
         codes, *scales = self._numbers_and_scales
         framework = backends.current
-        if self.is_packed:
-            framework.keep_packed(codes)
         gathering = framework.gathering_of(self.codes)
         if gathering is not None:
             codes = framework.gathered(codes, gathering, gathering.axes)
@@ -307,7 +300,7 @@ def add_stored(
     return variable
 
 
-def multiplied_often(kernel: keras.Variable) -> keras.Variable:
+def decoded_once(kernel: keras.Variable) -> keras.Variable:
     """Return a kernel for the steps of a loop: it is dequantized now, once.
 
     A kernel that is not stored, or that float8 matmuls read, is unchanged.
@@ -333,9 +326,8 @@ _MULTIPLY_MATRICES = (
 
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
     """Keep the numbers of a stored kernel in float16, for its products."""
-    is_matrix = isinstance(layer, _MULTIPLY_MATRICES)
-    if backends.current.packs(variable.codes.value, is_matrix):
-        variable.is_packed = True
+    codes, *_ = variable.constants
+    if isinstance(layer, _MULTIPLY_MATRICES) and backends.current.pack(codes):
         return
     state, name = layer.float8_state, variable.name + WIDENED
     value = variable.stored.values.astype("float16")
@@ -388,7 +380,7 @@ def _constant(
     """Create a variable of a stored kernel; ones for None."""
     if value is not None:
         value = np.asarray(value, dtype)
-    constant = StoredConstant(
+    return StoredConstant(
         initializer="ones" if value is None else value,
         shape=shape,
         dtype=dtype,
@@ -397,8 +389,6 @@ def _constant(
         name=name,
         **on_every_device(len(shape)),
     )
-    constant.stored_dtype = dtype
-    return constant
 
 
 Frozen = tuple[Any, StoredKernel | Axes, Any]

@@ -27,10 +27,9 @@ from keras_policy_ext.backends.jax import (
     traced_programs,
 )
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
-from keras_policy_ext.backends.parts import StoredMatrix
+from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.backends.traced_programs import Flow, scope_name
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.primitives import DECODED
 
 
 class Gathering(NamedTuple):
@@ -259,14 +258,6 @@ class JaxBackend(Backend):
         return gradients.run_frozen(operation, inputs, constants)
 
     @override
-    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # By way of float16, which has every number of both formats: half the
-        # time of a table where it is not hidden by a matmul (JAX 0.10, CPU).
-        _, factor = DECODED[format_name]
-        values = stored_products.halves(codes, format_name)
-        return values.astype(jnp.float32) * factor
-
-    @override
     def relu(self, x: Tensor) -> Tensor:
         return _relu(x)
 
@@ -289,30 +280,25 @@ class JaxBackend(Backend):
         # Of a kernel that is sharded XLA would gather each part.
         is_whole = keras.distribution.distribution() is None
         reads_codes = jax.default_backend() in ("cpu", "gpu") and is_whole
-        return reads_codes and numbers > stored_products.PARTS.numbers
+        return reads_codes and numbers > LARGE
 
     @override
     def gains_from_float16(self, numbers: int) -> bool:
-        # XLA for a CPU decodes codes in less time than it widens float16. For
-        # a GPU without float8 it writes the kernel in floats, unless it is in
-        # float16: see `product_with_cast`.
+        # For a GPU without float8 XLA writes the kernel in floats, unless it is
+        # in float16: see `product_with_cast`.
         if jax.default_backend() == "gpu":
             return not backends.engine.device().float8
-        return not self.cuts(numbers)
+        return super().gains_from_float16(numbers)
 
     @override
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
-        given = x, codes, matrix, blocks
         if jax.default_backend() == "cpu":
-            return stored_products.product_by_parts(*given)
-        return stored_products.product_with_cast(*given, dtype)
+            return stored_products.product_by_parts(x, kernel)
+        if kernel.blocks is not None:
+            return None
+        return stored_products.product_with_cast(x, kernel, dtype)
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:

@@ -21,7 +21,7 @@ from keras_policy_ext.backends.interface import (
     Operation,
     Shape,
 )
-from keras_policy_ext.backends.parts import StoredMatrix
+from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.backends.tensorflow import (
     gradients,
     stored_products,
@@ -34,7 +34,6 @@ from keras_policy_ext.backends.tensorflow.gradients import (
     sizes_of,
 )
 from keras_policy_ext.backends.traced_programs import Flow, scope_name
-from keras_policy_ext.numerics.primitives import DECODED
 
 
 def _free_memory(handle: Any, dtype: tf.DType) -> None:
@@ -314,19 +313,11 @@ class TensorFlowBackend(Backend):
             outputs = operation.forward(detached, constants)
             sizes = sizes_of(inputs)
 
-            @tf.custom_gradient
-            def inputs_grad(outputs_grad: Tensor) -> Any:
-                detached = tf.stop_gradient(outputs_grad)
-                result = operation.inputs_grad(detached, constants, sizes)
-                unrounded = operation.unrounded
-
-                def again(second_grad: Tensor) -> Tensor:
-                    return self.run_frozen(unrounded, second_grad, *constants)
-
-                return result, again
-
             def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
-                return [inputs_grad(outputs_grad), *(None for _ in constants)]
+                inputs_grad = operation.inputs_grad(
+                    outputs_grad, constants, sizes
+                )
+                return [inputs_grad, *(None for _ in constants)]
 
             return outputs, gradient
 
@@ -336,39 +327,20 @@ class TensorFlowBackend(Backend):
         return differentiable(*operands)
 
     @override
-    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # By way of float16, which has every number of both formats: half the
-        # time of a table where XLA does not compile it (TF 2.21, CPU).
-        _, factor = DECODED[format_name]
-        values = stored_products.halves(codes, format_name)
-        return tf.cast(values, tf.float32) * factor
-
-    @override
     def cuts(self, numbers: int) -> bool:
-        on_cpu = not _has_accelerator()
-        return on_cpu and numbers > stored_products.PARTS.numbers
-
-    @override
-    def gains_from_float16(self, numbers: int) -> bool:
-        # XLA decodes codes in less time than it widens float16 (TF 2.21).
-        return not self.cuts(numbers)
+        return numbers > LARGE and not _has_accelerator()
 
     @override
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
         in_xla = self.traces_for_xla()
-        # A file has TensorFlow's own operations, and nothing for XLA.
-        if saving_hooks.is_exporting() and not in_xla:
+        # A file has TensorFlow's own operations, and nothing for XLA. What is
+        # differentiated again is decoded at once.
+        in_file = saving_hooks.is_exporting() and not in_xla
+        if in_file or gradients.is_recorded(x):
             return None
-        return stored_products.product_by_parts(
-            x, codes, matrix, blocks, in_xla
-        )
+        return stored_products.product_by_parts(x, kernel, in_xla)
 
 
 BACKEND = TensorFlowBackend()

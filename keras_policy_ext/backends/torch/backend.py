@@ -24,7 +24,7 @@ from keras_policy_ext.backends.interface import (
     Operation,
     saved_dtype,
 )
-from keras_policy_ext.backends.parts import StoredMatrix
+from keras_policy_ext.backends.parts import FEW, LARGE, StoredMatrix
 from keras_policy_ext.backends.torch import (
     operators,
     stored_products,
@@ -431,52 +431,33 @@ class TorchBackend(Backend):
         return stored_products.numbers(codes, format_name)
 
     @override
-    def dequantized(
-        self, codes: Tensor, scale: Tensor, format_name: str, dtype: str
-    ) -> Tensor:
-        given = codes, scale, format_name, dtype
-        has_parts = self.cuts(codes.numel()) and scale.dim() == codes.dim()
-        if has_parts and is_real(codes) and self.on_cpu(codes):
-            return stored_products.dequantized(*given)
-        return super().dequantized(*given)
-
-    @override
     def cuts(self, numbers: int) -> bool:
         # A transform of `torch.func` follows nothing that is used again.
         if torch.compiler.is_compiling() or are_transforms_active():
             return False
-        return numbers > stored_products.PARTS.numbers
+        return numbers > LARGE
+
+    @override
+    def gains_from_float16(self, numbers: int) -> bool:
+        return True
 
     @override
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
-        on_cpu = x.device.type == "cpu" == codes.device.type
-        if not (on_cpu and is_real(x) and is_real(codes)):
+        on_cpu = x.device.type == "cpu" == kernel.codes.device.type
+        if not (on_cpu and is_real(x) and is_real(kernel.codes)):
             return None
         # What is written in place cannot be differentiated.
         if torch.is_grad_enabled() and x.requires_grad:
             return None
         # A CPU that multiplies bfloat16 does so faster than float32.
-        is_few = x.shape[1] <= stored_products.PARTS.few
-        if dtype == "bfloat16" and multiplies_bfloat16() and not is_few:
+        in_bfloat16 = dtype == "bfloat16" and multiplies_bfloat16()
+        if in_bfloat16 and x.shape[1] > FEW:
             return None
-        return stored_products.product_by_parts(x, codes, matrix, blocks)
+        return stored_products.product_by_parts(x, kernel)
 
-    @override
-    def packs(self, codes: Tensor, is_matrix: bool) -> bool:
-        return is_matrix and stored_products.packs(codes)
-
-    @override
-    def keep_packed(self, codes: Tensor) -> None:
-        # A compiled graph reads the codes.
-        if not torch.compiler.is_compiling():
-            stored_products.keep_packed(codes)
+    pack = staticmethod(stored_products.pack)
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
