@@ -77,7 +77,6 @@ _LAZY_MODULES = (
     "conversion",
     "kernels",
     "numerics",
-    "reference",
     "reports",
     "saving",
     "seams",

@@ -52,6 +52,7 @@ MODULES = (
     "migration",
     "mixed_precision",
     "optimizers",
+    "reference",
 )
 """Modules of the package that have names of extensions alone."""
 
