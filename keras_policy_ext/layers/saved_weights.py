@@ -12,9 +12,9 @@ from keras import ops
 from keras_policy_ext import backends, formats, stored_kernels, user_code
 from keras_policy_ext._keras import built_layers, variable_values
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stored_files
+from keras_policy_ext.layers import keras_float8, stored_files
 from keras_policy_ext.layers.entries import GIVEN, POLICY
-from keras_policy_ext.layers.saved_layers import KerasWeights, is_frozen
+from keras_policy_ext.layers.saved_layers import is_frozen
 from keras_policy_ext.layers.state_variable import GROWTH, StateVariable
 from keras_policy_ext.layers.stored_weights import (
     WIDENED,
@@ -220,22 +220,20 @@ def load(
         _load_stored(layer, store)
         layer.float8_state.note_layer_loaded()
         return
-    keras_weights = _stock_store(layer, store)
-    if keras_weights is None:  # The group of a float layer.
+    if not _is_in_keras_float8(layer, store):  # The group of a float layer.
         with variable_values.without_notifying():
             stock(store)
         layer.float8_state.note_layer_loaded()
         if layer.merges_adapters:
             user_code.warn(_MERGED)
         return
-    state: dict[str, np.ndarray] = {}  # What Keras's own float8 saved.
-    if layer.float8_state.matrices:
-        keras_weights.check(layer.path)
-        state = keras_weights.as_state()
+    extension = keras_float8.needed(f"a file for layer {layer.path!r}")
+    has_state = bool(layer.float8_state.matrices)
+    own, state = extension.split(store, layer.path, has_state)
     with variable_values.without_notifying():
-        stock(keras_weights.own)
+        stock(own)
     layer.float8_state.note_layer_loaded()
-    layer.float8_state.load_stock(state)
+    layer.float8_state.load_with_layer(state)
 
 
 _MERGED = (
@@ -269,13 +267,11 @@ def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
     stored_files.load(layer, store)
 
 
-def _stock_store(
-    layer: keras.Layer, store: Mapping[str, np.ndarray]
-) -> KerasWeights | None:
-    """Split a layer's entries of Keras's own float8; None for other files."""
+def _is_in_keras_float8(layer: keras.Layer, store: Mapping[str, Any]) -> bool:
+    """Return True if a layer's group was saved in Keras's own float8."""
     # Only a layer whose stock form knows float8 can have been in such a file.
     if "float8" not in layer.stock_serialization_spec() or not layer.built:
-        return None
+        return False
     if layer.quantization_mode not in (None, "float8"):
-        return None
-    return KerasWeights.of(store)
+        return False
+    return keras_float8.is_store(store)

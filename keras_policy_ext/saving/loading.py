@@ -23,12 +23,12 @@ from keras_policy_ext import input_files, policies, user_code
 from keras_policy_ext._keras import (
     built_layers,
     optimizer_facts,
-    stock_float8,
+    quantization,
     walking,
 )
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
-from keras_policy_ext.layers import saved_weights
+from keras_policy_ext.layers import keras_float8, saved_weights
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.entries import GROUP
 from keras_policy_ext.layers.mixin import Float8Mixin
@@ -98,7 +98,7 @@ def load_model(
         if frozen_files.has_frozen_layers(path):
             load = frozen_files.load_model
             return _load_model(load, path, custom_objects, **options)
-        with frozen_files.rewritten_model(path) as rewritten:
+        with _rewritten(path, whole=True) as rewritten:
             load = keras.saving.load_model
             return _load_model(load, rewritten, custom_objects, **options)
 
@@ -275,9 +275,19 @@ def _for_layers_of(
     """Return a block in which a file exists that the layers can read."""
     # Layers in Keras's own float8 read the file as Keras wrote it.
     layers = walking.layers_within(model)
-    if any(stock_float8.stock_float8(layer) for layer in layers):
+    if any(quantization.is_in_float8(layer) for layer in layers):
         return contextlib.nullcontext(path)
-    return frozen_files.rewritten_weights(path)
+    return _rewritten(path, whole=False)
+
+
+def _rewritten(path: PathLike, whole: bool) -> AbstractContextManager[PathLike]:
+    """Return a block in which a file exists without Keras's own float8.
+
+    It yields the path of the file, which is of a model if it is `whole`.
+    """
+    if not files.count(path, keras_float8.is_group):  # No such layers.
+        return contextlib.nullcontext(path)
+    return keras_float8.needed(repr(str(path))).rewritten(path, whole)
 
 
 def _load_and_capture(
