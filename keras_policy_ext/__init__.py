@@ -42,7 +42,7 @@ from keras_policy_ext.policies import (
 if getattr(importlib.util.find_spec(f"{__name__}.ext"), "origin", None):
     from keras_policy_ext import ext
 
-    _extensions.add(ext.NAMES, ext.MODULES, [ext.COUNTER], [ext.MEMORY])
+    _extensions.add(ext.NAMES, ext.MODULES, ext.ON_DEMAND)
     for _module in ext.REGISTERING:
         importlib.import_module(_module)
     # Now: to import the module of this name later would replace the function.
@@ -70,7 +70,6 @@ _LAZY_MODULES = (
     "conversion",
     "kernels",
     "numerics",
-    "reference",
     "reports",
     "saving",
     "seams",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext._keras import products, stock_float8, walking
+from keras_policy_ext._keras import products, quantization, walking
 from keras_policy_ext.backends.traced_programs import NONE, Sources
 from keras_policy_ext.conversion import model_calls, traced_calls
 from keras_policy_ext.layers import by_operation
@@ -80,7 +80,7 @@ def _is_wanted(layer: keras.Layer, attention: bool) -> bool:
 
 def _may_multiply(layer: keras.Layer) -> bool:
     """Return True if a layer has a weight of its own that may be a kernel."""
-    if not layer.built or stock_float8.is_quantized(layer):
+    if not layer.built or quantization.is_quantized(layer):
         return False
     own = walking.own_weights(layer)
     return any(len(v.shape) >= 2 and is_floating(v.dtype) for v in own)

@@ -1,11 +1,10 @@
 """The entries that files have for a float8 layer: their schema, as data.
 
-A file has up to three groups of entries for a layer, each with its `Schema`:
+A file has up to two groups of entries for a layer, each with its `Schema`:
 
 - `STATE`: the group `float8_state` beside the weights.
 - `FROZEN`: the weights of a frozen layer. Keras counts entries, so that a layer
   that is not frozen rejects them.
-- `KERAS`: the float8 state that Keras itself saves behind the weights.
 
 `saved_layers` reads them. A key is a template, as in
 `SCALE.format(i=0, operand="inputs")`.
@@ -35,7 +34,7 @@ VERSION = "format_version"
 POLICY = "policy"
 GIVEN = "given"  # The policy that `convert` was given.
 ATTENTION = "attention"
-KERAS_LENGTH = "keras_amax_history_length"  # Of states that Keras wrote.
+RECIPE = "recipe"  # In place of a policy: the source is the layer's own.
 SCALE = "{i}.{operand}.scale"
 HISTORY = "{i}.{operand}.amax_history"
 PART = "{i}.{operand}.observed"  # The share of an average that observed it.
@@ -161,7 +160,7 @@ STATE = Schema(
         POLICY: _TEXT,
         GIVEN: _TEXT,
         ATTENTION: _TEXT,
-        KERAS_LENGTH: Form(np.integer, 0, lambda x: x >= 1),
+        RECIPE: _TEXT,
         **AMAXES,
         PART: Form(
             np.floating, (0, 1), lambda x: abs(x - 0.5) <= 0.5 + ROUNDING
@@ -183,23 +182,6 @@ STATE = Schema(
     update=(
         "Update keras_policy_ext, or load the weights without float8 state: "
         "into the model with a plain policy."
-    ),
-)
-
-KERAS = Schema(
-    title="The float8 state that Keras wrote for",
-    kept="the layer",
-    forms={
-        key.format(i=0, operand=operand): Form(np.floating, rank, is_amax)
-        for operand in OPERANDS
-        for rank, key in enumerate((SCALE, HISTORY))  # In the order of Keras.
-    },
-    allowed=(
-        f"for {_OPERANDS} a float scalar and a float vector, finite and >= 0"
-    ),
-    advice=(
-        "Load the file into the model under a plain policy, which reads only "
-        "the weights, and then convert the model."
     ),
 )
 

@@ -19,10 +19,9 @@ from keras import ops
 from keras_policy_ext import backends, formats, user_code
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext._keras.variable_values import ComputedVariable
-from keras_policy_ext.files import entries
+from keras_policy_ext.files import entries, keras_float8
 from keras_policy_ext.files.saved_layers import (
     FrozenWeights,
-    KerasWeights,
     header_for_file,
     is_frozen,
 )
@@ -66,22 +65,20 @@ def load(
         _load_stored(layer, store)
         layer.float8_state.note_layer_loaded()
         return
-    keras_weights = _stock_store(layer, store)
-    if keras_weights is None:  # The group of a float layer.
+    if not _is_in_keras_float8(layer, store):  # The group of a float layer.
         with variable_values.without_notifying():
             stock(store)
         layer.float8_state.note_layer_loaded()
         if layer.merges_adapters:
             user_code.warn(_MERGED)
         return
-    state: dict[str, np.ndarray] = {}  # What Keras's own float8 saved.
-    if layer.float8_state.matrices:
-        keras_weights.check(layer.path)
-        state = keras_weights.as_state()
+    extension = keras_float8.needed(f"a file for layer {layer.path!r}")
+    has_state = bool(layer.float8_state.matrices)
+    own, state = extension.split(store, layer.path, has_state)
     with variable_values.without_notifying():
-        stock(keras_weights.own)
+        stock(own)
     layer.float8_state.note_layer_loaded()
-    layer.float8_state.load_stock(state)
+    layer.float8_state.load_with_layer(state)
 
 
 _MERGED = (
@@ -115,16 +112,14 @@ def _load_stored(layer: keras.Layer, store: Mapping[str, np.ndarray]) -> None:
     _load_codes(layer, store)
 
 
-def _stock_store(
-    layer: keras.Layer, store: Mapping[str, np.ndarray]
-) -> KerasWeights | None:
-    """Split a layer's entries of Keras's own float8; None for other files."""
+def _is_in_keras_float8(layer: keras.Layer, store: Mapping[str, Any]) -> bool:
+    """Return True if a layer's group was saved in Keras's own float8."""
     # Only a layer whose stock form knows float8 can have been in such a file.
     if "float8" not in layer.stock_serialization_spec() or not layer.built:
-        return None
+        return False
     if layer.quantization_mode not in (None, "float8"):
-        return None
-    return KerasWeights.of(store)
+        return False
+    return keras_float8.is_store(store)
 
 
 def save_frozen(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:

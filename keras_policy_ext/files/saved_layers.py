@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from keras_policy_ext.files import entries, input_files
-from keras_policy_ext.files.entries import FROZEN, KERAS, STATE, Group
+from keras_policy_ext.files.entries import FROZEN, STATE, Group
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
-from keras_policy_ext.recipes import OPERANDS, FrozenKernels
+from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
 
@@ -36,15 +36,13 @@ class SavedState(Group):
     def policy(self, source: keras.DTypePolicy) -> Float8DTypePolicy | None:
         """Return the policy that the layer was saved under, or None.
 
-        A file of Keras's own float8 has the length of histories only, to which
-        the source policy of the layer is added.
+        A file may have the recipe only, to which `source` is added.
 
         Raises:
             ValueError: If the entry is damaged, or names no float8 policy.
         """
-        if entries.KERAS_LENGTH in self.store:
-            length = int(self.read(entries.KERAS_LENGTH))
-            return Float8DTypePolicy(source, amax_history_length=length)
+        if recipe := self.text(entries.RECIPE):
+            return Float8DTypePolicy(source, recipe=recipe)
         name, cause = self.text(entries.POLICY), ""
         if not name:
             return None
@@ -217,71 +215,3 @@ def header_for_file(
         "lora": lora,
     }
     return np.frombuffer(json.dumps(header).encode(), "uint8")
-
-
-@dataclasses.dataclass(frozen=True)
-class KerasWeights:
-    """The variables of a layer that was saved in Keras's own float8.
-
-    `keras.layers.Dense` and `EinsumDense` under `quantize("float8")` save all
-    their variables by number: the kernel, the bias if there is one, and then
-    for each of `recipes.OPERANDS` a scale and an amax history (keras 3.4 to
-    3.15). The scale dequantizes. The history is a ring with the newest amax at
-    index 0, as in a state. An operand that Keras never
-    observed has the scale 1 and zeros.
-    """
-
-    own: Mapping[str, Any]  # The kernel and the bias, by number.
-    # The entries of the state, by the keys of `SavedState`.
-    state: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, store: Mapping[str, Any]) -> KerasWeights | None:
-        """Split the entries of a layer; return None if there are others."""
-        keys = set(store.keys())
-        numbers = [str(number) for number in range(len(keys))]
-        own_count = len(numbers) - len(KERAS.forms)  # A kernel, maybe a bias.
-        if own_count not in (1, 2) or keys != set(numbers):
-            return None
-        of_state = zip(KERAS.forms, numbers[own_count:], strict=True)
-        return cls(
-            own={number: store[number] for number in numbers[:own_count]},
-            state={key: store[number] for key, number in of_state},
-        )
-
-    @classmethod
-    def in_group(cls, group: Any) -> KerasWeights | None:
-        """Split an HDF5 group; None if it is not that of such a layer."""
-        # Other layers have as many weights, but of other shapes or dtypes.
-        weights = cls.of(group)
-        if weights is None or entries.GROUP in group.parent:
-            return None
-        states = list(weights.state.values())
-        items = [*weights.own.values(), *states]
-        fits = (
-            all(hasattr(item, "shape") for item in items)
-            and items[0].ndim >= 2
-            and len({item.shape for item in states}) == 2  # () and (length,)
-            and all(item.dtype == "float32" for item in states)
-            and all(KERAS.forms[k].fits(x) for k, x in weights.state.items())
-        )
-        return weights if fits else None
-
-    def check(self, path: str) -> None:
-        """Raise ValueError if the state is damaged."""
-        group = Group(KERAS, path, self.state)
-        for key in KERAS.forms:
-            group.read(key)
-
-    def as_state(self) -> dict[str, np.ndarray]:
-        """Return the entries of a `SavedState`, where an unused scale is 0."""
-        arrays = {key: np.asarray(item) for key, item in self.state.items()}
-        for operand in OPERANDS:
-            names = {"i": 0, "operand": operand}
-            scale = entries.SCALE.format(**names)
-            history = arrays[entries.HISTORY.format(**names)]
-            if arrays[scale] == 1.0 and not history.any():
-                arrays[scale] = np.zeros((), "float32")
-        arrays[entries.VERSION] = np.array(STATE.version, "int32")
-        arrays[entries.KERAS_LENGTH] = np.array(history.size, "int32")
-        return arrays

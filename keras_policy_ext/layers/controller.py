@@ -15,7 +15,7 @@ from keras_policy_ext._keras import (
     built_layers,
     calls,
     global_policy,
-    stock_float8,
+    quantization,
     variable_values,
     walking,
 )
@@ -108,7 +108,7 @@ class Float8Controller:
         stored_weights.check_policy(layer, policy)
         if not isinstance(policy, Float8DTypePolicy):
             return
-        if stock_float8.is_quantized(layer):
+        if quantization.is_quantized(layer):
             raise ValueError(
                 f"Layer {layer.name!r} is quantized by Keras, and its kernel "
                 "has no floating-point values to be scaled. Received: "

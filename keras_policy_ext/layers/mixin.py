@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, bases, contractions, policies
-from keras_policy_ext._keras import built_layers, global_policy, stock_float8
+from keras_policy_ext._keras import built_layers, global_policy, quantization
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.files import own_weights
@@ -43,7 +43,7 @@ from keras_policy_ext.stored_kernels import Axes
 
 class Float8Mixin(
     built_layers.QuantizedAsLeaf,
-    stock_float8.TakesAdapters,
+    quantization.TakesAdapters,
     built_layers.ToldWhenBuilt,
     BuiltUnderSavedPath,
     bases.MixedInto,
@@ -131,7 +131,7 @@ class Float8Mixin(
         """`"float8"` for a layer in float8, else the mode set by Keras."""
         if self.float8_policy is not None:
             return "float8"
-        return stock_float8.other_mode(self)
+        return quantization.other_mode(self)
 
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave others unchanged.
@@ -550,7 +550,7 @@ class Float8Mixin(
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the layer for Keras, which calls this in a quantization mode."""
         policy = self.float8_controller.policy
-        if policy is None and stock_float8.is_quantized(self):
+        if policy is None and quantization.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
         return self.call(*args, **kwargs)
 

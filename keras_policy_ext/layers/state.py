@@ -61,10 +61,10 @@ class Float8State(keras.layers.Layer):
         self.policy_in_file: np.ndarray | None = None
         # While a file is read: what gets the entries in place of this state;
         # whether the layer's own weights are loaded, None if it is not asked;
-        # whether a file of Keras's float8 had the state; and the error.
+        # whether its entries came with these weights; and the error.
         self._take: _Take | None = None
         self._layer_loaded: bool | None = None
-        self._stock_loaded = False
+        self._loaded_with_layer = False
         self._failure: ValueError | None = None
         self.built = True
         # A state without variables would otherwise add its dict of parameters
@@ -156,8 +156,8 @@ class Float8State(keras.layers.Layer):
             if self._failure is not None:
                 raise self._failure
             return
-        if self._stock_loaded and not saved.store:
-            return  # See `load_stock`.
+        if self._loaded_with_layer and not saved.store:
+            return  # See `load_with_layer`.
         self.policy_in_file = saved.store.get(entries.POLICY)
         assign = None
         try:
@@ -179,12 +179,12 @@ class Float8State(keras.layers.Layer):
             yield
         finally:
             self._take = self._layer_loaded = None
-            self._stock_loaded = False
+            self._loaded_with_layer = False
 
     def note_layer_loading(self, store: Any) -> None:
         """Record that the layer is about to load its own weights."""
         self._layer_loaded = False
-        self._stock_loaded = False
+        self._loaded_with_layer = False
         if len(store.keys()):  # Not where Keras looks further after a failure.
             self._failure = None
 
@@ -192,10 +192,10 @@ class Float8State(keras.layers.Layer):
         """Record that the layer has loaded its own weights."""
         self._layer_loaded = True
 
-    def load_stock(self, arrays: dict[str, np.ndarray]) -> None:
-        """Load the scales and histories of a file of Keras's float8, if any."""
+    def load_with_layer(self, arrays: dict[str, np.ndarray]) -> None:
+        """Load the entries that came with the layer's own weights, if any."""
         # Such a file has no group for this sublayer. The empty group that
         # Keras's loader passes afterwards leaves the state unchanged.
         if arrays:
             self.load_own_variables(arrays)
-        self._stock_loaded = True
+        self._loaded_with_layer = True

@@ -150,7 +150,7 @@ def check_saved(saved: SavedState, recipes: Sequence[Recipe]) -> None:
 
 def _memory(recipe: Recipe) -> Memory:
     """Return what keeps the states of a recipe; raise if nothing does."""
-    _extensions.import_memories()
+    _extensions.import_for("memory")
     if not _memories:
         _raise_missing(recipe)
     return _memories[0]

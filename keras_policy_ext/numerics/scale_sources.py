@@ -229,7 +229,7 @@ def source_of(recipe: Recipe, matrices: int = 1) -> Any:
         )
     check(recipe)
     if recipe.remembers:
-        _extensions.import_memories()
+        _extensions.import_for("memory")
         for find in _FINDERS:
             source = find(recipe, matrices)
             if source is not None:

@@ -242,9 +242,16 @@ def names_in_keras(read: bool) -> None:
     _names_are_read = bool(read)
 
 
+def are_names_read() -> bool:
+    """Return True if Keras accepts names of float8 policies now."""
+    return _names_are_read
+
+
 def _policy_of_name(name: str) -> keras.DTypePolicy | None:
     """Return the policy of a name of this package; None for any other name."""
     if not policy_names.is_ours(name):
+        if policy_names.is_full_name(name):
+            _extensions.import_for("keras_float8_policy")
         return None
     if _names_are_read:
         return get(name)
@@ -257,4 +264,3 @@ def _policy_of_name(name: str) -> keras.DTypePolicy | None:
 
 
 global_policy.read_names(_policy_of_name)
-global_policy.call_without_float8(lambda: _names_are_read)

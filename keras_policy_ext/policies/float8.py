@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self, TypeGuard
 
 import keras
 
-from keras_policy_ext import policy_names, recipes
+from keras_policy_ext import _extensions, policy_names, recipes
 from keras_policy_ext.policies import _global, plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.recipes.fields import settled
@@ -301,6 +301,7 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     """
     if not isinstance(policy, keras.dtype_policies.QuantizedFloat8DTypePolicy):
         return policy
+    _extensions.import_for("keras_float8_policy")
     config = policy.get_config()
     source = config["source_name"] or plain.name_of_dtypes(policy)
     length = config["amax_history_length"]

@@ -1,12 +1,10 @@
-"""Load files with frozen layers, and with layers of Keras's own float8."""
+"""Load files with frozen layers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import pathlib
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,15 +13,12 @@ from typing import Any
 import h5py
 import keras
 
-from keras_policy_ext import policies
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
 from keras_policy_ext.files import input_files, model_files, own_weights
-from keras_policy_ext.files.entries import GROUP
 from keras_policy_ext.files.model_files import PathLike, Source
 from keras_policy_ext.files.saved_layers import (
     FrozenWeights,
-    KerasWeights,
     is_frozen,
 )
 from keras_policy_ext.layers import stored_weights
@@ -36,47 +31,6 @@ from keras_policy_ext.policies.of_layers import (
 from keras_policy_ext.recipes import FrozenKernels
 
 _CONFIG = "config.json"
-_POLICY = "QuantizedFloat8DTypePolicy"
-
-
-@contextlib.contextmanager
-def rewritten_model(path: PathLike) -> Iterator[PathLike]:
-    """In the block, a copy of a model saved by Keras's float8 can be loaded.
-
-    It yields the path, or that of a temporary folder with the converted model.
-
-    Raises:
-        ValueError: If the history length of a policy in it is < 1.
-    """
-    if not model_files.count(path, KerasWeights.in_group):  # No such layers.
-        yield path
-        return
-    config = _with_own_policies(input_files.json_in(config_in(path), path))
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder) / "model"
-        if pathlib.Path(str(path)).is_dir():
-            # Without their modes: copies of read-only files are written to.
-            shutil.copytree(str(path), copy, copy_function=shutil.copyfile)
-        else:
-            with zipfile.ZipFile(str(path)) as archive:
-                archive.extractall(copy)
-        (copy / _CONFIG).write_text(json.dumps(config), "utf8")
-        _rewrite(copy / model_files.WEIGHTS)
-        yield copy
-
-
-@contextlib.contextmanager
-def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
-    """In the block, a copy of weights of Keras's float8 can be loaded.
-
-    It yields the path, or that of a temporary `.weights.h5` file.
-    """
-    if not model_files.count(path, KerasWeights.in_group):  # No such layers.
-        yield path
-        return
-    with model_files.copied(path) as copy:
-        _rewrite(copy)
-        yield copy
 
 
 def lacks_config(path: PathLike) -> bool:
@@ -94,32 +48,6 @@ def config_in(path: PathLike) -> bytes:
         return (place / _CONFIG).read_bytes()
     with zipfile.ZipFile(place) as archive:
         return archive.read(_CONFIG)
-
-
-def _rewrite(path: PathLike) -> None:
-    """Move the state in Keras's form to groups of this package, in a file."""
-    with h5py.File(path, "a") as file:
-        for group in model_files.groups(file):
-            weights = KerasWeights.in_group(group)
-            if weights is None:
-                continue
-            entries = weights.as_state()
-            for number in set(group) - set(weights.own):
-                del group[number]
-            state = group.parent.create_group(GROUP).create_group("vars")
-            for name, value in entries.items():
-                state[name] = value
-
-
-def _with_own_policies(config: Any) -> Any:
-    """Return a config with Keras's float8 policies in this package's form."""
-    if isinstance(config, list):
-        return [_with_own_policies(item) for item in config]
-    if not isinstance(config, dict):
-        return config
-    if config.get("class_name") == _POLICY:
-        return policies.serialize(policies.get(config))
-    return {key: _with_own_policies(value) for key, value in config.items()}
 
 
 def has_frozen_layers(path: Source) -> bool:

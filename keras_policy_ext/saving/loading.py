@@ -23,13 +23,14 @@ from keras_policy_ext import policies, user_code
 from keras_policy_ext._keras import (
     built_layers,
     optimizer_facts,
-    stock_float8,
+    quantization,
     walking,
 )
 from keras_policy_ext.conversion import candidates, in_place, training
 from keras_policy_ext.conversion.candidates import Candidate, path_of
 from keras_policy_ext.files import (
     input_files,
+    keras_float8,
     model_files,
     own_weights,
 )
@@ -103,7 +104,7 @@ def load_model(
         if frozen_files.has_frozen_layers(path):
             load = frozen_files.load_model
             return _load_model(load, path, custom_objects, **options)
-        with frozen_files.rewritten_model(path) as rewritten:
+        with _rewritten(path, whole=True) as rewritten:
             load = keras.saving.load_model
             return _load_model(load, rewritten, custom_objects, **options)
 
@@ -280,9 +281,19 @@ def _for_layers_of(
     """Return a block in which a file exists that the layers can read."""
     # Layers in Keras's own float8 read the file as Keras wrote it.
     layers = walking.layers_within(model)
-    if any(stock_float8.stock_float8(layer) for layer in layers):
+    if any(quantization.is_in_float8(layer) for layer in layers):
         return contextlib.nullcontext(path)
-    return frozen_files.rewritten_weights(path)
+    return _rewritten(path, whole=False)
+
+
+def _rewritten(path: PathLike, whole: bool) -> AbstractContextManager[PathLike]:
+    """Return a block in which a file exists without Keras's own float8.
+
+    It yields the path of the file, which is of a model if it is `whole`.
+    """
+    if not model_files.count(path, keras_float8.is_group):  # No such layers.
+        return contextlib.nullcontext(path)
+    return keras_float8.needed(repr(str(path))).rewritten(path, whole)
 
 
 def _load_and_capture(

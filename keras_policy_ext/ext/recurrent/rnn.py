@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext import policies
-from keras_policy_ext._keras import built_layers, stock_float8
+from keras_policy_ext._keras import built_layers, quantization
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.bases import MixedInto
@@ -376,7 +376,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, MixedInto):
     @property
     def quantization_mode(self) -> str | None:
         """The mode set by Keras; never `"float8"`: only the cell has that."""
-        return stock_float8.other_mode(self)
+        return quantization.other_mode(self)
 
     def call(
         self,

@@ -19,9 +19,9 @@ from cases import SLOW, mostly
 from keras_policy_ext import contractions, formats, recipes, reference
 from keras_policy_ext.contractions.operands import PassOptions
 from keras_policy_ext.ext.delayed.observations import VALID_MARK
+from keras_policy_ext.ext.reference.scales import spread
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.numerics.stochastic import key_of_use
-from keras_policy_ext.reference.scales import spread
 from steps import gradients, no_grad, numpy
 from ways import BACKEND, array, compiled
 

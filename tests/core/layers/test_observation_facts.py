@@ -7,6 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from float8_dense import dense, policy, same_state
+from keras_policy_ext import reference
 from keras_policy_ext.recipes import OPERANDS
 from steps import gradients, mean_square, no_grad, normal, numpy, state_of, step
 
@@ -182,7 +183,7 @@ def test_the_first_step_is_already_scaled():
     x = normal(16, 64, scale=1e-4)
     y = numpy(layer(x, training=True))
     exact = x @ numpy(layer.kernel)
-    assert kpe.reference.sqnr_db(exact, y) > 25
+    assert reference.sqnr_db(exact, y) > 25
 
 
 def test_the_second_step_uses_what_the_first_observed():

@@ -9,9 +9,9 @@ import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import reference
 from keras_policy_ext.ext.moments.slots import QuantizedSlot
+from keras_policy_ext.ext.reference.moments import moment_key
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.optimizers import dequantize_state, quantize_state
-from keras_policy_ext.reference.moments import moment_key
 from refusals import refused
 from steps import no_grad, normal, numpy
 

@@ -1,4 +1,4 @@
-"""Why `_keras/stock_float8.py` is needed. See `_keras/__init__.py`."""
+"""Why `_keras/quantization.py` is needed. See `_keras/__init__.py`."""
 
 import warnings
 
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext._keras import built_layers, stock_float8
-from public_api import functions_about, members_about
+from keras_policy_ext._keras import quantization
 from steps import numpy
 
 
@@ -19,33 +18,16 @@ def quantized():
     return layer
 
 
-def test_float8_of_keras_puts_trainable_weights_into_a_layer():
-    layer = quantized()
-    names = [weight.name for weight in layer.trainable_weights]
-    assert len(names) == 2 + 6
-    assert set(stock_float8.stock_float8(layer)) < set(names)
-
-
-def test_keras_offers_no_way_back_from_float8():
-    layer = quantized()
-    with pytest.raises(ValueError, match="already quantized"):
-        layer.quantize("int8")
-    words = ("dequant", "unquant", "revert", "restore")
-    assert members_about(type(layer), *words) == []
-    assert functions_about("dequantize_model", "unquant") == []
-    with built_layers.unlocked(layer):
-        stock_float8.remove_stock_float8(layer)
-    assert len(layer.trainable_weights) == 2
-
-
 def test_a_layer_does_not_tell_a_policy_with_a_mode_from_being_quantized():
     policy = keras.dtype_policies.QuantizedFloat8DTypePolicy(
         "float8", "float32", amax_history_length=1
     )
     layer = keras.layers.Dense(1, dtype=policy)
     assert layer.quantization_mode == quantized().quantization_mode
-    assert not stock_float8.is_quantized(layer)
-    assert stock_float8.is_quantized(quantized())
+    assert not quantization.is_quantized(layer)
+    assert not quantization.is_in_float8(layer)
+    assert quantization.is_quantized(quantized())
+    assert quantization.is_in_float8(quantized())
 
 
 def test_keras_refuses_adapters_by_the_mode_from_3_16_on():
@@ -80,7 +62,7 @@ class RefusesVisibly(keras.layers.Layer):
     """Says so by the function of this package."""
 
     def quantize(self, mode=None, **kwargs):
-        stock_float8.refuse_quantization("for a reason")
+        quantization.refuse_quantization("for a reason")
 
 
 def test_keras_with_a_report_does_not_tell_why_a_layer_was_not_quantized():

@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 import keras
 
 from keras_policy_ext import user_code
-from keras_policy_ext._keras import built_layers
 
 
 def is_quantized(layer: keras.Layer) -> bool:
@@ -27,30 +26,13 @@ def other_mode(layer: keras.Layer) -> str | None:
     return None if mode == "float8" else mode
 
 
-def stock_float8(layer: keras.Layer) -> dict[str, keras.Variable]:
-    """Return the variables that Keras's `quantize("float8")` added, by name."""
-    # These are scales and amax histories of three operands, as trainable
-    # weights of the layer itself (keras 3.5 to 3.15). Empty for other layers.
-    if layer.quantization_mode != "float8":
-        return {}
-    names = [
-        f"{operand}_{kind}"
-        for operand in ("inputs", "kernel", "outputs_grad")
-        for kind in ("scale", "amax_history")
-    ]
-    variables = {name: getattr(layer, name, None) for name in names}
-    # A float8 layer of this package has these names too, but no variables.
-    own = all(isinstance(v, keras.Variable) for v in variables.values())
-    return variables if own else {}
-
-
-def remove_stock_float8(layer: keras.Layer) -> None:
-    """Remove the variables that Keras's `quantize("float8")` added."""
-    for name, variable in stock_float8(layer).items():
-        built_layers.untrack(layer, variable)
-        # `delattr` would run the garbage collector for each (keras 3.15).
-        vars(layer).pop(name)
-        layer._is_quantized = False
+def is_in_float8(layer: keras.Layer) -> bool:
+    """Return True if a layer computes in Keras's own float8."""
+    # The layer itself then has scales and histories, as trainable weights
+    # (keras 3.5 to 3.15). In layers of this package they are no variables.
+    scale = vars(layer).get("inputs_scale")
+    is_float8 = layer.quantization_mode == "float8"
+    return is_float8 and isinstance(scale, keras.Variable)
 
 
 class TakesAdapters:

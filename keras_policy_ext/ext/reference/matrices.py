@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
-from keras_policy_ext.reference.casting import (
+from keras_policy_ext.ext.reference.casting import (
     cast,
     float32,
     random_bits,
     stochastic_cast,
 )
-from keras_policy_ext.reference.hadamard_transform import SIZE, hadamard
-from keras_policy_ext.reference.scales import (
+from keras_policy_ext.ext.reference.hadamard_transform import SIZE, hadamard
+from keras_policy_ext.ext.reference.scales import (
     BLOCK_SCALE,
     E8M0,
     Tile,

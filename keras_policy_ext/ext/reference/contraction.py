@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_policy_ext.reference.casting import float32, matmul_key
-from keras_policy_ext.reference.matrices import (
+from keras_policy_ext.ext.reference.casting import float32, matmul_key
+from keras_policy_ext.ext.reference.matrices import (
     Asked,
     Quantized,
     quantize_matrices,
 )
-from keras_policy_ext.reference.scales import amax, is_whole
+from keras_policy_ext.ext.reference.scales import amax, is_whole
 
 Array = np.ndarray[Any, Any]
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
-from keras_policy_ext.reference.casting import cast, float32, quantize
-from keras_policy_ext.reference.scales import (
+from keras_policy_ext.ext.reference.casting import cast, float32, quantize
+from keras_policy_ext.ext.reference.scales import (
     E8M0,
     amax,
     e8m0_floor,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
-from keras_policy_ext.reference.casting import float32, quantize
+from keras_policy_ext.ext.reference.casting import float32, quantize
 
 Array = np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_policy_ext import formats
-from keras_policy_ext.reference.casting import cast, float32
+from keras_policy_ext.ext.reference.casting import cast, float32
 
 Array = np.ndarray[Any, Any]
 

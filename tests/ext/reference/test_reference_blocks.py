@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_policy_ext import reference
-from keras_policy_ext.reference.scales import (
+from keras_policy_ext.ext.reference.scales import (
     four_over_six_scales,
     spread,
     tile_amax,

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_policy_ext.reference.casting import quantize
-from keras_policy_ext.reference.scales import (
+from keras_policy_ext.ext.reference.casting import quantize
+from keras_policy_ext.ext.reference.scales import (
     amax,
     delayed_scale,
     update_history,

@@ -1,12 +1,12 @@
 """The truth of recipes with finer scales, judged by peers and by itself."""
 
 import dataclasses
-import pathlib
 
 import numpy as np
 import pytest
 
 from keras_policy_ext import reference
+from keras_policy_ext.ext.reference import contraction
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -20,11 +20,10 @@ from keras_policy_ext.recipes import (
     matmuls_of,
     read_transposed,
 )
-from keras_policy_ext.reference import contraction
+from reference_numbers import GOLDENS
 
 pytestmark = pytest.mark.any_backend
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 E4M3, E5M2, E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 FINER = [
     RowwiseScaling(),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_policy_ext.reference.casting import float32
+from keras_policy_ext.ext.reference.casting import float32
 
 Array = np.ndarray[Any, Any]
 

@@ -1,6 +1,6 @@
 """Files of models that Keras's own `quantize("float8")` has made.
 
-What Keras writes into them was read in its source: see `files.saved_layers`.
+What Keras writes into them was read in its source: see `files.KerasWeights`.
 """
 
 import h5py
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from keras_policy_ext.ext.keras_float8.files import KERAS
+from keras_policy_ext.files.entries import Group
 from saving_models import in_shards
 from steps import numpy, state_of
 from stock_float8 import (
@@ -184,6 +186,12 @@ def test_a_layer_with_adapters_takes_the_kernel(tmp_path):
 
 
 # Damaged numbers
+
+
+def test_an_error_has_all_parts():
+    damaged = str(Group(KERAS, "model/dense", {}).damaged("it lacks 'x'"))
+    parts = ("'model/dense'", "not changed. Received: it lacks 'x'. Allowed: ")
+    assert all(part in damaged for part in (*parts, f". {KERAS.advice}"))
 
 
 def replaced(number, value):

@@ -5,14 +5,14 @@ otherwise; `scale` is the dequantizing multiplier, `x ≈ q * scale`. `dtype` is
 the name of a narrow format (`formats.names()`).
 """
 
-from keras_policy_ext.reference.blocks import (
+from keras_policy_ext.ext.reference.blocks import (
     BlockQuantized,
     NVFP4Quantized,
     quantize_block,
     quantize_mx,
     quantize_nvfp4,
 )
-from keras_policy_ext.reference.casting import (
+from keras_policy_ext.ext.reference.casting import (
     cast,
     dequantize,
     matmul_key,
@@ -23,7 +23,7 @@ from keras_policy_ext.reference.casting import (
     stochastic_cast,
     stochastic_round,
 )
-from keras_policy_ext.reference.contraction import (
+from keras_policy_ext.ext.reference.contraction import (
     Linear,
     Scaling,
     einsum,
@@ -31,24 +31,24 @@ from keras_policy_ext.reference.contraction import (
     home_matrices,
     linear,
 )
-from keras_policy_ext.reference.delayed_linear import DelayedLinear
-from keras_policy_ext.reference.errors import (
+from keras_policy_ext.ext.reference.delayed_linear import DelayedLinear
+from keras_policy_ext.ext.reference.errors import (
     pack,
     sqnr_db,
     underflow_fraction,
     unpack,
 )
-from keras_policy_ext.reference.hadamard_transform import hadamard
-from keras_policy_ext.reference.matrices import (
+from keras_policy_ext.ext.reference.hadamard_transform import hadamard
+from keras_policy_ext.ext.reference.matrices import (
     Asked,
     Quantized,
     quantize_matrices,
 )
-from keras_policy_ext.reference.moments import (
+from keras_policy_ext.ext.reference.moments import (
     dequantize_moments,
     quantize_moments,
 )
-from keras_policy_ext.reference.scales import (
+from keras_policy_ext.ext.reference.scales import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     amax,
