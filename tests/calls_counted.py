@@ -15,7 +15,6 @@ import keras
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext.ext.delayed.observations import SLOTS
 
 ROOT = pathlib.Path(kpe.__file__).parent
 
@@ -124,16 +123,16 @@ def share_of_any():
     return sum("Any" in each for each in types) / len(types)
 
 
-def steady_step():
+def steady_step(policy):
     """Count the parts of a step of a Dense that has been called before.
 
     `new_slot` is of the second step: the first use of a slot other than 0.
     """
-    layer = kpe.layers.Dense(16, dtype="float8_from_float32")
+    layer = kpe.layers.Dense(16, dtype=policy)
     x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
     layer.build(x.shape)
     step = globals()[f"_step_of_{keras.backend.backend()}"](layer, x)
-    _, second, *_, last = (step() for _ in range(SLOTS + 1))
+    _, second, *_, last = (step() for _ in range(9))  # One more than slots.
     new_slot = {f"new_slot_{name}": count for name, count in second.items()}
     return {**last, **new_slot}
 
@@ -229,7 +228,13 @@ def sample():
 
 def all_counts():
     """Everything that is counted, as JSON types."""
-    found = {**size_of_package(), **steady_step(), **programs()}
+    default = steady_step("float8/current_from_float32")
+    found = {
+        **size_of_package(),
+        **steady_step("float8_from_float32"),
+        **{f"default_{name}": default[name] for name in default},
+        **programs(),
+    }
     if keras.backend.backend() == "torch":
         found["frames"] = frames_to_the_cast()
     return {**found, **sample()}

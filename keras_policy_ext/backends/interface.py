@@ -16,7 +16,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.backends.traced_programs import Flow, TracedProgram
 from keras_policy_ext.numerics.primitives import Primitives
-from keras_policy_ext.numerics.scale_sources import Slot
+from keras_policy_ext.numerics.scale_sources import ScaleSource, Slot
 
 Shape = tuple[Any, ...]
 
@@ -41,6 +41,10 @@ class Operation(Hashable, Protocol):
     @property
     def slot(self) -> int:
         """The number of this use of the kernel in the step."""
+
+    @property
+    def source(self) -> ScaleSource:
+        """The object that computes scales, perhaps by a state."""
 
     @property
     def first_use(self) -> Operation:
@@ -128,12 +132,6 @@ class BoundOperation(Protocol):
 
         Returns:
             The four gradients; None for one that is not needed.
-        """
-
-    def before_gradients(self, state: Tensor, in_graph: bool = False) -> None:
-        """Called before a forward pass with a state whose gradients are taken.
-
-        `in_graph` says that a compiled graph runs the pass.
         """
 
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:

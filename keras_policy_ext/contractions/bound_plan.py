@@ -208,8 +208,10 @@ class BoundPlan(BoundOperation):
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
         observe = observe and bool(state) and self._observes_amaxes
-        known = self._source.read(*state)
-        reading = self._source.simplified(known, *state)
+        known = reading = None
+        if state:
+            known = self._source.read(*state)
+            reading = self._source.simplified(known, *state)
         options = PassOptions(reading, observe, no_backward, slot=slot)
         x = self.inputs.quantize(inputs, options)
         w = self.kernel.quantize(kernel, options)
@@ -256,8 +258,9 @@ class BoundPlan(BoundOperation):
         bias_shape: tuple[int, ...] | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
-        shapes = residuals.shapes
-        reading = self._source.simplified(residuals.reading, *state)
+        reading, shapes = residuals.reading, residuals.shapes
+        if reading is not None:
+            reading = self._source.simplified(reading, *state)
         observe = residuals.amaxes is not None and not self._is_inference
         sums = bias_shape is not None
         options = PassOptions(reading, observe, sums=sums, slot=slot)
@@ -304,10 +307,6 @@ class BoundPlan(BoundOperation):
         is_bank = self.plan.histories > 1
         amax = (self.kernel.amax if is_bank else scaling.amax)(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
-
-    @override
-    def before_gradients(self, state: Tensor, in_graph: bool = False) -> None:
-        self._source.before_gradients(state, in_graph)
 
     @override
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:

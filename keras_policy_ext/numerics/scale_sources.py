@@ -112,12 +112,10 @@ class ScaleSource(Protocol):
     observes_amaxes: bool
     is_straight: bool
 
-    def read(self, *state: Tensor) -> Reading | None:
-        """Read a state before a step; None without a state."""
+    def read(self, state: Tensor) -> Reading:
+        """Read a state before a step."""
 
-    def simplified(
-        self, reading: Reading | None, *state: Tensor
-    ) -> Reading | None:
+    def simplified(self, reading: Any, *state: Tensor) -> Reading:
         """Return a reading without what the host knows not to matter."""
 
     def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
@@ -171,20 +169,12 @@ class CurrentSource:
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(by_multiplier=False)
 
-    def read(self, *state: Tensor) -> Reading | None:
-        """Return None; raise if there is a state."""
-        if not state:
-            return None
+    def read(self, state: Tensor) -> Reading:
+        """Raise: there is no state to read."""
         raise ValueError(
             f"Recipe {self.recipe!r} has no state. Received: a state. Allowed: "
             "no state. Pass the inputs and the kernel alone."
         )
-
-    def simplified(
-        self, reading: Reading | None, *state: Tensor
-    ) -> Reading | None:
-        """Return the reading."""
-        return reading
 
     def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
         """Return None, as there is no state, and all the saved tensors."""

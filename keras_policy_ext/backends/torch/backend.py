@@ -344,7 +344,7 @@ class TorchBackend(Backend):
                 or (state and state[0].requires_grad)
             ):
                 if state:
-                    operation.bound.before_gradients(*state)
+                    operation.source.before_gradients(*state)
                 links = links_of(inputs, kernel)
                 return Differentiable.apply(operation, links, bias, *tensors)
             # If only the bias is trained, its gradient is that of an addition.

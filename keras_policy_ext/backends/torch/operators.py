@@ -130,7 +130,7 @@ def _forward(
     operation: Any = _OPERATIONS[name]
     trains = keep and operation.training is not False
     if keep and state is not None:
-        operation.bound.before_gradients(state, in_graph=True)
+        operation.source.before_gradients(state, in_graph=True)
     straight = _straight_of(operation.bound, for_gradients=keep)
     passes = straight and straight.of(inputs.shape, kernel.shape, inputs.device)
     if passes:

@@ -91,11 +91,11 @@ class CountingSource(CurrentSource):
         self.state_shape = (1, self.layout.width)
         self.seed = int(getattr(recipe, "seed", 0))
 
-    def read(self, *state: Tensor) -> StepCount | None:
-        """Read the step count and the kernel's number from a state."""
-        return self.history_scales(*state) if state else None
+    def simplified(self, reading: Any, *state: Tensor) -> Any:
+        """Return the reading: all of it counts."""
+        return reading
 
-    def history_scales(self, state: Tensor) -> StepCount:
+    def read(self, state: Tensor) -> StepCount:
         """Read the step count and the kernel's number from a state."""
         steps = self.layout.history(state)[:, 0]
         steps = ops.where(self.layout.is_intact(state), steps, 0.0)

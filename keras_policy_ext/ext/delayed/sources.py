@@ -129,14 +129,12 @@ class DelayedSource:
         """Return the amaxes of one use of a layer as a state's gradient."""
         return self.layout.observation(ops.stack(amaxes), slot)
 
-    def read(self, *state: Tensor) -> HistoryScales | None:
-        """Read the scales of the coming step; None without a state."""
-        if not state:
-            return None
-        kernels = frameworks.current.kernels_for(self, *state)
+    def read(self, state: Tensor) -> HistoryScales:
+        """Read the scales of the coming step."""
+        kernels = frameworks.current.kernels_for(self, state)
         if kernels is not None:
-            return kernels.history_scales(self, *state)
-        return self.history_scales(*state)
+            return kernels.history_scales(self, state)
+        return self.history_scales(state)
 
     def simplified(self, reading: Any, *state: Tensor) -> Any:
         """Return a reading without flags that are all False.
@@ -145,7 +143,7 @@ class DelayedSource:
         unobserved operands are dropped. If a device reported so lately,
         `seen_lately` is set.
         """
-        if reading is None or reading.unseen is None:
+        if reading.unseen is None:
             return reading
         # None: not known.
         if backends.current.known_any(reading.unseen) is False:

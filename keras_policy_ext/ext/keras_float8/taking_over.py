@@ -13,8 +13,8 @@ from keras import ops
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.keras_float8 import _keras, files
-from keras_policy_ext.files.model_files import PathLike
 from keras_policy_ext.files import keras_float8
+from keras_policy_ext.files.model_files import PathLike
 
 
 class KerasFloat8:

@@ -372,7 +372,7 @@ def test_a_native_matmul_reads_float8_that_was_rounded_at_random():
                 "float32",
                 True,
             )
-            known = plan.source.history_scales(ops.convert_to_tensor(state))
+            known = plan.source.read(ops.convert_to_tensor(state))
             read = plan.bound.outputs_grad.quantize(
                 g, PassOptions(known, False)
             )
