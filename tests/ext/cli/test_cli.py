@@ -338,7 +338,7 @@ def test_inspect_prints_one_screen_and_in_full_every_layer(
     layers = [keras.layers.Dense(4, name=f"dense_{n}") for n in range(30)]
     layers.append(keras.layers.LayerNormalization(name="norm"))
     model = keras.Sequential([keras.Input((4,)), *layers], name="model")
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     model.save(tmp_path / "model.keras")
     monkeypatch.setenv("COLUMNS", "100")
 
