@@ -61,7 +61,7 @@ def _in_saving(module: str, function: str) -> Callable[..., Any]:
 
 versions.warn_of_a_newer_keras()
 saving_hooks.after_loading(_in_saving("keras_hooks", "warn_of_lost_float8"))
-saving_hooks.before_loading(_in_saving("loading", "load_whole"))
+saving_hooks.around_loading(_in_saving("loading", "load_for_keras"))
 saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
 saving_hooks.add_to_metadata(_in_saving("keras_hooks", "policies_of_models"))
 

@@ -9,6 +9,7 @@ import json
 import pathlib
 import sys
 import tempfile
+import tomllib
 from typing import NamedTuple
 
 import keras
@@ -78,6 +79,75 @@ def most_frames(function, first, last):
     finally:
         sys.setprofile(before)
     return found[0]
+
+
+@functools.cache
+def floors():
+    """Return the floor of each room by the order in `pyproject.toml`.
+
+    What any room may import is on floor 0, and what the order leaves out on
+    top.
+    """
+    config = pathlib.Path(__file__).parent.parent / "pyproject.toml"
+    linter = tomllib.loads(config.read_text("utf8"))["tool"]["importlinter"]
+    (rooms,) = (x for x in linter["contracts"] if x["id"] == "rooms")
+    order = [line.strip("()").split(" | ") for line in rooms["layers"]]
+    found = {
+        name: len(order) - number
+        for number, names in enumerate(order)
+        for name in names
+    }
+    return {**dict.fromkeys(FOR_ALL, 0), **found}
+
+
+FOR_ALL = ("_extensions", "_keras", "_types", "bases", "scopes", "user_code")
+
+
+def floor_of(frame):
+    """Return the floor of the room that the code of a frame is in."""
+    place = pathlib.Path(frame.f_code.co_filename).relative_to(ROOT)
+    return floors().get(place.parts[0].removesuffix(".py"), len(floors()))
+
+
+def climbs(function):
+    """Call a function; return how often a room was called from a lower one.
+
+    Through Keras too: the caller is the nearest frame of the package.
+    """
+    root, count = f"{ROOT}/", [0]
+
+    def see(frame, event, argument):
+        if event != "call" or not frame.f_code.co_filename.startswith(root):
+            return
+        caller = frame.f_back
+        while caller and not caller.f_code.co_filename.startswith(root):
+            caller = caller.f_back
+        count[0] += bool(caller) and floor_of(frame) > floor_of(caller)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count[0]
+
+
+def climbs_of_loading():
+    """Count the climbs of `load_model`, of a model that was trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.keras"
+        x = np.ones((4, 8), "float32")
+        for _ in range(2):
+            model = keras.Sequential(
+                [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
+            )
+            kpe.convert(model, "float8")
+            model.compile("adam", "mse")
+            model.train_on_batch(x, x)
+            model.save(path)
+            found = climbs(functools.partial(kpe.load_model, path))
+    return found
 
 
 def size_of_package():
@@ -237,7 +307,7 @@ def all_counts():
     }
     if keras.backend.backend() == "torch":
         found["frames"] = frames_to_the_cast()
-    return {**found, **sample()}
+    return {**found, **sample(), "climbs": climbs_of_loading()}
 
 
 if __name__ == "__main__":

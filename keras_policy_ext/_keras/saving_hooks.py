@@ -67,22 +67,17 @@ def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
         _warn_of_files("load_model")
 
 
-def before_loading(load: Callable[..., keras.Model | None]) -> None:
-    """Make Keras's loader call `load` first, which may return the model.
+def around_loading(load: Callable[..., keras.Model]) -> None:
+    """Make Keras's loader call `load`, with what Keras would do as `stock`.
 
-    It gets a folder, an open file or bytes, `custom_objects`, `compile` and
-    `safe_mode`; it returns None to leave the file to Keras. Files, folders,
-    and the bytes that `copy.deepcopy` and `pickle` make of a model are read by
-    two functions of `saving_lib` (keras 3.0 to 3.15), which are wrapped here.
-    If they are missing, a warning says so.
+    After that it gets a folder, an open file or bytes, `custom_objects`,
+    `compile` and `safe_mode`. Files, folders, and the bytes that
+    `copy.deepcopy` and `pickle` make of a model are read by two functions of
+    `saving_lib` (keras 3.0 to 3.15), which are wrapped here. If they are
+    missing, a warning says so.
     """
-
-    def loaded(stock: Stock, *args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
-        return stock(*args, **kwargs) if model is None else model
-
     for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
-        if not put_around(_saving_lib, name, loaded):
+        if not put_around(_saving_lib, name, load):
             _warn_of_files(name)
 
 

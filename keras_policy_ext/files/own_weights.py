@@ -46,11 +46,15 @@ def load(
     layer: keras.Layer,
     store: Mapping[str, np.ndarray],
     stock: Callable[[Mapping[str, np.ndarray]], None],
-) -> None:
+) -> dict[str, np.ndarray] | None:
     """Load all weights of a float8 layer from a file or, on an error, none.
 
     The group in the file is of a float layer, a frozen one, or one of Keras's
     own float8. `stock` is `load_own_variables` of the stock layer.
+
+    Returns:
+        For a group of Keras's own float8 the entries of its state, of which
+        there are none if the layer has no state. None for other groups.
 
     Raises:
         ValueError: If the weights do not fit, or the state that Keras wrote
@@ -59,26 +63,22 @@ def load(
     policy = policy_of(layer)
     if isinstance(policy, Float8DTypePolicy):
         warn_of_formats(policy)
-    layer.float8_state.note_layer_loading(store)
     # A frozen layer, or a group of one in the file.
     if layer.built and (layer.is_frozen or is_frozen(store)):
         _load_stored(layer, store)
-        layer.float8_state.note_layer_loaded()
-        return
+        return None
     if not _is_in_keras_float8(layer, store):  # The group of a float layer.
         with variable_values.without_notifying():
             stock(store)
-        layer.float8_state.note_layer_loaded()
         if layer.merges_adapters:
             user_code.warn(_MERGED)
-        return
+        return None
     extension = keras_float8.needed(f"a file for layer {layer.path!r}")
     has_state = bool(layer.float8_state.matrices)
     own, state = extension.split(store, layer.path, has_state)
     with variable_values.without_notifying():
         stock(own)
-    layer.float8_state.note_layer_loaded()
-    layer.float8_state.load_with_layer(state)
+    return state
 
 
 _MERGED = (

@@ -198,6 +198,35 @@ def _header_of(group: Group) -> dict[str, Any]:
     raise group.damaged(f"{entries.HEADER!r} cannot be read: {fault}")
 
 
+def dequantize(group: Any) -> None:
+    """Rewrite a frozen layer's HDF5 group with float weights, LoRA merged in.
+
+    Kernels get the values that `thaw` gives them. Nothing happens if a group is
+    that of another layer.
+    """
+    if not is_frozen(group):
+        return
+    frozen = FrozenWeights.of(group, group.name)
+    kernels: list[Any] = []
+    others: list[Any] = []
+    adapters: list[Any] = []
+    for name in frozen.names:
+        if name in frozen.summed:  # The header has axes of kernels alone.
+            kernels.append(frozen.kernel(name).dequantized())
+        else:
+            into = adapters if name.startswith("lora_") else others
+            into.append(frozen.array(name))
+    if frozen.lora:  # It adapts the first kernel, or the embeddings.
+        a, b = adapters
+        scale = frozen.lora["alpha"] / frozen.lora["rank"]
+        kernels[0] = kernels[0] + scale * (a @ b)
+    for key in list(group):
+        del group[key]
+    # As Keras saves a layer: weights by number, the kernels first.
+    for number, value in enumerate([*kernels, *others]):
+        group[str(number)] = value
+
+
 def header_for_file(
     recipe: FrozenKernels,
     names: Sequence[str],

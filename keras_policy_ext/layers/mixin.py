@@ -37,7 +37,7 @@ from keras_policy_ext.layers.stored_weights import (
     read_as_numbers,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import is_frozen, source_policy_of
+from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.stored_kernels import Axes
 
 
@@ -426,7 +426,8 @@ class Float8Mixin(
     @property
     def is_frozen(self) -> bool:
         """True if this layer's kernels are stored in float8 and not trained."""
-        return is_frozen(self)
+        policy = self.float8_policy
+        return policy is not None and not policy.recipe.trains
 
     @property
     def float8_contracted(self) -> list[keras.Variable]:
@@ -479,7 +480,12 @@ class Float8Mixin(
             ValueError: If the weights do not fit, or the state that Keras
                 wrote is damaged; then nothing was changed.
         """
-        own_weights.load(self, store, super().load_own_variables)
+        self.float8_state.note_layer_loading(store)
+        stock = super().load_own_variables
+        keras_state = own_weights.load(self, store, stock)
+        self.float8_state.note_layer_loaded()
+        if keras_state is not None:
+            self.float8_state.load_with_layer(keras_state)
 
     @property
     def merges_adapters(self) -> bool:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import h5py
 import keras
 
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
 from keras_policy_ext.files import input_files, model_files, own_weights
-from keras_policy_ext.files.model_files import PathLike, Source
+from keras_policy_ext.files.model_files import CONFIG, PathLike
 from keras_policy_ext.files.saved_layers import (
     FrozenWeights,
     is_frozen,
@@ -29,30 +26,7 @@ from keras_policy_ext.policies.of_layers import (
     source_policy_of,
 )
 from keras_policy_ext.recipes import FrozenKernels
-
-_CONFIG = "config.json"
-
-
-def lacks_config(path: PathLike) -> bool:
-    """Return True for a folder that Keras has not written as a model file."""
-    # A folder with others of its files has lost its config.
-    place = pathlib.Path(str(path))
-    names = _CONFIG, "metadata.json", "model.weights.h5"
-    return place.is_dir() and not any((place / each).exists() for each in names)
-
-
-def config_in(path: PathLike) -> bytes:
-    """Return the JSON config in a model's file or folder, as bytes."""
-    place = pathlib.Path(str(path))
-    if place.is_dir():
-        return (place / _CONFIG).read_bytes()
-    with zipfile.ZipFile(place) as archive:
-        return archive.read(_CONFIG)
-
-
-def has_frozen_layers(path: Source) -> bool:
-    """Return True if a file has frozen layers; False if it is unreadable."""
-    return bool(model_files.count(path, is_frozen))
+from keras_policy_ext.saving import keras_loader
 
 
 def load_model(
@@ -62,7 +36,7 @@ def load_model(
     safe_mode: bool,
 ) -> keras.Model:
     """Load a file with frozen layers as `keras.saving.load_model` would."""
-    text = config_in(path)
+    text = model_files.content(path, CONFIG)
     compile_config = input_files.json_in(text, path).get("compile_config")
     given = text, custom_objects, safe_mode
     new_model = functools.partial(saving_hooks.model_of, *given)
@@ -71,7 +45,7 @@ def load_model(
         freeze_as_saved(model, weights)
         if compile and compile_config:
             model.compile_from_config(compile_config)
-        model_files.load(model, weights)  # Also of the optimizer.
+        keras_loader.load(model, weights)  # Also of the optimizer.
     _load_assets(model, path)
     return model
 
@@ -101,7 +75,7 @@ def _frozen_when_built(weights: PathLike) -> Iterator[None]:
     Their kernels are zeros, and the recipe is that of the first frozen layer in
     the file. `freeze_as_saved` later corrects which layers are frozen, and how.
     """
-    recipe = _first_recipe(weights)
+    recipe = model_files.first_recipe(weights)
     if recipe is None:
         yield
         return
@@ -143,46 +117,6 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
         in_place.declare_policies(model)
 
 
-@contextlib.contextmanager
-def dequantized(path: PathLike) -> Iterator[PathLike]:
-    """Yield a weights file whose float8 kernels are dequantized, in a copy.
-
-    They are those of `thaw`. Without frozen layers: the file itself.
-    """
-    if not has_frozen_layers(path):
-        yield path
-        return
-    with model_files.copied(path) as copy:
-        with h5py.File(copy, "a") as file:
-            for group in model_files.groups(file):
-                if is_frozen(group):
-                    _dequantize(group)
-        yield copy
-
-
-def _dequantize(group: h5py.Group) -> None:
-    """Rewrite a frozen layer's group with float weights, LoRA merged in."""
-    frozen = FrozenWeights.of(group, group.name)
-    kernels: list[Any] = []
-    others: list[Any] = []
-    adapters: list[Any] = []
-    for name in frozen.names:
-        if name in frozen.summed:  # The header has axes of kernels alone.
-            kernels.append(frozen.kernel(name).dequantized())
-        else:
-            into = adapters if name.startswith("lora_") else others
-            into.append(frozen.array(name))
-    if frozen.lora:  # It adapts the first kernel, or the embeddings.
-        a, b = adapters
-        scale = frozen.lora["alpha"] / frozen.lora["rank"]
-        kernels[0] = kernels[0] + scale * (a @ b)
-    for key in list(group):
-        del group[key]
-    # As Keras saves a layer: weights by number, the kernels first.
-    for number, value in enumerate([*kernels, *others]):
-        group[str(number)] = value
-
-
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
     """Return True if a weight that a layer is adding will be frozen."""
     form = freezing.form_to_freeze(layer)
@@ -215,14 +149,6 @@ def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
     to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
 
 
-def _first_recipe(weights: PathLike) -> FrozenKernels | None:
-    """Return the recipe of the first frozen layer in a file, or None."""
-    with model_files.opened(weights) as file:
-        listed = [] if file is None else model_files.groups(file)
-        first = next(filter(is_frozen, listed), None)
-        return first and FrozenWeights.of(first, first.name).recipe
-
-
 def _frozen_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenWeights]:
@@ -231,10 +157,10 @@ def _frozen_in(
     by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(model_files.without_skip_warnings())
+        stack.enter_context(keras_loader.without_skip_warnings())
         for layer in layers:
             stack.enter_context(_noting(layer, by_id))
-        model_files.load(model, weights)
+        keras_loader.load(model, weights)
     return by_id
 
 
@@ -260,12 +186,9 @@ def _noting(
 def _load_assets(model: keras.Model, path: PathLike) -> None:
     """Load the assets of a saved model, such as vocabularies, if any."""
     place = pathlib.Path(str(path))
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
         if not place.is_dir():
-            with zipfile.ZipFile(place) as archive:
-                names = archive.namelist()
-                found = [x for x in names if x.startswith("assets/")]
-                archive.extractall(folder, found)
-            place = pathlib.Path(folder)
+            unpacked = model_files.unpacked(path, "assets/")
+            place = stack.enter_context(unpacked)
         if (place / "assets").is_dir():
             saving_hooks.load_assets(model, place / "assets")

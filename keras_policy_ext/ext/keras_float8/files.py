@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import pathlib
-import shutil
-import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-import h5py
 import numpy as np
 
 from keras_policy_ext import policies
@@ -22,11 +18,9 @@ from keras_policy_ext.files import (
     keras_float8,
     model_files,
 )
-from keras_policy_ext.files.model_files import PathLike
+from keras_policy_ext.files.model_files import CONFIG, WEIGHTS, PathLike
 from keras_policy_ext.recipes import OPERANDS
-from keras_policy_ext.saving import frozen_files
 
-_CONFIG = "config.json"
 _POLICY = "QuantizedFloat8DTypePolicy"
 
 KERAS = entries.Schema(
@@ -108,43 +102,33 @@ def rewritten_model(path: PathLike) -> Iterator[PathLike]:
     Raises:
         ValueError: If the history length of a policy in it is < 1.
     """
-    text = frozen_files.config_in(path)
+    text = model_files.content(path, CONFIG)
     config = _with_own_policies(input_files.json_in(text, path))
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder) / "model"
-        if pathlib.Path(str(path)).is_dir():
-            # Without their modes: copies of read-only files are written to.
-            shutil.copytree(str(path), copy, copy_function=shutil.copyfile)
-        else:
-            with zipfile.ZipFile(str(path)) as archive:
-                archive.extractall(copy)
-        (copy / _CONFIG).write_text(json.dumps(config), "utf8")
-        _rewrite(copy / model_files.WEIGHTS)
+    with model_files.unpacked(path) as copy:
+        (copy / CONFIG).write_text(json.dumps(config), "utf8")
+        model_files.rewrite(copy / WEIGHTS, _move_state)
         yield copy
 
 
-@contextlib.contextmanager
-def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
-    """In the block, a copy of weights exists that this package reads.
+def rewritten_weights(path: PathLike) -> AbstractContextManager[PathLike]:
+    """Return a block in which a copy of weights exists that this package reads.
 
     It yields the path of a temporary `.weights.h5` file.
     """
-    with model_files.copied(path) as copy:
-        _rewrite(copy)
-        yield copy
+    return model_files.rewritten(path, _move_state)
 
 
-def _rewrite(path: PathLike) -> None:
-    """Move the state in Keras's form to groups of this package, in a file."""
-    with h5py.File(path, "a") as file:
-        for group in filter(keras_float8.is_group, model_files.groups(file)):
-            weights = KerasWeights.of(group)
-            state = weights.as_state()
-            for number in set(group) - set(weights.own):
-                del group[number]
-            new = group.parent.create_group(entries.GROUP).create_group("vars")
-            for name, value in state.items():
-                new[name] = value
+def _move_state(group: Any) -> None:
+    """Move a state in Keras's form to a group of this package, in a file."""
+    if not keras_float8.is_group(group):
+        return
+    weights = KerasWeights.of(group)
+    state = weights.as_state()
+    for number in set(group) - set(weights.own):
+        del group[number]
+    new = group.parent.create_group(entries.GROUP).create_group("vars")
+    for name, value in state.items():
+        new[name] = value
 
 
 def _with_own_policies(config: Any) -> Any:
