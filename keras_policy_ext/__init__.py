@@ -26,6 +26,7 @@ except (ImportError, ValueError) as error:
 
 from keras_policy_ext import _extensions, formats, layers, policies, recipes
 from keras_policy_ext._keras import (
+    first_use,
     optimizer_variables,
     saving_hooks,
     variable_values,
@@ -67,10 +68,22 @@ versions.warn_of_a_newer_keras()
 variable_values.leave_out_of_averages()
 variable_values.tell_companions()
 optimizer_variables.without_states_that_lack_gradients()
-saving_hooks.after_loading(_in_saving("keras_hooks", "warn_of_lost_float8"))
-saving_hooks.before_loading(_in_saving("loading", "load_whole"))
-saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
-saving_hooks.add_to_metadata(_in_saving("keras_hooks", "policies_of_models"))
+# Now: a file with float8 layers may name no class of this package.
+saving_hooks.around_loading(
+    _in_saving("loading", "load_whole"),
+    _in_saving("keras_hooks", "warn_of_lost_float8"),
+)
+
+
+def _at_first_use() -> None:
+    """Replace functions of Keras that matter for float8 models alone."""
+    saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
+    saving_hooks.add_to_metadata(
+        _in_saving("keras_hooks", "policies_of_models")
+    )
+
+
+first_use.wait(_at_first_use)
 
 _LAZY_MODULES = (
     "backends",

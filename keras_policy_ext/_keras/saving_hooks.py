@@ -46,40 +46,32 @@ def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
 
 try:
     from keras.src.saving import saving_lib as _saving_lib
-except ImportError:  # Keras has moved it: see `after_loading`.
+except ImportError:  # Keras has moved it: see `around_loading`.
     _saving_lib = None
 
 
-def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
-    """Make Keras's loader call `tell` with each model and its path."""
+def around_loading(
+    load: Callable[..., keras.Model | None],
+    tell: Callable[[keras.Model, Any], None],
+) -> None:
+    """Make Keras's loader call `load` before it, and `tell` after it.
 
-    # `keras.saving.load_model` reads `.keras` files and folders by one
-    # function of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped
-    # here. If it is missing, a warning says so. Expires when Keras warns of
-    # groups in a file that no layer has read.
-    @user_code.once
-    def load_model(stock: Stock, path: Any, *args: Any, **kwargs: Any) -> Any:
-        model = stock(path, *args, **kwargs)
-        tell(model, path)
-        return model
-
-    if not put_around(_saving_lib, "load_model", load_model):
-        _warn_of_files("load_model")
-
-
-def before_loading(load: Callable[..., keras.Model | None]) -> None:
-    """Make Keras's loader call `load` first, which may return the model.
-
-    It gets a folder, an open file or bytes, `custom_objects`, `compile` and
-    `safe_mode`; it returns None to leave the file to Keras. Files, folders,
+    `load` gets a folder, an open file or bytes, `custom_objects`, `compile` and
+    `safe_mode`. It may return the model, or None to leave the file to Keras;
+    then `tell` gets the model and the folder, file or bytes. Files, folders,
     and the bytes that `copy.deepcopy` and `pickle` make of a model are read by
     two functions of `saving_lib` (keras 3.0 to 3.15), which are wrapped here.
-    If they are missing, a warning says so.
+    If they are missing, a warning says so. `tell` expires when Keras warns of
+    groups in a file that no layer has read.
     """
 
-    def loaded(stock: Stock, *args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
-        return stock(*args, **kwargs) if model is None else model
+    @user_code.once
+    def loaded(stock: Stock, source: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load(source, *args, **kwargs)
+        if model is None:
+            model = stock(source, *args, **kwargs)
+            tell(model, source)
+        return model
 
     for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
         if not put_around(_saving_lib, name, loaded):

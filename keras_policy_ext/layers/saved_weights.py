@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, formats, stored_kernels, user_code
-from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext._keras import built_layers, first_use, variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import keras_float8, stored_files
 from keras_policy_ext.layers.entries import GIVEN, POLICY
@@ -63,11 +63,6 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
             variable.catch_up(GROWTH)  # Its kernel is here; none follows.
 
 
-def wrap_set_weights() -> None:
-    """Make Keras's `set_weights` call `set_all` for models with float8."""
-    built_layers.around_set_weights(_set_checked)
-
-
 def _set_checked(
     stock: Any, layer: keras.Layer, weights: Sequence[Any]
 ) -> None:
@@ -76,6 +71,9 @@ def _set_checked(
         set_all(layer, weights)
     else:
         stock(layer, weights)
+
+
+first_use.wait(lambda: built_layers.around_set_weights(_set_checked))
 
 
 def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import io
 import pathlib
 import zipfile
 from collections.abc import Iterator
@@ -34,10 +35,14 @@ def without_warning_of_lost_float8() -> Iterator[None]:
         _silent.reset(token)
 
 
-def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
-    """Warn if a loaded model has fewer float8 layers than the saved model."""
-    # Only `.keras` files and folders are checked.
-    if _silent.get():
+def warn_of_lost_float8(model: keras.Model, source: Any) -> None:
+    """Warn if a loaded model has fewer float8 layers than the saved model.
+
+    The source is as for `loading.load_whole`.
+    """
+    path = getattr(source, "name", source)
+    # Only `.keras` files and folders are checked: `load_whole` loads bytes.
+    if _silent.get() or isinstance(path, io.BytesIO):
         return
     saved = states_in_file(str(path))
     layers = layers_in_float8(model) if saved else []
@@ -57,6 +62,15 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
 def states_in_file(source: Source) -> int:
     """Return how many layers of a saved model were in float8."""
     return files.count(source, is_float8_layer)
+
+
+def names_keras_float8(source: Source) -> bool:
+    """Return True if the config in a file has Keras's own float8 policy."""
+    try:
+        config = _member_of(source, "config.json")
+    except ValueError:  # It is damaged, which the loader says.
+        return False
+    return b'"QuantizedFloat8DTypePolicy"' in config
 
 
 FORMATS = {
@@ -199,7 +213,7 @@ _Policies = tuple[
 def _read(path: PathLike) -> _Policies:
     """Return what the metadata in a file say of policies."""
     try:
-        metadata = input_files.json_in(_metadata_of(path), path)
+        metadata = input_files.json_in(_member_of(path, _METADATA), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
             return [], [], []
         entries = metadata[_KEY][_POLICIES]
@@ -220,14 +234,16 @@ def _read(path: PathLike) -> _Policies:
         ) from error
 
 
-def _metadata_of(path: PathLike) -> bytes:
-    """Return the JSON metadata of a file or folder; `{}` if it has none."""
-    place = pathlib.Path(str(path))
+def _member_of(source: Source, name: str) -> bytes:
+    """Return a JSON file in a model's file or folder; `{}` if it has none."""
+    place: Any = source
+    if not isinstance(source, io.BytesIO):
+        place = pathlib.Path(str(source))
     try:
-        if place.is_dir():
-            return (place / _METADATA).read_bytes()
+        if not isinstance(place, io.BytesIO) and place.is_dir():
+            return (place / name).read_bytes()
         with zipfile.ZipFile(place) as archive:
-            input_files.check_archive(path, archive)
-            return archive.read(_METADATA)
+            input_files.check_archive(source, archive)
+            return archive.read(name)
     except (KeyError, OSError, zipfile.BadZipFile):
         return b"{}"

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import input_files, policies, user_code
+from keras_policy_ext import _extensions, input_files, policies, user_code
 from keras_policy_ext._keras import (
     built_layers,
     optimizer_facts,
@@ -118,6 +118,8 @@ def load_whole(
     """
     in_memory = isinstance(source, io.BytesIO)
     file = source if in_memory else getattr(source, "name", source)
+    if keras_hooks.names_keras_float8(file):
+        _extensions.import_for("keras_float8_policy")
     in_float8 = in_memory and keras_hooks.states_in_file(file)
     if not in_float8 and not frozen_files.has_frozen_layers(file):
         return None

@@ -40,9 +40,7 @@ def test_a_file_is_refused_by_name(suffix, tmp_path):
     with pytest.raises(ValueError, match=MISSING):
         kpe.load_weights(model, path, as_saved=True)
     ours = dense(kpe.layers, short())
-    with pytest.raises(
-        ValueError, match=f"{MISSING}a file for layer"
-    ):
+    with pytest.raises(ValueError, match=f"{MISSING}a file for layer"):
         ours.load_weights(path)
 
 
