@@ -26,7 +26,7 @@ except (ImportError, ValueError) as error:
     raise ImportError(without_backend(error)) from error
 
 from keras_policy_ext import _extensions, formats, layers, policies, recipes
-from keras_policy_ext._keras import saving_hooks, versions
+from keras_policy_ext._keras import first_use, saving_hooks, versions
 from keras_policy_ext.policies import (
     Float8DTypePolicy,
     carry_policy,
@@ -60,10 +60,19 @@ def _in_saving(module: str, function: str) -> Callable[..., Any]:
 
 
 versions.warn_of_a_newer_keras()
-saving_hooks.after_loading(_in_saving("keras_hooks", "warn_of_lost_float8"))
+# Now: a file with float8 layers may name no class of this package.
 saving_hooks.around_loading(_in_saving("loading", "load_for_keras"))
-saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
-saving_hooks.add_to_metadata(_in_saving("keras_hooks", "policies_of_models"))
+
+
+def _at_first_use() -> None:
+    """Replace functions of Keras that matter for float8 models alone."""
+    saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
+    saving_hooks.add_to_metadata(
+        _in_saving("keras_hooks", "policies_of_models")
+    )
+
+
+first_use.wait(_at_first_use)
 
 _LAZY_MODULES = (
     "backends",

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import user_code
 from keras_policy_ext._keras import Stock, put_around, versions
 
 try:
@@ -46,25 +45,8 @@ def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
 
 try:
     from keras.src.saving import saving_lib as _saving_lib
-except ImportError:  # Keras has moved it: see `after_loading`.
+except ImportError:  # Keras has moved it: see `around_loading`.
     _saving_lib = None
-
-
-def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
-    """Make Keras's loader call `tell` with each model and its path."""
-
-    # `keras.saving.load_model` reads `.keras` files and folders by one
-    # function of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped
-    # here. If it is missing, a warning says so. Expires when Keras warns of
-    # groups in a file that no layer has read.
-    @user_code.once
-    def load_model(stock: Stock, path: Any, *args: Any, **kwargs: Any) -> Any:
-        model = stock(path, *args, **kwargs)
-        tell(model, path)
-        return model
-
-    if not put_around(_saving_lib, "load_model", load_model):
-        _warn_of_files("load_model")
 
 
 def around_loading(load: Callable[..., keras.Model]) -> None:

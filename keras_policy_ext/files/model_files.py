@@ -159,13 +159,16 @@ def unpacked(path: PathLike, under: str = "") -> Iterator[pathlib.Path]:
         yield copy
 
 
-def content(path: PathLike, name: str) -> bytes:
-    """Return what a file in a model's file or folder contains.
+def content(path: Source, name: str) -> bytes:
+    """Return what a file in a model's file or folder, or in bytes, contains.
 
     Raises:
         KeyError: If the archive lacks it.
         OSError: If the folder lacks it.
     """
+    if isinstance(path, io.BytesIO):
+        with zipfile.ZipFile(path) as archive:
+            return archive.read(name)
     place = pathlib.Path(str(path))
     if place.is_dir():
         return (place / name).read_bytes()

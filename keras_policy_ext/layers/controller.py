@@ -14,6 +14,7 @@ from keras_policy_ext import backends, contractions, formats, policies, seams
 from keras_policy_ext._keras import (
     built_layers,
     calls,
+    first_use,
     global_policy,
     quantization,
     variable_values,
@@ -24,7 +25,7 @@ from keras_policy_ext.contractions.weighted_sum import (
     WeightedSum,
     weighted_sum_of,
 )
-from keras_policy_ext.layers import stored_weights, weight_lists
+from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.operands import MovedKernel
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.state_of import StateOf
@@ -397,7 +398,7 @@ def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
 
 def new_state(layer: keras.Layer) -> Float8State:
     """Return an empty `Float8State` for a layer."""
-    weight_lists.wrap_set_weights()
+    first_use.begin()
     state = Float8State(layer.trainable)
     state.belong_to(layer)
     built_layers.skip_in_quantize(state)

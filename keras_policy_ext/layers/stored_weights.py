@@ -14,6 +14,7 @@ from keras import ops
 from keras_policy_ext import backends, contractions, formats
 from keras_policy_ext._keras import (
     built_layers,
+    first_use,
     saving_hooks,
     variable_values,
     walking,
@@ -367,7 +368,7 @@ def held(variable: keras.Variable) -> Any:
     return variable.codes if isinstance(variable, StoredVariable) else variable
 
 
-saving_hooks.leave_out_of_totals(is_state)
+first_use.wait(lambda: saving_hooks.leave_out_of_totals(is_state))
 
 
 def _name_of(dtype: Any) -> str:

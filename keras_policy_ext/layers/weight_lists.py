@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import stored_kernels
-from keras_policy_ext._keras import built_layers
+from keras_policy_ext._keras import built_layers, first_use
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.state_of import NoWeight
 from keras_policy_ext.layers.stored_weights import StoredVariable
@@ -52,11 +52,6 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
             variable.set_with_weights()
 
 
-def wrap_set_weights() -> None:
-    """Make Keras's `set_weights` call `set_all` for models with float8."""
-    built_layers.around_set_weights(_set_checked)
-
-
 def _set_checked(
     stock: Any, layer: keras.Layer, weights: Sequence[Any]
 ) -> None:
@@ -65,6 +60,9 @@ def _set_checked(
         set_all(layer, weights)
     else:
         stock(layer, weights)
+
+
+first_use.wait(lambda: built_layers.around_set_weights(_set_checked))
 
 
 def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import keras
 
 from keras_policy_ext import _extensions, policy_names
-from keras_policy_ext._keras import global_policy
+from keras_policy_ext._keras import first_use, global_policy
 from keras_policy_ext.policies import _global, plain
 from keras_policy_ext.policies._global import dtype_policy
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
@@ -109,6 +109,7 @@ def set_dtype_policy(policy: object) -> None:
 
 def _state_of(policy: object) -> _global.State:
     """Return what to store for a policy; None follows the floatx."""
+    first_use.begin()  # A file then tells the policies of its models.
     if policy is None:
         floatx = keras.config.floatx()
         plain.warn_of_missing_float64(keras.DTypePolicy(floatx))

@@ -13,7 +13,12 @@ from keras_policy_ext import policies, user_code
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion.candidates import path_of
 from keras_policy_ext.files import input_files, model_files
-from keras_policy_ext.files.model_files import METADATA, PathLike, Source
+from keras_policy_ext.files.model_files import (
+    CONFIG,
+    METADATA,
+    PathLike,
+    Source,
+)
 from keras_policy_ext.files.saved_layers import is_float8_layer
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.state import Float8State
@@ -63,6 +68,15 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
 def states_in_file(source: Source) -> int:
     """Return how many layers of a saved model were in float8."""
     return model_files.count(source, is_float8_layer)
+
+
+def names_keras_float8(source: Source) -> bool:
+    """Return True if the config in a file has Keras's own float8 policy."""
+    try:
+        config = _member_of(source, CONFIG)
+    except model_files.OF_DAMAGE:  # Which the loader says.
+        return False
+    return b'"QuantizedFloat8DTypePolicy"' in config
 
 
 FORMATS = {
@@ -207,7 +221,7 @@ def read_policies(path: PathLike) -> SavedPolicies:
         ValueError: If they are no list of policies.
     """
     try:
-        metadata = input_files.json_in(_metadata_of(path), path)
+        metadata = input_files.json_in(_member_of(path, METADATA), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
             return SavedPolicies([], [], [])
         entries = metadata[_KEY][_POLICIES]
@@ -228,9 +242,9 @@ def read_policies(path: PathLike) -> SavedPolicies:
         ) from error
 
 
-def _metadata_of(path: PathLike) -> bytes:
-    """Return the JSON metadata of a file or folder; `{}` if it has none."""
+def _member_of(source: Source, name: str) -> bytes:
+    """Return a JSON file in a model's file or folder; `{}` if it has none."""
     try:
-        return model_files.content(path, METADATA)
+        return model_files.content(source, name)
     except (KeyError, OSError):
         return b"{}"

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import policies, user_code
+from keras_policy_ext import _extensions, policies, user_code
 from keras_policy_ext._keras import (
     built_layers,
     optimizer_facts,
@@ -143,12 +143,17 @@ def load_for_keras(
     file = source if in_memory else getattr(source, "name", source)
     if not in_memory and keras_hooks.is_loading(file):
         return stock(source, *options)
+    if keras_hooks.names_keras_float8(file):
+        _extensions.import_for("keras_float8_policy")
 
     def fails_in_keras(layer: Any) -> bool:
         return is_frozen(layer) or (in_memory and is_float8_layer(layer))
 
     if not model_files.count(file, fails_in_keras):
-        return stock(source, *options)
+        model = stock(source, *options)
+        if not in_memory:
+            keras_hooks.warn_of_lost_float8(model, file)
+        return model
     with model_files.on_disk(source) as path:
         return load_model(path, *options)
 

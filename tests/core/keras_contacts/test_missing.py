@@ -308,7 +308,6 @@ def test_files_that_cannot_be_watched_are_said(monkeypatch):
     monkeypatch.setattr(saving_hooks, "_saving_lib", None)
     monkeypatch.setattr(versions, "WARNED_OF", set())
     with pytest.warns(UserWarning, match="saving_lib") as told:
-        saving_hooks.after_loading(None)
         saving_hooks.around_loading(None)
     assert len(told) == 1
     assert not put_around(keras.Model, "no_such_method", None)
