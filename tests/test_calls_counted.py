@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 317, 61_570
+FILES, LINES = 317, 61_585
 """Of the package. Lower them when it gets smaller."""
 
 CORE_FILES, CORE_LINES = 157, 37_070
