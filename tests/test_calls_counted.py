@@ -17,10 +17,10 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 318, 61_995
+FILES, LINES = 317, 61_585
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 158, 37_495
+CORE_FILES, CORE_LINES = 157, 37_070
 """Of what is neither an extension nor the judge."""
 
 SHARE_OF_ANY = 0.11

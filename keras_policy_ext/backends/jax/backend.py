@@ -15,17 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends import parts
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
     Shape,
 )
-from keras_policy_ext.backends.jax import (
-    gradients,
-    stored_products,
-    traced_programs,
-)
+from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
 from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.backends.traced_programs import Flow, scope_name
@@ -285,7 +282,7 @@ class JaxBackend(Backend):
     @override
     def gains_from_float16(self, numbers: int) -> bool:
         # For a GPU without float8 XLA writes the kernel in floats, unless it is
-        # in float16: see `product_with_cast`.
+        # in float16: see `_product_with_cast`.
         if jax.default_backend() == "gpu":
             return not backends.engine.device().float8
         return super().gains_from_float16(numbers)
@@ -294,11 +291,13 @@ class JaxBackend(Backend):
     def product_by_parts(
         self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
-        if jax.default_backend() == "cpu":
-            return stored_products.product_by_parts(x, kernel)
-        if kernel.blocks is not None:
-            return None
-        return stored_products.product_with_cast(x, kernel, dtype)
+        if jax.default_backend() == "gpu":
+            return _product_with_cast(x, kernel, dtype)
+        if not isinstance(x.shape[1], int):
+            return None  # Symbolic, in an export with open sizes.
+        size = kernel.size(x.shape[1], parts.cores())
+        y = parts.in_loops(x, kernel, size, lax.fori_loop)
+        return y * kernel.factor
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
@@ -310,6 +309,24 @@ class JaxBackend(Backend):
 
 
 BACKEND = JaxBackend()
+
+
+def _product_with_cast(
+    x: Tensor, kernel: StoredMatrix, dtype: str
+) -> Tensor | None:
+    """Multiply on a GPU; see `Arithmetic.product_by_parts`."""
+    # A cast from float8, with no scale behind it, is part of XLA's matmul on a
+    # GPU that has float8, and one from float16 on any (JAX 0.10). Integer
+    # operations never are.
+    if kernel.blocks is not None:
+        return None
+    values = kernel.codes.reshape(kernel.shape)
+    if values.dtype != jnp.float16:
+        values = lax.bitcast_convert_type(values, jnp.dtype(kernel.format))
+    x = jnp.broadcast_to(x, (len(values), *x.shape[1:]))
+    equation = "brm,bmn->brn" if kernel.sums else "brn,bmn->brm"
+    operands = x.astype(dtype), values.astype(dtype)
+    return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
