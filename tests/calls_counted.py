@@ -271,7 +271,7 @@ def programs():
             model = keras.Sequential(
                 [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
             )
-            convert_it = functools.partial(kpe.convert, model, "delayed")
+            convert_it = functools.partial(kpe.convert, model)
             _, convert = counted(convert_it)
             model.save(path)
             _, load = counted(functools.partial(kpe.load_model, path))
@@ -286,7 +286,7 @@ def sample():
     model = keras.Sequential(
         [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
     )
-    kpe.convert(model, "delayed")
+    kpe.convert(model)
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
     model.train_on_batch(x, x)

@@ -324,13 +324,14 @@ def _unsupported(quantization: Quantization) -> str:
     return ""
 
 
-def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
+@functools.lru_cache(maxsize=1024)
+def quantizations_of(recipe: Recipe) -> tuple[Quantization | None, ...]:
     """Return the quantizations of both operands of each matmul, in order."""
-    return [
+    return tuple(
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
         for operand in operands
-    ]
+    )
 
 
 def _register(cls: type[Recipe]) -> None:
