@@ -58,7 +58,7 @@ def around_loading(
 
     `load` gets a folder, an open file or bytes, `custom_objects`, `compile` and
     `safe_mode`. It may return the model, or None to leave the file to Keras;
-    then `tell` gets the model and the folder, file or bytes. Files, folders,
+    then `tell` gets the model, and the path if there is one. Files, folders,
     and the bytes that `copy.deepcopy` and `pickle` make of a model are read by
     two functions of `saving_lib` (keras 3.0 to 3.15), which are wrapped here.
     If they are missing, a warning says so. `tell` expires when Keras warns of
@@ -70,7 +70,7 @@ def around_loading(
         model = load(source, *args, **kwargs)
         if model is None:
             model = stock(source, *args, **kwargs)
-            tell(model, source)
+            tell(model, getattr(source, "name", source))
         return model
 
     for name in ("_load_model_from_fileobj", "_load_model_from_dir"):

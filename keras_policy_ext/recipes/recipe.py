@@ -219,8 +219,11 @@ class Recipe:
         ]
 
 
+@functools.lru_cache(maxsize=256)
 def check(recipe: Recipe) -> None:
     """Raise if a recipe's quantizations are inconsistent or not supported.
+
+    An equal recipe that was checked before is not checked again.
 
     Raises:
         ValueError: If one operand of a matmul is quantized and the other is
@@ -229,8 +232,8 @@ def check(recipe: Recipe) -> None:
             with a history has tiles smaller than a tensor, or rounds
             stochastically; or a quantization is not implemented.
     """
-    for matmul, operands in MATMULS.items():
-        first, second = (recipe.quantization(o, matmul) for o in operands)
+    found = iter(quantizations_of(recipe))
+    for matmul, first, second in zip(MATMULS, found, found, strict=True):
         fault = _fault(first, second) or _unfit(recipe, matmul, first, second)
         if fault:
             allowed = ", ".join(
@@ -319,13 +322,14 @@ def _unsupported(quantization: Quantization) -> str:
     return ""
 
 
-def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
+@functools.lru_cache(maxsize=256)
+def quantizations_of(recipe: Recipe) -> tuple[Quantization | None, ...]:
     """Return the quantizations of both operands of each matmul, in order."""
-    return [
+    return tuple(
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
         for operand in operands
-    ]
+    )
 
 
 def _register(cls: type[Recipe]) -> None:

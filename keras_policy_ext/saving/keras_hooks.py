@@ -35,14 +35,10 @@ def without_warning_of_lost_float8() -> Iterator[None]:
         _silent.reset(token)
 
 
-def warn_of_lost_float8(model: keras.Model, source: Any) -> None:
-    """Warn if a loaded model has fewer float8 layers than the saved model.
-
-    The source is as for `loading.load_whole`.
-    """
-    path = getattr(source, "name", source)
-    # Only `.keras` files and folders are checked: `load_whole` loads bytes.
-    if _silent.get() or isinstance(path, io.BytesIO):
+def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
+    """Warn if a loaded model has fewer float8 layers than the saved model."""
+    # Only `.keras` files and folders are checked.
+    if _silent.get():
         return
     saved = states_in_file(str(path))
     layers = layers_in_float8(model) if saved else []
@@ -236,13 +232,12 @@ def _read(path: PathLike) -> _Policies:
 
 def _member_of(source: Source, name: str) -> bytes:
     """Return a JSON file in a model's file or folder; `{}` if it has none."""
-    place: Any = source
-    if not isinstance(source, io.BytesIO):
-        place = pathlib.Path(str(source))
+    place = pathlib.Path(str(source))
+    in_memory = isinstance(source, io.BytesIO)
     try:
-        if not isinstance(place, io.BytesIO) and place.is_dir():
+        if place.is_dir():
             return (place / name).read_bytes()
-        with zipfile.ZipFile(place) as archive:
+        with zipfile.ZipFile(source if in_memory else place) as archive:
             input_files.check_archive(source, archive)
             return archive.read(name)
     except (KeyError, OSError, zipfile.BadZipFile):
