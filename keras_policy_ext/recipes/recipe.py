@@ -224,8 +224,11 @@ class Recipe:
         ]
 
 
+@functools.lru_cache(maxsize=256)
 def check(recipe: Recipe) -> None:
     """Raise if a recipe's quantizations are inconsistent or not supported.
+
+    An equal recipe that was checked before is not checked again.
 
     Raises:
         ValueError: If one operand of a matmul is quantized and the other is
@@ -234,8 +237,8 @@ def check(recipe: Recipe) -> None:
             with a history has tiles smaller than a tensor, or rounds
             stochastically; or a quantization is not implemented.
     """
-    for matmul, operands in MATMULS.items():
-        first, second = (recipe.quantization(o, matmul) for o in operands)
+    found = iter(quantizations_of(recipe))
+    for matmul, first, second in zip(MATMULS, found, found, strict=True):
         fault = _fault(first, second) or _unfit(recipe, matmul, first, second)
         if fault:
             allowed = ", ".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -164,6 +165,16 @@ def parse(spec: str) -> Recipe:
     """
     if not isinstance(spec, str):
         raise TypeError(no_recipe(spec))
+    match = _SPEC.fullmatch(spec.strip())
+    # Any: mypy takes a class of frozen dataclasses for one without a hash.
+    cls: Any = DelayedScaling if match is None else _class(match["name"])
+    return _recipe_of(spec, cls)
+
+
+@functools.lru_cache(maxsize=256)
+def _recipe_of(spec: str, cls: type[Recipe]) -> Recipe:
+    """Return the recipe of a string, whose name is that of a class."""
+    # The class is an argument, since a notebook may define it again.
     text = spec.strip()
     if not text:
         return DelayedScaling()
@@ -172,7 +183,6 @@ def parse(spec: str) -> Recipe:
     match = _SPEC.fullmatch(text)
     if match is None:
         raise ValueError(_grammar(spec))
-    cls = _class(match["name"])
     return cls.from_config(_literals(match["arguments"] or "", spec))
 
 

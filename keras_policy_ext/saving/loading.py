@@ -124,6 +124,7 @@ def load_model(
         return _load_model(load, path, custom_objects, **options)
 
 
+@user_code.once
 def load_for_keras(
     stock: Callable[..., keras.Model],
     source: Any,
