@@ -44,7 +44,7 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix) -> Tensor:
         return y.unsqueeze(0).mul_(kernel.factor)
     matrices, m, n = kernel.shape
     size = kernel.size(rows, torch.get_num_threads(), threaded=LARGE)
-    # Memory that all parts use: new memory would take a tenth of the time.
+    # All parts use this memory: new memory for each takes a tenth more time.
     bits = torch.empty(size, n, dtype=torch.int16, device="cpu")
     floats = torch.empty(size, n, dtype=torch.float32, device="cpu")
     y = x.new_zeros((matrices, rows, n if kernel.sums else m))
