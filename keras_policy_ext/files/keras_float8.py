@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from keras_policy_ext import _extensions, bases
+from keras_policy_ext import _extensions
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.files.entries import GROUP
 
@@ -51,8 +51,7 @@ class TakesOver(Protocol):
     def shown(self, layer: Any, operand: str, kind: str) -> Tensor:
         """Return a float8 layer's scale or history as Keras's layers do.
 
-        `kind` is "scale" or "amax_history". An AttributeError says that the
-        layer has none.
+        `kind` is "scale" or "amax_history". The layer has a state with amaxes.
         """
 
 
@@ -85,44 +84,6 @@ def needed(received: str) -> TakesOver:
             "them. Install the whole package."
         )
     return found
-
-
-class _Shown:
-    """An attribute that shows a scale or history under Keras's name.
-
-    It has no setter. A layer that Keras quantizes to int8 has a variable of
-    the same name, which Python finds first.
-    """
-
-    def __init__(self, operand: str, kind: str):
-        self.names = operand, kind
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:  # As for a property that is read from the class.
-            return self
-        found = extension()
-        if found is None:
-            raise AttributeError(
-                f"Layer {layer.name!r} has no {'_'.join(self.names)!r} without "
-                f"the extension {NAME!r}. Install the whole package."
-            )
-        return found.shown(layer, *self.names)
-
-
-class KerasNames(bases.MixedInto):
-    """A mixin that shows scales and histories under Keras's names.
-
-    They are tensors to read. A scale is float32 (), the last one used or 1. An
-    amax history is float32 (length,), newest at index 0. A bank of matrices has
-    one more axis in front, of its matrices.
-    """
-
-    inputs_scale = _Shown("inputs", "scale")
-    inputs_amax_history = _Shown("inputs", "amax_history")
-    kernel_scale = _Shown("kernel", "scale")
-    kernel_amax_history = _Shown("kernel", "amax_history")
-    outputs_grad_scale = _Shown("outputs_grad", "scale")
-    outputs_grad_amax_history = _Shown("outputs_grad", "amax_history")
 
 
 def is_store(store: Mapping[str, Any]) -> bool:

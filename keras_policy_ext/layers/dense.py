@@ -10,10 +10,10 @@ from keras import ops
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import bank_axis, equations
-from keras_policy_ext.files.keras_float8 import KerasNames
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.controller import with_bias
 from keras_policy_ext.layers.drop_in import drop_in
+from keras_policy_ext.layers.keras_names import KerasNames
 from keras_policy_ext.layers.mixin import Float8Mixin, activated
 from keras_policy_ext.layers.operands import contraction_of_tensors
 from keras_policy_ext.stored_kernels import Axes

@@ -48,17 +48,7 @@ class KerasFloat8:
 
     def shown(self, layer: Any, operand: str, kind: str) -> Tensor:
         """Return a scale or history of a float8 layer as Keras's layers do."""
-        state = getattr(layer, "float8_state", None)
-        variables = [] if state is None else state.matrices
-        has_amaxes = bool(variables) and variables[0].observes_amaxes
-        if layer.float8_policy is None or not has_amaxes:
-            raise AttributeError(
-                f"Layer {layer.name!r} has no '{operand}_{kind}': its recipe "
-                "keeps no amaxes. Received: the policy "
-                f"{layer.dtype_policy!r}. Allowed: a float8 policy with "
-                "delayed scaling."
-            )
-        variable = variables[0]  # Such a layer has one kernel.
+        variable = layer.float8_state.matrices[0]  # It has one kernel.
         layout, rows = variable.rows_layout, variable.rows_of(operand)
         # Without a bank the operand has one row: no axis of matrices then.
         index: Any = rows if variable.matrix_count > 1 else rows.start
