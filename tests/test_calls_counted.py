@@ -17,11 +17,11 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 318, 61_995
+FILES, LINES = 315, 61_995
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 158, 37_495
-"""Of what is neither an extension nor the judge."""
+CORE_FILES, CORE_LINES = 149, 37_130
+"""Of what is no extension."""
 
 SHARE_OF_ANY = 0.11
 """Of the parameters with a type."""
@@ -42,17 +42,17 @@ FRAMES = 10
 PROGRAMS = {
     "torch": {
         "convert": (2291, 56),
-        "load_model": (3176, 50),
+        "load_model": (2831, 50),
         "sample": (1657, 39),
     },
     "jax": {
-        "convert": (2229, 54),
-        "load_model": (3170, 50),
+        "convert": (2217, 54),
+        "load_model": (2825, 50),
         "sample": (1500, 35),
     },
     "tensorflow": {
         "convert": (2246, 54),
-        "load_model": (3052, 49),
+        "load_model": (2699, 49),
         "sample": (1304, 32),
     },
 }
