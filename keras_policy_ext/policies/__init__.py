@@ -232,8 +232,8 @@ def names_in_keras(read: bool) -> None:
     `keras.layers.Dense(8, dtype="mixed_float8")` and
     `keras.config.set_dtype_policy("float8/current_from_float32")` then work as
     with the policy object. `"float8_from_<source>"` still means Keras's own
-    float8 there. Under Keras's own float8 policy, layers without float8 then
-    compute as its source policy says.
+    float8 there. Under such a name, or in a model file with such a policy,
+    layers without float8 compute as the source policy says.
 
     Args:
         read: False for Keras's behavior without this package; True to accept
