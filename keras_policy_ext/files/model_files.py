@@ -307,10 +307,10 @@ def check_model(path: PathLike) -> Contents:
     """Check a model's file or folder; return what it has.
 
     Keras does not detect all damage, and reports a truncated file as missing
-    (keras 3.12 to 3.15). Some versions also
-    refuse links, and arrays in other files or that are virtual (3.12.4, 3.14.1
-    and 3.15, not 3.12.0 to 3.12.3, 3.13 and 3.14.0), or that declare more than
-    4 GiB of which a thousandth is there (3.12.4 and 3.15).
+    (keras 3.12 to 3.15). Keras 3.12.4, 3.14.1 and 3.15 refuse links, and arrays
+    that are virtual or in another file; 3.12.0 does not, and 3.13.2 and 3.14.0
+    refuse the last alone. 3.12.4 and 3.15 refuse an array of more than 4 GiB of
+    which less than a thousandth is there.
 
     Raises:
         ValueError: If it is damaged or malicious.
