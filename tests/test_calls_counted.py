@@ -20,7 +20,7 @@ print(json.dumps(calls_counted.all_counts()))
 FILES, LINES = 330, 62_220
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 148, 33_967
+CORE_FILES, CORE_LINES = 148, 33_968
 """Of what is no extension."""
 
 SHARE_OF_ANY = 0.11

@@ -175,9 +175,8 @@ class FrozenPlan:
         """Multiply by parts of the kernel; None where it is decoded at once."""
         framework, shape = backends.current, tuple(codes.shape)
         is_decoded = keras.backend.standardize_dtype(codes.dtype) == "float32"
-        if is_decoded or dtype == "float64" or not self._is_einsum:
-            return None
-        if not framework.cuts(math.prod(shape)):
+        cuts = self._is_einsum and framework.cuts(math.prod(shape))
+        if is_decoded or dtype == "float64" or not cuts:
             return None
         form, in_blocks = self.contraction.form, self.recipe.per == "block"
         reading = reading_of(form, self.axes, shape, in_blocks, matmul)
@@ -190,9 +189,8 @@ class FrozenPlan:
             rows = ops.transpose(scale) if reading.sums == forward else scale
             blocks, scale = framework.repeat(rows, BLOCK, 1)[:, :n], 1.0
         else:
-            pairs = zip(form.second, shape, strict=True)
-            ones = [1 if c in form.contracted else size for c, size in pairs]
-            scale = ops.broadcast_to(scale, ones)
+            if tuple(scale.shape) != reading.scales:
+                scale = ops.broadcast_to(scale, reading.scales)
             scale = framework.reshape(scale, (matrices, 1, -1))
         operand, x = _OPERANDS[matmul], ops.cast(x, "float32")
         x = reading.operand.matrix(operand, reading.operand.summed(operand, x))

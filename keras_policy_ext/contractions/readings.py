@@ -23,12 +23,14 @@ class Reading(NamedTuple):
         result: The same for the result: here the axes that tell matrices apart
             are those of the kernel.
         shape: See `StoredMatrix`, as for `sums`.
+        scales: The shape of a scale for each of the other axes' entries.
     """
 
     operand: EinsumForm
     result: EinsumForm
     shape: tuple[int, int, int]
     sums: bool
+    scales: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,9 +58,8 @@ def reading_of(
     if axes_alone(form, "kernel") or not (columns and contracted):
         return None
     summed, free = ("".join(second[i] for i in group) for group in axes)
-    if in_blocks and (summed, free) != (contracted, columns):
-        return None
-    if not set(free).isdisjoint(contracted):
+    is_in_order = (summed, free) == (contracted, columns)
+    if set(free) & set(contracted) or (in_blocks and not is_in_order):
         return None
     # Columns in front are matrices that read the same inputs, such as the
     # heads of "btd,ndh->btnh". Their gradient would be a sum over matrices.
@@ -80,4 +81,5 @@ def reading_of(
         operand._replace(batch=matrices),
         (count, m, n),
         sums_first == forward,
+        tuple(1 if c in contracted else sizes[c] for c in second),
     )
