@@ -1,6 +1,7 @@
 """Delete the extensions from the package that is installed here.
 
-What is left is the core: what a step, `convert`, `freeze` and a file need.
+What is left is the core: what a step, `convert`, `freeze` and a file need. And
+`reference`, which the core does not import, and its tests do.
 """
 
 import importlib.util
@@ -8,7 +9,6 @@ import pathlib
 import shutil
 
 MODULES = (
-    "ext",
     "activations.py",
     "callbacks.py",
     "export",
@@ -17,15 +17,17 @@ MODULES = (
     "mixed_precision",
     "optimizers.py",
 )
-"""The extensions, and the public modules that have their names."""
+"""The public modules that have names of extensions, without `reference`."""
+
+JUDGE = "reference"
 
 
 def main():
     """Delete them, each of which has to be there."""
     package = importlib.util.find_spec("keras_policy_ext")
-    (folder,) = package.submodule_search_locations
-    for name in MODULES:
-        path = pathlib.Path(folder) / name
+    (folder,) = map(pathlib.Path, package.submodule_search_locations)
+    extensions = [x for x in (folder / "ext").iterdir() if x.name != JUDGE]
+    for path in [*extensions, *(folder / name for name in MODULES)]:
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -19,7 +19,7 @@ model = keras.Sequential(
     ]
 )
 model.compile("adam", "mse")
-kpe.convert(model)
+kpe.convert(model, "delayed")
 recorder = kpe.record(model, sys.argv[1], every=2)
 rng = np.random.default_rng(0)
 for n in range(6):

@@ -3,8 +3,9 @@
 ```python
 import keras_policy_ext as kpe
 
-policy = kpe.Float8DTypePolicy("mixed_bfloat16")
-model = keras.Sequential([kpe.layers.Dense(512, dtype=policy), ...])
+model = keras.Sequential([keras.layers.Dense(512), ...])
+model.build((None, 512))
+kpe.convert(model)
 ```
 
 Importing this package imports Keras and registers the classes that saved
@@ -25,12 +26,7 @@ except (ImportError, ValueError) as error:
     raise ImportError(without_backend(error)) from error
 
 from keras_policy_ext import _extensions, formats, layers, policies, recipes
-from keras_policy_ext._keras import (
-    optimizer_variables,
-    saving_hooks,
-    variable_values,
-    versions,
-)
+from keras_policy_ext._keras import first_use, saving_hooks, versions
 from keras_policy_ext.policies import (
     Float8DTypePolicy,
     carry_policy,
@@ -46,7 +42,7 @@ from keras_policy_ext.policies import (
 if getattr(importlib.util.find_spec(f"{__name__}.ext"), "origin", None):
     from keras_policy_ext import ext
 
-    _extensions.add(ext.NAMES, ext.MODULES, [ext.COUNTER])
+    _extensions.add(ext.NAMES, ext.MODULES, ext.ON_DEMAND)
     for _module in ext.REGISTERING:
         importlib.import_module(_module)
     # Now: to import the module of this name later would replace the function.
@@ -64,20 +60,25 @@ def _in_saving(module: str, function: str) -> Callable[..., Any]:
 
 
 versions.warn_of_a_newer_keras()
-variable_values.leave_out_of_averages()
-variable_values.tell_companions()
-optimizer_variables.without_states_that_lack_gradients()
-saving_hooks.after_loading(_in_saving("keras_hooks", "warn_of_lost_float8"))
-saving_hooks.before_loading(_in_saving("loading", "load_whole"))
-saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
-saving_hooks.add_to_metadata(_in_saving("keras_hooks", "policies_of_models"))
+# Now: a file with float8 layers may name no class of this package.
+saving_hooks.around_loading(_in_saving("loading", "load_for_keras"))
+
+
+def _at_first_use() -> None:
+    """Replace functions of Keras that matter for float8 models alone."""
+    saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
+    saving_hooks.add_to_metadata(
+        _in_saving("keras_hooks", "policies_of_models")
+    )
+
+
+first_use.wait(_at_first_use)
 
 _LAZY_MODULES = (
     "backends",
     "conversion",
     "kernels",
     "numerics",
-    "reference",
     "reports",
     "saving",
     "seams",

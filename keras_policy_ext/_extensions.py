@@ -12,13 +12,13 @@ from typing import Any
 
 _homes: dict[str, str] = {}
 _modules: set[str] = set()
-_counters: list[str] = []
+_on_demand: dict[str, str] = {}
 
 
 def add(
     homes: Mapping[str, str],
     modules: Iterable[str],
-    counters: Iterable[str] = (),
+    on_demand: Mapping[str, str] | None = None,
 ) -> None:
     """Make names known.
 
@@ -26,18 +26,22 @@ def add(
         homes: By public name, without that of the package, the module that has
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
         modules: Modules of the package that are names of extensions alone.
-        counters: Modules that register what counts multiplications.
+        on_demand: By what the core asks for, the module that registers it.
     """
     _homes.update(homes)
     _modules.update(modules)
-    _counters.extend(counters)
+    _on_demand.update(on_demand or {})
 
 
-def import_counters() -> None:
-    """Import the modules that register what counts multiplications, once."""
-    for name in tuple(_counters):  # Another thread may clear them.
+def import_for(demand: str) -> None:
+    """Import the module that registers what the core asks for, once.
+
+    Nothing is imported if no extension that is installed has it.
+    """
+    name = _on_demand.get(demand)
+    if name is not None:
         importlib.import_module(name)
-    _counters.clear()
+        _on_demand.pop(demand, None)  # Another thread may have done so.
 
 
 def has(name: str) -> bool:

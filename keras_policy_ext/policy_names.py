@@ -2,11 +2,13 @@
 
 ```
 full name = "float8" ["/" spec] "_from_" source [";rules=" JSON]
-          | "mixed_float8" [";rules=" JSON]      (source "mixed_bfloat16")
+          | "mixed_float8" [";rules=" JSON]
 ```
 
-`spec` is a recipe's compact string (`Recipe.spec`), `source` a plain policy
-name, and the JSON is a compact list of `[pattern, policy name or null]`.
+`spec` is a recipe's compact string (`Recipe.spec`); without it the recipe is
+delayed scaling, as in Keras. `mixed_float8` is short for
+`float8/current_from_mixed_bfloat16`. `source` is a plain policy name, and the
+JSON is a compact list of `[pattern, policy name or null]`.
 Examples: `float8_from_mixed_bfloat16`, `float8/16_from_float32`,
 `float8/current_from_float32;rules=[["head",null],["emb.*","float32"]]`.
 """
@@ -20,7 +22,7 @@ MODE = "float8"
 """A complete name: the default recipe over the global policy."""
 
 ALIAS = "mixed_float8"
-_ALIAS_MEANS = "float8_from_mixed_bfloat16"
+_ALIAS_MEANS = "float8/current_from_mixed_bfloat16"
 
 _FULL_NAME = re.compile(
     r"float8(?:/(?P<spec>[^;]+?))?_from_(?P<source>\w+)"
@@ -82,7 +84,8 @@ def render(
 ) -> str:
     """Return the full name of a float8 policy, which `parse` can read.
 
-    `spec` is `""` for the default recipe; rules are (pattern, name or None).
+    `spec` is `""` for delayed scaling with 1024 amaxes; rules are
+    (pattern, name or None).
     """
     mode = f"float8/{spec}" if spec else "float8"
     pairs = [list(rule) for rule in rules]

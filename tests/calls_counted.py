@@ -9,13 +9,13 @@ import json
 import pathlib
 import sys
 import tempfile
+import tomllib
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import SLOTS
 
 ROOT = pathlib.Path(kpe.__file__).parent
 
@@ -81,6 +81,75 @@ def most_frames(function, first, last):
     return found[0]
 
 
+@functools.cache
+def floors():
+    """Return the floor of each room by the order in `pyproject.toml`.
+
+    What any room may import is on floor 0, and what the order leaves out on
+    top.
+    """
+    config = pathlib.Path(__file__).parent.parent / "pyproject.toml"
+    linter = tomllib.loads(config.read_text("utf8"))["tool"]["importlinter"]
+    (rooms,) = (x for x in linter["contracts"] if x["id"] == "rooms")
+    order = [line.strip("()").split(" | ") for line in rooms["layers"]]
+    found = {
+        name: len(order) - number
+        for number, names in enumerate(order)
+        for name in names
+    }
+    return {**dict.fromkeys(FOR_ALL, 0), **found}
+
+
+FOR_ALL = ("_extensions", "_keras", "_types", "bases", "scopes", "user_code")
+
+
+def floor_of(frame):
+    """Return the floor of the room that the code of a frame is in."""
+    place = pathlib.Path(frame.f_code.co_filename).relative_to(ROOT)
+    return floors().get(place.parts[0].removesuffix(".py"), len(floors()))
+
+
+def climbs(function):
+    """Call a function; return how often a room was called from a lower one.
+
+    Through Keras too: the caller is the nearest frame of the package.
+    """
+    root, count = f"{ROOT}/", [0]
+
+    def see(frame, event, argument):
+        if event != "call" or not frame.f_code.co_filename.startswith(root):
+            return
+        caller = frame.f_back
+        while caller and not caller.f_code.co_filename.startswith(root):
+            caller = caller.f_back
+        count[0] += bool(caller) and floor_of(frame) > floor_of(caller)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count[0]
+
+
+def climbs_of_loading():
+    """Count the climbs of `load_model`, of a model that was trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.keras"
+        x = np.ones((4, 8), "float32")
+        for _ in range(2):
+            model = keras.Sequential(
+                [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
+            )
+            kpe.convert(model, "float8")
+            model.compile("adam", "mse")
+            model.train_on_batch(x, x)
+            model.save(path)
+            found = climbs(functools.partial(kpe.load_model, path))
+    return found
+
+
 def size_of_package():
     """Return how many files and lines the package has, and its core."""
     files = list(ROOT.rglob("*.py"))
@@ -95,13 +164,12 @@ def size_of_package():
 
 NO_CORE = (
     "ext",
-    "reference",
     "mixed_precision",
     "export",
     *("activations.py", "callbacks.py", "loops.py"),
-    *("migration.py", "optimizers.py"),
+    *("migration.py", "optimizers.py", "reference.py"),
 )
-"""Extensions, the modules of their names, and the judge."""
+"""Extensions, and the modules of their names."""
 
 
 def lines_of(path):
@@ -125,16 +193,16 @@ def share_of_any():
     return sum("Any" in each for each in types) / len(types)
 
 
-def steady_step():
+def steady_step(policy):
     """Count the parts of a step of a Dense that has been called before.
 
     `new_slot` is of the second step: the first use of a slot other than 0.
     """
-    layer = kpe.layers.Dense(16, dtype="float8_from_float32")
+    layer = kpe.layers.Dense(16, dtype=policy)
     x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
     layer.build(x.shape)
     step = globals()[f"_step_of_{keras.backend.backend()}"](layer, x)
-    _, second, *_, last = (step() for _ in range(SLOTS + 1))
+    _, second, *_, last = (step() for _ in range(9))  # One more than slots.
     new_slot = {f"new_slot_{name}": count for name, count in second.items()}
     return {**last, **new_slot}
 
@@ -203,7 +271,7 @@ def programs():
             model = keras.Sequential(
                 [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
             )
-            convert_it = functools.partial(kpe.convert, model, "float8")
+            convert_it = functools.partial(kpe.convert, model)
             _, convert = counted(convert_it)
             model.save(path)
             _, load = counted(functools.partial(kpe.load_model, path))
@@ -218,7 +286,7 @@ def sample():
     model = keras.Sequential(
         [keras.Input((8,))] + [keras.layers.Dense(8) for _ in "ab"]
     )
-    kpe.convert(model, "float8")
+    kpe.convert(model)
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
     model.train_on_batch(x, x)
@@ -230,10 +298,16 @@ def sample():
 
 def all_counts():
     """Everything that is counted, as JSON types."""
-    found = {**size_of_package(), **steady_step(), **programs()}
+    default = steady_step("float8/current_from_float32")
+    found = {
+        **size_of_package(),
+        **steady_step("float8_from_float32"),
+        **{f"default_{name}": default[name] for name in default},
+        **programs(),
+    }
     if keras.backend.backend() == "torch":
         found["frames"] = frames_to_the_cast()
-    return {**found, **sample()}
+    return {**found, **sample(), "climbs": climbs_of_loading()}
 
 
 if __name__ == "__main__":

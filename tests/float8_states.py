@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext import recipes
-from keras_policy_ext.numerics.observations import SLOTS, UNSEEN, VALID_MARK
+from keras_policy_ext.ext.delayed.observations import SLOTS, UNSEEN, VALID_MARK
 
 SOURCES = [
     recipes.DelayedScaling(),

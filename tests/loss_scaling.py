@@ -5,7 +5,6 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import UNIT
 from steps import numpy
 
 BACKEND = keras.backend.backend()
@@ -29,6 +28,8 @@ def float8_layer():
 
 def observation(layer, amax):
     """What a step observes: one use, the same amax for each operand."""
+    from keras_policy_ext.ext.delayed.observations import UNIT
+
     (state,) = layer.float8_state.matrices
     matrix = np.zeros(tuple(state.shape), "float32")
     matrix[:, :2] = UNIT, UNIT * amax

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_policy_ext.numerics.observations import (
+from keras_policy_ext.ext.delayed.observations import (
     SLOTS,
     UNIT,
     UNSEEN,

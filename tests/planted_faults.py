@@ -445,7 +445,7 @@ def sound_warnings(case, seed=0):
     with kpe.policy_scope("mixed_bfloat16"):
         model = keras.Model(*_MODELS[model]())
     model.compile(_OPTIMIZERS[optimizer](rate, steps), "mse")
-    kpe.convert(model, filter="all")
+    kpe.convert(model, "delayed", filter="all")
     watch = kpe.watch(model, every=every)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,7 +9,6 @@ import numpy as np
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from steps import normal, numpy
 
@@ -156,7 +155,7 @@ def train(model, seed=0):
 def settled(rng, shape):
     """A state as training leaves it behind."""
     matrix = rng.uniform(1, 2, size=tuple(shape)).astype("float32")
-    matrix[:, 0] = VALID_MARK
+    matrix[:, 0] = -1.0  # Observed.
     matrix[:, 1:9] = 0
     return matrix
 
@@ -267,7 +266,7 @@ def dense_with_state(length, scale=0.5, **kwargs):
     layout = source_of(matrix.recipe).layout
     scales = np.array([1, 2, 4], "float32") * scale
     state = numpy(matrix)
-    state[:, 0] = VALID_MARK
+    state[:, 0] = -1.0  # Observed.
     layout.scale(state)[:], layout.history(state)[:] = scales, rings
     matrix.assign(state)
     return model

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.state_of import is_state
 from steps import numpy
 
 POLICY = "float8/4_from_float32"
@@ -12,11 +12,7 @@ LITTLE = "ignore:(None|Only .*) of the multiplications:UserWarning"
 
 
 def weights(model):
-    return {
-        v.path: numpy(v)
-        for v in model.weights
-        if not isinstance(v, StateVariable)
-    }
+    return {v.path: numpy(v) for v in model.weights if not is_state(v)}
 
 
 def assert_same(first, second):

@@ -5,8 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import seams
-from keras_policy_ext.layers.stored_weights import is_state
-from keras_policy_ext.numerics.observations import UNSEEN, VALID_MARK
+from keras_policy_ext.layers.state_of import is_state
 
 
 def numpy(x):
@@ -157,6 +156,7 @@ def state_of(layer):
     Returns:
         Dict of `inputs`, `kernel`, `outputs_grad` to `(scale, history)`.
     """
+    from keras_policy_ext.ext.delayed.observations import UNSEEN, VALID_MARK
     from keras_policy_ext.numerics.scale_sources import source_of
     from keras_policy_ext.recipes import OPERANDS
 

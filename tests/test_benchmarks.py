@@ -3,35 +3,12 @@
 import json
 
 import benchmark_page
-import bounds
 import break_even
 import charts
-import counts
 import pytest
 import xla_programs
 
 pytestmark = pytest.mark.any_backend
-
-
-def row(variant, moved, large, float8_matmuls, **kwargs):
-    return {
-        "backend": "jax",
-        "device": "H200",
-        "case": "dense",
-        "variant": variant,
-        "bytes_per_element": moved,
-        "large_kernels": large,
-        "small_kernels": 0,
-        "transposes": 0,
-        "float8_matmuls": float8_matmuls,
-        "temporaries_of_bfloat16": None,
-        "estimated_speedup_over_bfloat16": 1.0,
-        **kwargs,
-    }
-
-
-PLAIN = row("bfloat16", 6.0, 3, 0)
-FLOAT8 = row("float8 delayed", 12.0, 8, 3)
 
 
 @pytest.mark.any_backend
@@ -41,8 +18,7 @@ def test_a_chart_is_that_of_the_committed_results(chart):
     assert found == charts.svg(chart), (
         "run python integration/benchmarks/charts.py"
     )
-    pages = benchmark_page.HEAD + benchmark_page.TABLES_HEAD
-    assert f"images/{chart.name}.svg" in pages
+    assert f"images/{chart.name}.svg" in benchmark_page.HEAD
 
 
 @pytest.mark.any_backend
@@ -61,16 +37,8 @@ def test_times_are_in_the_unit_that_a_person_says(milliseconds, words):
     assert benchmark_page.duration(milliseconds) == words
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        (benchmark_page.PAGE, benchmark_page.page),
-        (benchmark_page.TABLES, benchmark_page.tables),
-    ],
-    ids=["page", "tables"],
-)
-def test_a_page_is_that_of_the_committed_results(path, text):
-    assert path.read_text("utf-8") == text(), (
+def test_the_page_is_that_of_the_committed_results():
+    assert benchmark_page.PAGE.read_text("utf-8") == benchmark_page.page(), (
         "run python integration/benchmarks/benchmark_page.py"
     )
 
@@ -118,7 +86,7 @@ def test_what_was_measured_on_a_gpu_comes_first(tmp_path):
     assert "|  | Flax | 650 µs | 1.30 (1.20–1.40) |" in page
     assert "\nFlax has a run of its own.\n" in page
     readme = benchmark_page.readme(tmp_path)
-    assert "10,000 | **12,500**, 1.25 times as many |" in readme
+    assert "10,000 tokens/s | **12,500 tokens/s**, 1.25 times as" in readme
     assert "| 10,240 MiB | **8,192 MiB**, 0.80 of it |" in readme
     assert len(readme.splitlines()) <= 150
 
@@ -160,46 +128,6 @@ def test_every_figure_stands_beside_its_kernel_and_its_quality():
         assert each["variant"] not in break_even.OURS or each["kernel"]
 
 
-def test_counts_that_are_added_replace_those_of_their_place(tmp_path):
-    line = {"gpu": "H200", "step": "dense", "way": "bfloat16", "seconds": 2.0}
-    line |= {"large": 3, "small": 1, "transposes": 0, "float8": 0}
-    line |= {"bytes an element": 6.001, "temporaries": 200}
-    faster = line | {"way": "delayed", "seconds": 1.5, "float8": 3}
-    faster["temporaries"] = 150
-    printed = ["a kernel", json.dumps(line), json.dumps(faster)]
-    new = list(counts.rows(printed, "jax"))
-    speedups = [each["estimated_speedup_over_bfloat16"] for each in new]
-    assert speedups == [1.0, 1.333]
-    held = [each["temporaries_of_bfloat16"] for each in new]
-    assert held == [1.0, 0.75]
-    path = tmp_path / "counts.json"
-    other = row("bfloat16", 1.0, 1, 0, backend="tensorflow")
-    path.write_text(json.dumps(counts.merged([PLAIN, FLOAT8, other], new)))
-    assert counts.read_counts(path) == [*new, other]
-    with pytest.raises(SystemExit, match="no counts of bfloat16"):
-        list(counts.rows([json.dumps(faster)], "jax"))
-    path.write_text(json.dumps([{"backend": "jax"}]))
-    with pytest.raises(ValueError, match="other fields"):
-        counts.read_counts(path)
-    eager = {"recipe": "delayed", "triton": False, "large_kernels": 5}
-    eager |= {"small_kernels": 3, "bytes_per_element": 10.0}
-    eager |= {"float8_matmuls": 3}
-    plain = eager | {"recipe": "bfloat16", "float8_matmuls": 0}
-    _, found = counts.rows([json.dumps(e) for e in (plain, eager)], "torch")
-    assert found["variant"] == "float8 delayed, without Triton"
-    assert found["estimated_speedup_over_bfloat16"] is None
-
-
-def test_what_bounds_a_step_is_what_was_counted():
-    counted = {
-        (row["device"], row["variant"]): row["bytes_per_element"]
-        for row in counts.read_counts()
-        if (row["backend"], row["case"]) == ("jax", "dense")
-    }
-    for program, passes in bounds.PROGRAMS.items():
-        assert counted[program] == pytest.approx(sum(passes) / 3, abs=0.01)
-
-
 def test_speeds_that_were_measured_later_replace_earlier_ones(tmp_path):
     def row(variant, speed, size=4096):
         case = {"case": f"layer {size}", "size": size, "variant": variant}
@@ -228,12 +156,5 @@ def test_speeds_that_were_measured_later_replace_earlier_ones(tmp_path):
 
 
 def test_the_page_says_what_is_missing(tmp_path):
-    nothing = benchmark_page.tables(tmp_path, tmp_path / "counts.json")
-    assert "Nothing yet." in nothing
-    assert "No counts are committed yet." in nothing
     page = benchmark_page.page(tmp_path)
     assert "JAX, TensorFlow, PyTorch on a GPU" in page
-    path = tmp_path / "counts.json"
-    path.write_text(json.dumps([PLAIN, FLOAT8]))
-    counted = benchmark_page.tables(tmp_path, path)
-    assert "| JAX | H200 | dense | float8 delayed | 12.0 | 8 |" in counted

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext import input_files
 from keras_policy_ext.ext.export import plain, safetensors_files
 from keras_policy_ext.ext.export.loading import QuantizedFolder
+from keras_policy_ext.files import input_files
 
 WEIGHTS = "model.weights.h5"
 CODES, SCALE = "layers/dense/vars/kernel", "layers/dense/vars/kernel.scale"

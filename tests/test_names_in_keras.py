@@ -41,7 +41,7 @@ def test_keras_reads_a_name_as_the_policy_object(name):
         policy_map["a"],
     ]
     if name == "float8":
-        policy = kpe.get("float8_from_float32")
+        policy = kpe.get("float8/current_from_float32")
     for each in found:
         assert type(each) is kpe.Float8DTypePolicy
         assert each == policy and hash(each) == hash(policy)
@@ -95,7 +95,7 @@ def test_a_stock_layer_under_a_name_is_as_with_the_policy_object():
         assert layer.compute_dtype == "bfloat16"
         plain = numpy(model(x))
         (entry,) = kpe.convert(model).converted
-        assert entry.policy == "float8_from_mixed_bfloat16"
+        assert entry.policy == "float8/current_from_mixed_bfloat16"
         outputs.append((plain, numpy(model(x))))
     for first, second in zip(*outputs, strict=True):
         np.testing.assert_array_equal(first, second)
@@ -141,5 +141,5 @@ def test_a_functional_model_trains_under_a_global_name(name):
     model = keras.Model(inputs, keras.layers.Activation("relu")(x))
     model.compile("sgd", "mse", jit_compile=JIT)
     model.fit(normal(4, 8), normal(4, 8), verbose=0)
-    assert model.layers[1].float8_policy == kpe.get("mixed_float8")
+    assert model.layers[1].float8_policy == kpe.get(name)
     assert model.predict(normal(4, 8), verbose=0).shape == (4, 8)

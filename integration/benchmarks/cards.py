@@ -112,33 +112,45 @@ def _words(value, key, duration):
     return f"{value:,}" if isinstance(value, int) else f"{value:.1f}"
 
 
-def in_readme(folder, table):
-    """The lines of README.md: `fit` in bfloat16 and under `delayed`."""
+def in_readme(folder, table, duration):
+    """The lines of README.md: a model in `fit`, and steps of single layers."""
     for where, found, _ in results(folder):
         by_case = {}
         for row in found:
-            if "tokens_per_s" in row:
-                by_case.setdefault(row["case"], {})[row["variant"]] = row
+            by_case.setdefault(row["case"], {})[row["variant"]] = row
+        fits, steps = [], []
         for case, rows in by_case.items():
-            if not set(PAIR) <= set(rows):
-                continue
-            head = f"{case}; {where['device']}, JAX {where['versions']['jax']}"
-            yield table([head, *PAIR], list(_pairs(*map(rows.get, PAIR))))
+            if set(IN_README) <= set(rows) and "tokens_per_s" in rows[PLAIN]:
+                fits += _fit(case, *map(rows.get, IN_README))
+            elif case.startswith("Dense") and {PLAIN, CURRENT} <= set(rows):
+                steps.append(_step(case, rows[PLAIN], rows[CURRENT], duration))
+        if fits:
+            head = f"on an {where['device']}, JAX {where['versions']['jax']}"
+            yield table([head, "bfloat16", "float8"], fits + steps)
 
 
-PAIR = ("bfloat16", "float8 delayed")
+PLAIN, CURRENT = "bfloat16", "float8 current"
+IN_README = PLAIN, "float8 delayed"
 
 
-def _pairs(plain, float8):
+def _fit(case, plain, float8):
     """The cells of each line, for one model."""
-    for words, key, unit in (
-        ("[tokens a second](docs/benchmarks.md)", "tokens_per_s", ""),
-        ("most memory that a step holds", "peak_mib", " MiB"),
-        ("first step, in which XLA compiles", "first_step_s", " s"),
+    name = case.replace("KerasHub Llama in fit", "`fit` of a KerasHub Llama")
+    for words, key, unit, told in (
+        (f'{name}, `"delayed"`', "tokens_per_s", " tokens/s", "times as many"),
+        ("most memory that its step holds", "peak_mib", " MiB", "of it"),
     ):
         a, b = plain[key], float8[key]
         if a is not None:
-            times = f"{b / a:.2f} times as many"
-            if unit:
-                times = f"{b / a:.2f} of it"
+            times = f"{b / a:.2f} {told}"
             yield [words, f"{a:,}{unit}", f"**{b:,}{unit}**, {times}"]
+
+
+def _step(case, plain, float8, duration):
+    """The cells of a step of one layer."""
+    a, b = plain["median_us"], float8["median_us"]
+    return [
+        f'a step of a {case} layer, `"current"`',
+        duration(a / 1e3),
+        f"**{duration(b / 1e3)}**, {float8[SPEED][0]:.2f} times as fast",
+    ]

@@ -105,41 +105,6 @@ def memory():
     )
 
 
-def estimates():
-    """Times of a step on GPUs, estimated from what compilers made."""
-    cases = {
-        "large dense": "layer 8192",
-        "dense": "layer 4096",
-        "relu": "12 blocks, ReLU",
-        "gelu": "12 blocks, GELU",
-        "swiglu": "12 blocks, SwiGLU",
-        "block": "attention block",
-    }
-    path = RESULTS / "counts.json"
-    counts = json.loads(path.read_text("utf-8"))
-    groups = []
-    for device in ("H200", "B200"):
-        rows = [
-            row
-            for row in counts
-            if row["backend"] == "jax" and row["device"] == device
-        ]
-        found = by_case(
-            rows, lambda row: 1 / row["estimated_speedup_over_bfloat16"]
-        )
-        groups += [
-            Group(f"{device}, {label}", found[case])
-            for case, label in cases.items()
-            if case in found
-        ]
-    return Chart(
-        "step_time_estimated",
-        "Time of a step with JAX on a GPU, estimated",
-        "time, bfloat16 = 1 (shorter is better)",
-        groups,
-    )
-
-
 def recipes():
     """Times of a step of one Dense layer under each recipe."""
     groups = [
@@ -156,7 +121,11 @@ def recipes():
 
 
 def charts():
-    return [step_times(), memory(), recipes(), estimates()]
+    return [
+        step_times(),
+        memory(),
+        recipes(),
+    ]
 
 
 def svg(chart):

@@ -26,12 +26,10 @@ import keras_policy_ext as kpe
 from keras_policy_ext import backends
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.torch import backend as torch_backend
-from keras_policy_ext.backends.torch import (
-    casts,
-    observations,
-    triton_casts,
-    triton_states,
-)
+from keras_policy_ext.backends.torch import casts, triton_casts
+from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.torch import observations, triton_states
+from keras_policy_ext.ext.delayed.torch.kernels import TritonStates
 
 SIZE = 64
 BASE = "Keras, bfloat16"
@@ -70,7 +68,6 @@ def _product(a, b, *scales, out_dtype, **options):
 def engine_of_a_gpu(straight):
     """The same object for each block: plans are bound to it."""
     changes = {"both_layouts": casts.TritonCasts(interpreted=True)}
-    changes["states"] = (casts.TritonStates(interpreted=True),)
     if not straight:
         changes["straight"] = lambda bound: None
     return dataclasses.replace(backends.engine, **changes)
@@ -97,6 +94,7 @@ def on_a_gpu(straight=True):
     patches = [
         (torch_backend, "_found", lambda: h100),
         (backends, "engine", engine),
+        (frameworks.current, "kernels", (TritonStates(interpreted=True),)),
         (torch, "_scaled_mm", _product),
         (observations, "host_flags", seen),
         # Nobody reads a state on a GPU.

@@ -2,12 +2,13 @@
 
 Every second row of a source is fitted, the others are kept out, and so are
 all of this project and of the sources in `UNSEEN`. Run it to fit anew, and to
-write the tables of `docs/internals/plan.md`:
+write the errors into `published_errors.json`:
 
     python integration/benchmarks/published.py
 """
 
 import collections
+import json
 import math
 import pathlib
 import re
@@ -26,7 +27,7 @@ from keras_policy_ext.ext.gain.estimate import (
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "internals" / "plan.md"
+ERRORS = pathlib.Path(__file__).parent / "published_errors.json"
 MODULE = ROOT / "keras_policy_ext" / "ext" / "gain" / "estimate.py"
 
 OTHERS = {
@@ -477,8 +478,8 @@ def figures(found, numbers, fitted):
     return len(pairs), sum(errors) / len(errors), right
 
 
-def tables(found, fitted):
-    """The lines of the tables of `docs/internals/plan.md`."""
+def errors(found, fitted):
+    """Every row with its estimate, and figures of groups of them, as JSON."""
     out = kept_out(found)
     theirs = {n for n in out if not found[n].ours}
     later = {n for n in out if found[n].source in UNSEEN}
@@ -489,67 +490,32 @@ def tables(found, fitted):
         "of these, found after the model was made": later,
         "kept out, of this project": out - theirs,
     }
-    yield "| rows | number | mean error of the speed-up | sign right |"
-    yield "|---|---|---|---|"
+    of_groups = {}
     for name, numbers in groups.items():
         total, error, right = figures(found, sorted(numbers), fitted)
-        yield f"| {name} | {total} | {error:.1%} | {right} of {total} |"
-    yield ""
-    yield "| constant | value |"
-    yield "|---|---|"
-    for name, value in fitted.items():
-        yield f"| {name} | {value} |"
-    source = None
-    for number, row in enumerate(found):
-        if row.source != source:
-            source = row.source
-            yield f"\n### {source}\n"
-            yield "| what | device | recipe | published | estimated | error | |"
-            yield "|---|---|---|---|---|---|---|"
-        guess = estimated(row, fitted)
-        off = guess / row.speedup - 1
-        use = "kept out" if number in out else "fitted"
-        if (guess > 1) != (row.speedup > 1):
-            use += ", **wrong sign**"
-        yield (
-            f"| {row.what} | {row.device} | `{row.recipe}` | "
-            f"{row.speedup:.2f} | {guess:.2f} | {off:+.0%} | {use} |"
-        )
+        mean = round(error, 4)
+        of_groups[name] = {"rows": total, "error": mean, "signs_right": right}
+    return {
+        "constants": fitted,
+        "groups": of_groups,
+        "rows": [
+            {
+                "source": row.source,
+                "what": row.what,
+                "device": row.device,
+                "recipe": row.recipe,
+                "published": round(row.speedup, 3),
+                "estimated": round(estimated(row, fitted), 3),
+                "fitted": number not in out,
+            }
+            for number, row in enumerate(found)
+        ],
+    }
 
 
-def speeds():
-    """The lines of the table of devices of `docs/internals/plan.md`."""
-    yield "| device | bfloat16 | float8 | four bits | memory, TB/s | source |"
-    yield "|---|---|---|---|---|---|"
-    for product, card in CARDS.items():
-        peaks = " | ".join(
-            f"{peak / 1e12:g}" if peak else "–" for peak in card[:3]
-        )
-        yield (
-            f"| {product} | {peaks} | {card.bandwidth / 1e12:g} | "
-            f"{card.source} |"
-        )
-
-
-BEGIN = (
-    "<!-- {}: written by integration/benchmarks/published.py, do not edit. -->"
-)
-END = "<!-- As far as here. -->"
-
-
-def page(found, fitted):
-    """The page, with its tables written anew."""
-    text = PAGE.read_text("utf-8")
-    for name, lines in (
-        ("errors", tables(found, fitted)),
-        ("speeds", speeds()),
-    ):
-        begin = BEGIN.format(name)
-        before, rest = text.split(begin)
-        _, after = rest.split(END, 1)
-        middle = "\n".join(lines)
-        text = f"{before}{begin}\n\n{middle}\n\n{END}{after}"
-    return text
+def text_of(found):
+    """The JSON as it is in the file."""
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
 def module(fitted):
@@ -566,4 +532,4 @@ if __name__ == "__main__":
     left = kept_out(published)
     constants = fit([r for n, r in enumerate(published) if n not in left])
     write_or_check(MODULE, module(constants))
-    write_or_check(PAGE, page(published, constants))
+    write_or_check(ERRORS, text_of(errors(published, constants)))

@@ -45,7 +45,7 @@ PROVED = [
 def trained(name, **sizes):
     """A model that learned in float8 that each token follows another."""
     model = tiny.FAMILIES[name](**sizes)
-    kpe.convert(model, exclude=HEAD)
+    kpe.convert(model, "delayed", exclude=HEAD)
     model.set_weights(learned(name, **sizes))
     return model
 
@@ -55,7 +55,7 @@ def learned(name, **sizes):
     """The weights of that model, and the scales that it has seen."""
     keras.utils.set_random_seed(0)
     model = tiny.randomized(tiny.FAMILIES[name](**sizes))
-    kpe.convert(model, exclude=HEAD)
+    kpe.convert(model, "delayed", exclude=HEAD)
     model.compile(
         keras.optimizers.Adam(0.02),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -66,7 +66,7 @@ def test_rounded_inputs_are_numbers_where_they_saturate(
     model = make()
     x = np.random.default_rng(0).normal(size=(4, *model.inputs[0].shape[1:]))
     x = x.astype("float32")
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     kpe.calibrate(model, [x])
     kpe.freeze(model, activations=activations)
     path = tmp_path / "model.onnx"

@@ -39,8 +39,8 @@ import keras_policy_ext as kpe
 from keras_policy_ext import contractions
 from keras_policy_ext.ext.gain import auto
 from keras_policy_ext.ext.moments import codes as moments
+from keras_policy_ext.ext.reference import moments as moments_reference
 from keras_policy_ext.numerics.stochastic import key_of_use
-from keras_policy_ext.reference import moments as moments_reference
 
 CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
 

@@ -105,7 +105,7 @@ def test_generation_follows_a_later_conversion():
 
 def test_scores_of_attention_with_a_cache_are_float8_on_request():
     model = hub.task("gpt2")
-    kpe.convert(model, attention="float8")
+    kpe.convert(model, "delayed", attention="float8")
     model.generate(hub.prompt(hub.data("gpt2")[0]), stop_token_ids=None)
     ran = [x.name for x in hub.layers_of(model) if hub.ran_in_float8(x)]
     assert ran.count("self_attention") == 2

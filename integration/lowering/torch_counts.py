@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from keras_policy_ext import backends, contractions, recipes
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.both_layouts import Both
-from keras_policy_ext.backends.torch import observations
-from keras_policy_ext.numerics.scale_sources import HistoryScales, source_of
+from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.sources import HistoryScales, settling
+from keras_policy_ext.ext.delayed.torch import observations
+from keras_policy_ext.numerics.scale_sources import source_of
 
 LARGE = 2**20
 """Bytes; what moves less is small: it costs its launch."""
@@ -160,16 +162,17 @@ def dense_step(size, recipe, triton, seen_lately=True):
     engine = dataclasses.replace(
         backends.engine,
         both_layouts=casts,
-        states=() if casts is None else (casts,),
     )
     loaded = unittest.mock.patch.object(backends, "engine", engine)
+    kernels = () if casts is None else (casts,)
+    states = unittest.mock.patch.object(frameworks.current, "kernels", kernels)
     # Tensors without numbers, which cost nothing.
     meta = keras.device("meta"), torch.device("meta"), torch.no_grad()
     gpu = devices.pretend("h200")
     told = unittest.mock.patch.object(
         observations, "seen_lately", lambda state: seen_lately
     )
-    with meta[0], meta[1], meta[2], loaded, gpu, told:
+    with meta[0], meta[1], meta[2], loaded, states, gpu, told:
         x, g = (torch.empty(size, size, dtype=torch.bfloat16) for _ in "xg")
         w, bias = torch.empty(size, size), torch.empty(size)
         with counter:
@@ -205,7 +208,7 @@ def _in_float8(x, g, w, bias, recipe):
         residuals, g, state, bias_shape=shape
     )
     if state:
-        contractions.settling(recipe)(observed[0], state[0])
+        settling(recipe)(observed[0], state[0])
     return gradient, g.sum(0) if sums is None else sums
 
 

@@ -157,7 +157,7 @@ def test_a_program_trains_as_it_is_and_in_float8_and_comes_back(name, tmp_path):
     model = stock_round_trip(program, tmp_path / "stock.keras")
     before, weights = kinds(model), arrays(model.weights)
 
-    report = kpe.convert(model)
+    report = kpe.convert(model, "delayed")
     assert report.converted
     assert_same(arrays(kpe.loops.weights(model)), weights)
     assert are_finite(program.train(model))

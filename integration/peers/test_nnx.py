@@ -94,7 +94,7 @@ from flax import nnx
 
 dense = keras.layers.Dense(16, "relu"), keras.layers.Dense(2)
 model = keras.Sequential([keras.Input((8,)), *dense])
-kpe.convert(model)
+kpe.convert(model, "delayed")
 wanted = np.asarray(model(x))
 compiled = nnx.jit(lambda model, x: model(x))
 np.testing.assert_allclose(np.asarray(compiled(model, x)), wanted, rtol=1e-5)

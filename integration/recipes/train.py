@@ -28,9 +28,9 @@ import numpy as np
 from keras_policy_ext import conversion, policies
 from keras_policy_ext.contractions.operands import OperandUse
 from keras_policy_ext.ext import demo
+from keras_policy_ext.ext.delayed.variable import StateVariable
 from keras_policy_ext.ext.demo import text, train
 from keras_policy_ext.ext.sampling import machine
-from keras_policy_ext.layers.state_variable import StateVariable
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NUDGED = "; nudged "

@@ -14,7 +14,7 @@ from ten steps before the fault on, and ends when it is named.
 
 Every result is appended to `results/planted_faults.json` when it is there, and
 one that is there already is not repeated. Then the tables of the file are
-printed: `docs/internals/trials.md` has them.
+printed.
 
     python integration/recipes/train_with_faults.py --sound [--seeds 0 1 2]
 

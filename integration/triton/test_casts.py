@@ -26,16 +26,15 @@ import keras_policy_ext as kpe
 from float8_states import SOURCES, assert_settles_as_the_source
 from keras_policy_ext import backends, contractions, kernels, recipes
 from keras_policy_ext.backends.both_layouts import ScaleHint, Wanted
-from keras_policy_ext.backends.torch import (
-    casts,
-    observations,
-    triton_casts,
-    triton_states,
-)
+from keras_policy_ext.backends.torch import triton_casts
 from keras_policy_ext.backends.torch.backend import BACKEND
-from keras_policy_ext.backends.torch.casts import TritonCasts, TritonStates
+from keras_policy_ext.backends.torch.casts import TritonCasts
+from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.torch import kernels as state_kernels
+from keras_policy_ext.ext.delayed.torch import observations, triton_states
+from keras_policy_ext.ext.delayed.torch.kernels import TritonStates
 from keras_policy_ext.numerics import casting, scaling
-from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
@@ -184,8 +183,9 @@ def fused(monkeypatch):
     engine = dataclasses.replace(
         backends.engine,
         both_layouts=TritonCasts(interpreted=True),
-        states=(TritonStates(interpreted=True),),
     )
+    interpreted = (TritonStates(interpreted=True),)
+    monkeypatch.setattr(frameworks.current, "kernels", interpreted)
     monkeypatch.setattr(backends, "engine", engine)
 
 
@@ -351,11 +351,11 @@ def test_whether_a_kernel_tells_the_host_is_tried(monkeypatch, writes):
             "history_scales",
             lambda *args: scales(*args[:2]),
         )
-    casts.tells_the_host.cache_clear()
+    state_kernels.tells_the_host.cache_clear()
     try:
-        assert casts.tells_the_host() == writes
+        assert state_kernels.tells_the_host() == writes
     finally:
-        casts.tells_the_host.cache_clear()
+        state_kernels.tells_the_host.cache_clear()
 
 
 def test_that_no_kernel_tells_the_host_is_said(monkeypatch):
@@ -363,12 +363,12 @@ def test_that_no_kernel_tells_the_host_is_said(monkeypatch):
         raise RuntimeError("no such memory")
 
     monkeypatch.setattr(torch, "zeros", fails)
-    casts.tells_the_host.cache_clear()
+    state_kernels.tells_the_host.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no such memory"):
-            assert not casts.tells_the_host()
+            assert not state_kernels.tells_the_host()
     finally:
-        casts.tells_the_host.cache_clear()
+        state_kernels.tells_the_host.cache_clear()
 
 
 def test_a_copy_of_a_layer_is_told_of_its_own_state(fused):
@@ -439,7 +439,8 @@ def test_a_model_trains_the_same(fused, monkeypatch):
         return losses, model.get_weights()
 
     losses, weights = trained()
-    plain = dataclasses.replace(backends.engine, both_layouts=None, states=())
+    plain = dataclasses.replace(backends.engine, both_layouts=None)
+    monkeypatch.setattr(frameworks.current, "kernels", ())
     monkeypatch.setattr(backends, "engine", plain)
     expected, expected_weights = trained()
     assert losses == expected

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource, compile
 from keras_policy_ext import recipes
 from keras_policy_ext.backends.torch import triton_casts
 from keras_policy_ext.ext.moments.torch import triton_codes as triton_moments
-from keras_policy_ext.backends.torch import triton_states
+from keras_policy_ext.ext.delayed.torch import triton_states
 from keras_policy_ext.backends.both_layouts import ScaleHint
 from keras_policy_ext.numerics.scale_sources import ScaleRule
 from keras_policy_ext.numerics.scale_sources import source_of

@@ -16,7 +16,7 @@ import torch
 
 from keras_policy_ext.ext.moments.torch import codes as moments
 from keras_policy_ext.ext.moments.torch import triton_codes as triton_moments
-from keras_policy_ext.reference import moments as reference
+from keras_policy_ext.ext.reference import moments as reference
 
 
 def hostile(size):

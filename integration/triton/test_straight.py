@@ -20,15 +20,14 @@ import keras_policy_ext as kpe
 from fake_gpus import fake
 from keras_policy_ext import backends, contractions, kernels
 from keras_policy_ext.backends.torch import backend as torch_backend
-from keras_policy_ext.backends.torch import (
-    observations,
-    triton_casts,
-    triton_states,
-)
+from keras_policy_ext.backends.torch import triton_casts
 from keras_policy_ext.backends.torch.backend import BACKEND
-from keras_policy_ext.backends.torch.casts import TritonCasts, TritonStates
+from keras_policy_ext.backends.torch.casts import TritonCasts
 from keras_policy_ext.contractions import plan as plans
-from keras_policy_ext.numerics.observations import UNIT, UNSEEN, VALID_MARK
+from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.observations import UNIT, UNSEEN, VALID_MARK
+from keras_policy_ext.ext.delayed.torch import observations, triton_states
+from keras_policy_ext.ext.delayed.torch.kernels import TritonStates
 
 POLICIES = [
     "float8_from_mixed_bfloat16",
@@ -67,8 +66,9 @@ def engine(monkeypatch):
     found = dataclasses.replace(
         backends.engine,
         both_layouts=TritonCasts(interpreted=True),
-        states=(TritonStates(interpreted=True),),
     )
+    interpreted = (TritonStates(interpreted=True),)
+    monkeypatch.setattr(frameworks.current, "kernels", interpreted)
     monkeypatch.setattr(backends, "engine", found)
     return found
 
@@ -212,14 +212,14 @@ def test_gradients_can_be_differentiated(monkeypatch, general):
 
 def test_each_slot_has_a_launch_of_its_own(engine, monkeypatch):
     """Triton compiles a column of 1 in, and a launch keeps its first kernel."""
-    columns, start = {}, triton_states.Launch.__call__
+    columns, start = {}, triton_casts.Launch.__call__
 
     def noted(launch, *arguments):
         if launch._kernel is triton_states.observation_kernel:
             columns.setdefault(id(launch), set()).add(arguments[-1])
         start(launch, *arguments)
 
-    monkeypatch.setattr(triton_states.Launch, "__call__", noted)
+    monkeypatch.setattr(triton_casts.Launch, "__call__", noted)
     make, shape = LAYERS["Dense"]
     layer = layer_of(make, POLICIES[0], shape)
     for seed in range(3):
@@ -368,7 +368,7 @@ def test_observations_are_merged_in_one_kernel_as_in_many(engine):
         before = state.value.detach().clone()
         expected = settle(merged, before)
         matrix, version = before.clone(), before._version
-        backends.engine.states[0].merge(source, value, found, matrix)
+        frameworks.current.kernels[0].merge(source, value, found, matrix)
         np.testing.assert_array_equal(matrix, expected)
         assert matrix._version > version
         state.value.data.copy_(torch.nan_to_num(expected))

@@ -27,7 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 import keras_policy_ext as kpe
 from keras_policy_ext import backends
 from keras_policy_ext.backends.torch.backend import BACKEND
-from keras_policy_ext.backends.torch.casts import TritonCasts, TritonStates
+from keras_policy_ext.backends.torch.casts import TritonCasts
+from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.torch.kernels import TritonStates
 
 dist.init_process_group(
     "gloo",
@@ -42,8 +44,8 @@ BACKEND.known_any = lambda flags: None
 backends.engine = dataclasses.replace(
     backends.engine,
     both_layouts=TritonCasts(interpreted=True),
-    states=(TritonStates(interpreted=True),),
 )
+frameworks.current.kernels = (TritonStates(interpreted=True),)
 rng = np.random.default_rng(0)
 x = torch.tensor(rng.normal(size=(3, 64, 32)).astype("float32"))
 y = torch.tensor(rng.normal(size=(3, 64, 16)).astype("float32"))

@@ -62,11 +62,6 @@ try:
 except ImportError:  # Keras has moved it: see `read_names`.
     _dtype_policies = _dtype_policy = None
 
-try:  # Keras 3.16.
-    from keras.src.quantizers.modes.float8 import Float8Strategy as _Strategy
-except ImportError:
-    _Strategy = None
-
 
 def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     """Make Keras call `read` wherever it reads a dtype policy from a name.
@@ -104,32 +99,3 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
 
 
 _PLAIN_CLASSES = (keras.DTypePolicy, keras.dtype_policies.FloatDTypePolicy)
-
-
-def call_without_float8(wanted: Callable[[], bool]) -> None:
-    """Let layers without a float8 call run under Keras's float8 policy.
-
-    They compute in the dtypes of the source policy. Keras calls their
-    `_float8_call`, which raises (keras 3.4 to 3.15), or the `call` of one
-    object, which asks the layer for the geometry of its kernel
-    (`_quantization_geometry`, 3.16). If both are missing, Keras raises. Expires
-    when Keras calls such layers normally.
-
-    Args:
-        wanted: Returns True if this applies now.
-    """
-
-    def float8_call(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = self.call if wanted() else stock.__get__(self)
-        return call(*args, **kwargs)
-
-    def by_strategy(
-        stock: Any, self: Any, layer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        geometry = getattr(layer, "_quantization_geometry", None)
-        if wanted() and (geometry is None or geometry() is None):
-            return layer.call(*args, **kwargs)
-        return stock(self, layer, *args, **kwargs)
-
-    put_around(keras.layers.Layer, "_float8_call", float8_call)
-    put_around(_Strategy, "call", by_strategy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -56,7 +56,7 @@ def for_private_names(config: object) -> AbstractContextManager[None]:
     such a scope, Keras reads every string that is one of these names as the
     class, also the "SGD" that a `compile_from_config` reads.
     """
-    names = None if config is None else set(_names_of_private(config))
+    names = None if config is None else _names_of_private(config)
     classes = {
         name: value
         for name, value in vars(keras.optimizers).items()
@@ -67,15 +67,19 @@ def for_private_names(config: object) -> AbstractContextManager[None]:
     return keras.saving.custom_object_scope(classes)
 
 
-def _names_of_private(config: object) -> Iterator[str]:
-    """Yield the names of private Keras classes in a nested config."""
-    if isinstance(config, dict):
-        if str(config.get("module")).startswith("keras.src."):
-            yield str(config.get("class_name"))
-        config = list(config.values())
-    if isinstance(config, list):
-        for each in config:
-            yield from _names_of_private(each)
+def _names_of_private(config: object) -> set[str]:
+    """Return the names of private Keras classes in a nested config."""
+    names: set[str] = set()
+    waiting = [config]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            if str(each.get("module")).startswith("keras.src."):
+                names.add(str(each.get("class_name")))
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(each)
+    return names
 
 
 def with_public_class(

@@ -1,11 +1,12 @@
 """The variables that an optimizer was built with, and their slots."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from keras_policy_ext._keras import Stock, put_around, variable_values, versions
+from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.built_layers import tracker_of
 
 try:
@@ -162,7 +163,21 @@ def _replace_known(
     optimizer._trainable_variables_indices = {
         optimizer._var_key(v): i for i, v in enumerate(variables)
     }
-    variable_values.fill_averages(optimizer, variables)
+    fill_averages(optimizer, variables)
+
+
+def fill_averages(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
+    """Replace each None among an optimizer's averages by `stand_in()`.
+
+    That is a method of variables that optimizers must not average.
+    """
+    averages = getattr(optimizer, _AVERAGES, None) or []
+    for index, average in enumerate(averages):
+        variable = variables[index]
+        if average is None and hasattr(variable, "stand_in"):
+            averages[index] = variable.stand_in()
 
 
 def _replace_variables(
@@ -257,27 +272,3 @@ def replace_slots(
     tracker = tracker_of(optimizer)
     tracker.stored_ids["variables"] = {id(v) for v in variables}
     _replace_variables(optimizer, variables)
-
-
-def without_states_that_lack_gradients() -> None:
-    """Have optimizers leave out overwritten variables without a gradient."""
-    # They keep their values. Else Keras would warn that they have no gradients
-    # (`_filter_empty_gradients`, keras 3.12 to 3.16).
-    name = "_filter_empty_gradients"
-    put_around(keras.optimizers.Optimizer, name, _without_states)
-
-
-def _without_states(
-    stock: Stock, optimizer: Any, gradients: Any, variables: Any
-) -> Any:
-    """Update without the state variables that have no gradient."""
-    pairs = [
-        (gradient, variable)
-        for gradient, variable in zip(gradients, variables, strict=True)
-        if gradient is not None
-        or not getattr(variable, "overwrite_with_gradient", False)
-    ]
-    if len(pairs) < len(variables):
-        gradients = [gradient for gradient, _ in pairs]
-        variables = [variable for _, variable in pairs]
-    return stock(optimizer, gradients, variables)

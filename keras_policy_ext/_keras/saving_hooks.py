@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from keras_policy_ext import user_code
 from keras_policy_ext._keras import Stock, put_around, versions
 
 try:
@@ -46,43 +45,21 @@ def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
 
 try:
     from keras.src.saving import saving_lib as _saving_lib
-except ImportError:  # Keras has moved it: see `after_loading`.
+except ImportError:  # Keras has moved it: see `around_loading`.
     _saving_lib = None
 
 
-def after_loading(tell: Callable[[keras.Model, Any], None]) -> None:
-    """Make Keras's loader call `tell` with each model and its path."""
+def around_loading(load: Callable[..., keras.Model]) -> None:
+    """Make Keras's loader call `load`, with what Keras would do as `stock`.
 
-    # `keras.saving.load_model` reads `.keras` files and folders by one
-    # function of the module `saving_lib` (keras 3.0 to 3.15), which is wrapped
-    # here. If it is missing, a warning says so. Expires when Keras warns of
-    # groups in a file that no layer has read.
-    @user_code.once
-    def load_model(stock: Stock, path: Any, *args: Any, **kwargs: Any) -> Any:
-        model = stock(path, *args, **kwargs)
-        tell(model, path)
-        return model
-
-    if not put_around(_saving_lib, "load_model", load_model):
-        _warn_of_files("load_model")
-
-
-def before_loading(load: Callable[..., keras.Model | None]) -> None:
-    """Make Keras's loader call `load` first, which may return the model.
-
-    It gets a folder, an open file or bytes, `custom_objects`, `compile` and
-    `safe_mode`; it returns None to leave the file to Keras. Files, folders,
-    and the bytes that `copy.deepcopy` and `pickle` make of a model are read by
-    two functions of `saving_lib` (keras 3.0 to 3.15), which are wrapped here.
-    If they are missing, a warning says so.
+    After that it gets a folder, an open file or bytes, `custom_objects`,
+    `compile` and `safe_mode`. Files, folders, and the bytes that
+    `copy.deepcopy` and `pickle` make of a model are read by two functions of
+    `saving_lib` (keras 3.0 to 3.15), which are wrapped here. If they are
+    missing, a warning says so.
     """
-
-    def loaded(stock: Stock, *args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
-        return stock(*args, **kwargs) if model is None else model
-
     for name in ("_load_model_from_fileobj", "_load_model_from_dir"):
-        if not put_around(_saving_lib, name, loaded):
+        if not put_around(_saving_lib, name, load):
             _warn_of_files(name)
 
 

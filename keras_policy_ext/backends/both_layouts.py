@@ -7,11 +7,10 @@ from typing import NamedTuple, Protocol
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import (
-    HistoryScales,
+    Reading,
     ScaleRule,
-    StateReading,
 )
-from keras_policy_ext.recipes import OPERANDS, Quantization
+from keras_policy_ext.recipes import Quantization
 
 
 class ScaleHint(NamedTuple):
@@ -22,7 +21,7 @@ class ScaleHint(NamedTuple):
         unseen: Bool scalar, True if the operand was never observed. Its scale
             is then computed from its own amax. None if it was always observed.
         rule: How a scale is computed from an amax.
-        seen_lately: See `HistoryScales`.
+        seen_lately: See `KnownScale`.
     """
 
     scale: Tensor | None
@@ -114,26 +113,24 @@ def read_both(
     operand: str,
     quantization: Quantization,
     rule: ScaleRule,
-    reading: StateReading | None,
+    reading: Reading | None,
     wanted: Wanted,
 ) -> QuantizedForBoth:
     """Quantize an operand's home matrix (1, m, k), once for both matmuls.
 
-    `reading` is that of the state; None for a source without one. A count of
-    steps has no scales: they are computed from amaxes.
+    `reading` is that of the state; None for a source without one. Where it
+    has no scale, the amax of the operand gives that.
     """
-    history = reading if isinstance(reading, HistoryScales) else None
+    known = None if reading is None else reading.known_scale(operand)
     hint = ScaleHint(scale=None, unseen=None, rule=rule)
-    if history is not None:
-        row, unseen = OPERANDS.index(operand), history.unseen
-        flag = None if unseen is None else unseen[row]
-        hint = ScaleHint(history.scales[row], flag, rule, history.seen_lately)
-    needed = wanted._replace(amax=wanted.amax or history is None)
+    if known is not None:
+        hint = ScaleHint(known.scale, known.unseen, rule, known.seen_lately)
+    needed = wanted._replace(amax=wanted.amax or known is None)
     both = kernel.quantize(matrix[0], quantization, hint, needed)
     scale = both.scale[None, None, None]
     first = Quantized(both.values[None], scale, quantization)
     second = Quantized(both.across.mT[None], scale, quantization)
-    if history is None:
+    if known is None:
         # Only NaN in what the two gradients read reports an infinity. The first
         # matmul computes a gradient if it reads one, otherwise the outputs.
         second = second.with_nan_scales(both.amax)

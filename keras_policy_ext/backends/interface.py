@@ -15,8 +15,8 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.backends.traced_programs import Step, TracedProgram
-from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.primitives import Primitives
+from keras_policy_ext.numerics.scale_sources import ScaleSource, Slot
 
 Shape = tuple[Any, ...]
 
@@ -41,6 +41,10 @@ class Operation(Hashable, Protocol):
     @property
     def slot(self) -> int:
         """The number of this use of the kernel in the step."""
+
+    @property
+    def source(self) -> ScaleSource:
+        """The object that computes scales, perhaps by a state."""
 
     @property
     def first_use(self) -> Operation:
@@ -156,10 +160,6 @@ class FrozenOperation(Hashable, Protocol):
     def only_widens(self) -> bool:
         """True if it rounds no value, but converts to a wider dtype."""
 
-    @property
-    def unrounded(self) -> FrozenOperation:
-        """The same operation, of inputs that are not quantized."""
-
     def with_preference(self) -> FrozenOperation:
         """Return a copy with the current setting of `kernels.prefer`."""
 
@@ -181,9 +181,6 @@ DIFFERENTIATED_AGAIN = (
     "gradients; for recurrent layers set unroll=True."
 )
 
-Settle = Callable[[Tensor, Tensor], Tensor]
-"""Takes an assigned value and the state before; returns the state after."""
-
 
 @functools.cache
 def saved_dtype(format_name: str) -> str:
@@ -201,45 +198,29 @@ class Arithmetic(Primitives):
 
     def gains_from_float16(self, numbers: int) -> bool:
         """Return True if a kernel of so many numbers gains from `widen`."""
-        return True
+        # XLA for a CPU decodes codes in less time than it widens float16.
+        return not self.cuts(numbers)
 
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
         """Multiply rows by a stored kernel, a part of it at a time.
 
         Args:
             x: Float32, (matrices, rows, summed); or (1, rows, summed) for
                 all matrices.
-            codes: The codes in the kernel's own axes, uint8; or their numbers
-                in float16.
-            matrix: How to read them.
-            blocks: None, or scales: one row for each 128 entries that
-                `matrix` has in its second axis, and one column for each entry
-                of its third.
+            kernel: The stored kernel.
             dtype: The dtype to multiply in if the kernel is decoded at once.
 
         Returns:
-            Float32, (matrices, rows, outputs), not scaled but by `blocks`.
-            None if the whole kernel should be decoded at once.
+            Float32, (matrices, rows, outputs), not scaled but by blocks. None
+            if the whole kernel should be decoded at once.
         """
         return None
 
-    def packs(self, codes: Tensor, is_matrix: bool) -> bool:
-        """Return True if `keep_packed` can hold the numbers of these codes.
-
-        `is_matrix` says whether products read the kernel as a matrix.
-        """
+    def pack(self, codes: Tensor) -> bool:
+        """Make products read a matrix in a faster form; False without one."""
         return False
-
-    def keep_packed(self, codes: Tensor) -> None:
-        """Make products read these codes in a packed form, made once."""
-        raise NotImplementedError
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
         """Return True if the products `a * b` of scales are normal numbers.
@@ -345,14 +326,6 @@ class Replicas:
         """Return whether `flag` is true on every data-parallel replica."""
         return flag
 
-    def combine_replicas(self, observation: Tensor) -> Tensor:
-        """Combine this replica's observation with those of all replicas.
-
-        An observation is (rows, width), or a settled state. The result, the
-        same on every replica, is (rows, width or more): `StateLayout.settle`.
-        """
-        return observation
-
     def look_for_other_parameter(self, variable: Any) -> None:
         """Warn once if PyTorch was given a tensor that Keras does not read."""
 
@@ -456,50 +429,10 @@ class Gradients:
         raise NotImplementedError
 
 
-class States(Replicas):
-    """State variables, whose "gradients" are observations of amaxes."""
+class Traces(Replicas):
+    """What compiled functions and graphs keep of a model that changes."""
 
     name: str
-
-    def seen_lately(self, state: Tensor) -> bool:
-        """Return True if a GPU reported that all operands were observed."""
-        return False
-
-    def settle(self, settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
-        """Compute a state's new value, equal on every replica.
-
-        `settle` is a function of the assigned value and the state before.
-        """
-        return self.settle_here(settle, self.combine_replicas(value), previous)
-
-    def settle_here(
-        self, settle: Settle, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        """Return `settle(value, previous)`, without combining replicas."""
-        return settle(value, previous)
-
-    def version(self, x: Tensor) -> int | None:
-        """Return the count of in-place changes of a tensor; None if unknown."""
-        return None
-
-    def as_value_of(self, variable: keras.Variable, value: Tensor) -> Tensor:
-        """Return a value as a tensor that can be assigned to a variable."""
-        return ops.convert_to_tensor(value, dtype=variable.dtype)
-
-    def assigned(
-        self, variable: keras.Variable, value: Tensor
-    ) -> Tensor | None:
-        """Return the state after `value` is assigned; None if stored here."""
-        return self.settle(variable.settling, value, variable.value)
-
-    def keep_observations(
-        self, variable: keras.Variable, tensor: Tensor
-    ) -> None:
-        """Store a state's observations in the variable, not in `.grad`.
-
-        It does nothing on a framework that returns gradients to the caller.
-        `variable` was just initialized with `tensor`.
-        """
 
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
         """Free the memory of variables as soon as nothing refers to them."""
@@ -514,31 +447,8 @@ class States(Replicas):
     def forget_traces(self, function: Any, owner: Any) -> None:
         """Discard a function's traces; `owner` is the `self` of a method."""
 
-    def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
-        """Return the observations of micro-batches since the last update.
 
-        Float32 (operands, width); None if there are none, or if the optimizer
-        accumulates them with the gradients.
-        """
-        return None
-
-    def put_earlier_observation(
-        self, variable: keras.Variable, value: Tensor
-    ) -> None:
-        """Restore into a state what `earlier_observation` returned for it."""
-
-    def known_value(self, variable: keras.Variable) -> Tensor | None:
-        """Return a state's value; None while it is traced or slow to read."""
-        return None
-
-
-class Backend(Arithmetic, Tracing, Gradients, States):
+class Backend(Arithmetic, Tracing, Gradients, Traces):
     """The base class of backends, in `keras.ops` where possible."""
 
     name = "keras.ops"
-
-    steps_take_values = False
-    """Whether compiled steps are functions of the values of variables."""
-
-    keeps_variables_in_graphs = False
-    """Whether compiled steps read variables without calling this package."""

@@ -13,7 +13,6 @@ from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.numerics import casting
 from keras_policy_ext.numerics.casting import Cast, Codec
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
 from keras_policy_ext.recipes import EACH_MATRIX, Quantization, Tile
 
 Shapes = tuple[Any, Any]
@@ -178,34 +177,9 @@ class Convolutions(Protocol):
         """Compute the gradient of the kernel, which has this shape."""
 
 
-class StateKernels(Protocol):
-    """Kernels that compute the scales and states of a scale source.
-
-    Their methods have the names of the source's, and return the same values.
-    """
-
-    def supports(self, source: object, state: Tensor) -> str | None:
-        """Return why these kernels do not support a source's state, or None."""
-
-    def history_scales(
-        self, source: DelayedSource, state: Tensor
-    ) -> HistoryScales:
-        """Read the scales of the coming step from a state."""
-
-    def observation(
-        self, source: DelayedSource, amaxes: list[Tensor], slot: int
-    ) -> Tensor:
-        """Return the amaxes of one use of a layer as a state's gradient."""
-
-    def settle(
-        self, source: DelayedSource, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        """Return the new state after `value` is assigned to it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """The kernels of one framework: matmuls, convolutions, casts, states.
+    """The kernels of one framework: matmuls, convolutions and casts.
 
     Attributes:
         matmuls: The matmul kernels, the best first; the last supports all.
@@ -224,8 +198,6 @@ class Engine:
             exported; None to use `cast`.
         encode: Takes float32 values of a format and its name; returns codes.
         decode: Takes codes and the name of a format; returns the values.
-        states: Kernels for the state arithmetic, the best first. The source's
-            own arithmetic in `keras.ops` is the fallback.
         straight: Takes a `BoundPlan` that multiplies its operands as plain
             matrices. Returns its passes as lists of kernels, or None.
     """
@@ -243,22 +215,12 @@ class Engine:
     training_cast: Cast | None = None
     encode: Codec = casting.encode
     decode: Codec = casting.decode
-    states: tuple[StateKernels, ...] = ()
     straight: Callable[[Any], Any] = lambda bound: None
 
     @property
     def cast_in_training(self) -> Cast:
         """`training_cast` if there is one, else `cast`."""
         return self.training_cast or self.cast
-
-    def state_kernels_for(
-        self, source: object, state: Tensor
-    ) -> StateKernels | None:
-        """Return the first kernels that support a source's state, or None."""
-        for states in self.states:
-            if states.supports(source, state) is None:
-                return states
-        return None
 
     def select(self, request: Request) -> tuple[MatmulKernel, Choice]:
         """Select the first kernel that supports a matmul; return its `Choice`.

@@ -8,27 +8,32 @@ for kernels of 512 to 8192 rows and columns, with one thread and two; see
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras import ops
+from keras.backend import standardize_dtype
 
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.numerics.primitives import DECODED, halves
 from keras_policy_ext.stored_kernels import BLOCK
 
-Decode = Callable[[Tensor, Any, int], Tensor]
-"""Takes a matrix of codes, the first row and a count; returns float32."""
+LARGE = 1 << 17
+"""Kernels of more numbers are multiplied by parts, which have about so many."""
 
-Loop = Callable[[int, int, Callable[[Any, Tensor], Tensor], Tensor], Tensor]
-"""Takes the first number, the one after the last, a function, and a start."""
+FEW = 16
+"""Up to this many rows of inputs are few."""
 
 
 class StoredMatrix(NamedTuple):
-    """Describes how a product reads the codes of a kernel.
+    """A stored kernel as a product reads it.
 
     Attributes:
+        codes: The codes in the kernel's own axes, uint8; or their numbers in
+            float16.
+        blocks: None, or scales: one row for each 128 of `m`, and one column
+            for each of `n`.
         format: The name of the format of the codes.
         shape: `(matrices, m, n)`; the codes have this shape in memory.
         sums: True if the product adds up over `m`: rows `(matrices, rows, m)`
@@ -36,54 +41,46 @@ class StoredMatrix(NamedTuple):
             and the outputs are `(matrices, rows, m)`.
     """
 
+    codes: Tensor
+    blocks: Tensor | None
     format: str
     shape: tuple[int, int, int]
     sums: bool
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All but the tensors; hashable."""
+        return self[2:]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """A rule of a framework: how many of the `m` rows of codes are in a part.
-
-    Attributes:
-        numbers: The numbers of a part for a few rows of inputs.
-        threaded: The same for each thread, where several share a part.
-        one_row: The `m` of a part for a single row that sums over them; None
-            for as many as `numbers` gives.
-        depth: The least `m` of a part for more rows than a few.
-        few: Up to this many rows are few.
-    """
-
-    numbers: int = 1 << 17
-    threaded: int = 1 << 19
-    one_row: int | None = None
-    depth: int = 256
-    few: int = 16
+    @property
+    def factor(self) -> float:
+        """What products by codes are multiplied by; see `DECODED`."""
+        has_codes = standardize_dtype(self.codes.dtype) == "uint8"
+        return DECODED[self.format][1] if has_codes else 1.0
 
     def size(
-        self, rows: int, matrix: StoredMatrix, threads: int, in_blocks: bool
+        self,
+        rows: int,
+        threads: int,
+        threaded: int = 1 << 19,
+        one_row: int | None = None,
     ) -> int:
         """Return how many of the `m` are in a part.
 
         Args:
             rows: The rows of inputs, of each matrix.
-            matrix: The stored kernel.
             threads: The threads that share a part.
-            in_blocks: Whether blocks of 128 have scales of their own.
+            threaded: The numbers of a part for each of several threads.
+            one_row: The size for one row that is summed; None for no other.
         """
-        _, m, n = matrix.shape
-        numbers = self.numbers if threads == 1 else threads * self.threaded
-        size = _power_of_two(numbers // n)
-        if rows > self.few:
-            size = max(size, self.depth)
-        elif rows == 1 and matrix.sums and self.one_row is not None:
-            size = self.one_row
-        return min(size, BLOCK if in_blocks else m, m)
-
-
-def _power_of_two(number: int) -> int:
-    """Return the largest power of two that is no larger; 1 for 0."""
-    return 1 << max(number.bit_length() - 1, 0)
+        _, m, n = self.shape
+        numbers = LARGE if threads == 1 else threads * threaded
+        size = 1 << max((numbers // n).bit_length() - 1, 0)
+        if rows > FEW:
+            size = max(size, 256)
+        elif rows == 1 and self.sums:
+            size = one_row or size
+        return min(size, m if self.blocks is None else BLOCK, m)
 
 
 def cores() -> int:
@@ -94,57 +91,41 @@ def cores() -> int:
 
 
 def in_loops(
-    x: Tensor,
-    codes: Tensor,
-    matrix: StoredMatrix,
-    size: int,
-    blocks: Tensor | None,
-    decode: Decode,
-    loop: Loop,
+    x: Tensor, kernel: StoredMatrix, size: int, loop: Callable[..., Tensor]
 ) -> Tensor:
-    """Multiply by parts, in loops that XLA compiles, or TensorFlow runs.
+    """Multiply by parts of `size`, in loops that XLA compiles.
 
-    Args:
-        x: See `Arithmetic.product_by_parts`, as for `codes` and `blocks`.
-        codes: In the shape of `matrix`.
-        matrix: How to read them.
-        size: The `m` of a part.
-        blocks: Their scales, or None.
-        decode: Decodes a part.
-        loop: The framework's, which can be differentiated.
+    It returns the product without its factor. `loop` takes the first number,
+    the one after the last, a function of a number and a tensor, and a tensor.
     """
-    matrices, m, _ = matrix.shape
+    matrices, m, n = kernel.shape
+    codes = ops.reshape(kernel.codes, kernel.shape)
 
     def of_matrix(number: Any) -> Tensor:
-        operand, some = x[0 if x.shape[0] == 1 else number], codes[number]
+        operand, matrix = x[0 if x.shape[0] == 1 else number], codes[number]
+        rows = ops.shape(operand)[0]
 
         def part(start: Any, count: int = size) -> Tensor:
             """Multiply by `count` rows of the matrix, from `start` on."""
-            wide = decode(some, start, count)
-            scale = 1.0 if blocks is None else blocks[start // BLOCK]
-            if not matrix.sums:
-                return ops.matmul(operand * scale, ops.transpose(wide))
-            rows = operand.shape[0]
-            if rows is None:  # In a graph of TensorFlow.
-                rows = -1
+            some = ops.slice(matrix, (start, 0), (count, n))
+            wide = ops.cast(halves(some, kernel.format), "float32")
+            if kernel.blocks is not None:
+                wide = wide * kernel.blocks[start // BLOCK]
+            if not kernel.sums:
+                return ops.matmul(operand, ops.transpose(wide))
             columns = ops.slice(operand, (0, start), (rows, count))
-            return ops.matmul(columns, wide) * scale
+            return ops.matmul(columns, wide)
 
         parts, rest = divmod(m, size)
-        if matrix.sums:
+        if kernel.sums:
             # The first part is in the loop too. XLA for a CPU decodes what is
             # in no loop for all layers before it multiplies (JAX 0.10).
-            zeros = ops.zeros((ops.shape(operand)[0], some.shape[1]))
+            zeros = ops.zeros((rows, n))
             y = loop(0, parts, lambda i, y: y + part(i * size), zeros)
             return y + part(m - rest, rest) if rest else y
-        joined = [part(0)]
-        if parts > 1:
-            y = ops.map(lambda i: part(i * size), ops.arange(parts))
-            y = ops.transpose(y, (1, 0, 2))
-            joined = [ops.reshape(y, (-1, parts * size))]
-        if rest:
-            joined.append(part(m - rest, rest))
-        return ops.concatenate(joined, axis=1) if rest else joined[0]
+        y = ops.map(lambda i: part(i * size), ops.arange(parts))
+        y = ops.reshape(ops.transpose(y, (1, 0, 2)), (-1, parts * size))
+        return ops.concatenate([y, part(m - rest, rest)], 1) if rest else y
 
     if matrices == 1:
         return of_matrix(0)[None]

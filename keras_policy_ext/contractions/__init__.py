@@ -7,14 +7,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import keras
 
-from keras_policy_ext import backends
-from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.matmuls import (
     Choice,
     Engine,
@@ -49,7 +44,6 @@ from keras_policy_ext.contractions.plan import (
 )
 from keras_policy_ext.contractions.weighted_sum import fold
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import state_source_of
 from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.recipes import get as get_recipe
 
@@ -67,7 +61,6 @@ __all__ = [
     "Quantized",
     "Request",
     "bank_axis",
-    "catching_up",
     "compute_dtype",
     "dequantized",
     "fold",
@@ -80,45 +73,11 @@ __all__ = [
     "run",
     "run_frozen",
     "select",
-    "settling",
     "unrounded",
     "with_bank",
 ]
 
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-
-@functools.cache
-def settling(recipe: Recipe, matrices: int = 1) -> Callable[[Any, Any], Any]:
-    """Return the function that turns a value assigned to a state into a state.
-
-    It is `StateSource.settle`, by a kernel of the framework where there is one.
-    Equal arguments give the same object. `matrices` is the number of matrices
-    of the layer's kernel that have a history each.
-    """
-    source: Any = state_source_of(recipe, matrices)
-
-    def settle(value: Tensor, previous: Tensor) -> Any:
-        states = backends.engine.state_kernels_for(source, previous)
-        # An observation of several replicas is wider than the state.
-        if states is None or value.shape != previous.shape:
-            return source.settle(value, previous)
-        return states.settle(source, value, previous)
-
-    return settle
-
-
-@functools.cache
-def catching_up(
-    recipe: Recipe, beyond: float = 1.0, matrices: int = 1
-) -> Callable[[Any, Any], Any]:
-    """Return a function that raises a state's scale to fit a larger kernel.
-
-    It takes the amax of the kernel and its state: see `StateSource.caught_up`.
-    Equal arguments give the same object.
-    """
-    source = state_source_of(recipe, matrices)
-    return lambda amax, state: source.caught_up(amax, state, beyond)
 
 
 def select(
@@ -130,7 +89,7 @@ def select(
 
     Args:
         contraction: An `Einsum`, a `Conv`, or an explicit einsum equation.
-        recipe: A recipe, its name, or None for delayed scaling.
+        recipe: A recipe, its name, or None for `"current"`.
         dtype: The compute dtype.
 
     Returns:

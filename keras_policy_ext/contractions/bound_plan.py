@@ -24,9 +24,8 @@ from keras_policy_ext.contractions.operands import (
 )
 from keras_policy_ext.contractions.second_derivatives import second_gradients
 from keras_policy_ext.numerics import quantized, scaling
-from keras_policy_ext.numerics.observations import Slot, of_kernel_alone
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import HistoryScales, StateReading
+from keras_policy_ext.numerics.scale_sources import Reading, Slot
 from keras_policy_ext.recipes import MATMULS, OPERANDS
 
 
@@ -137,7 +136,7 @@ class Residuals:
 
     inputs: Quantized
     kernel: Quantized
-    reading: StateReading | None
+    reading: Reading | None
     amaxes: tuple[Tensor, Tensor] | None
     shapes: Shapes
     engine: Engine
@@ -157,23 +156,6 @@ class Residuals:
         if self.reading is not None:
             tensors += self.reading.leaves()
         return [*tensors, *(self.amaxes or ())]
-
-
-def simplified(
-    reading: StateReading | None, state: tuple[Tensor, ...] = ()
-) -> StateReading | None:
-    """Return what was read from a state, without flags that are all False.
-
-    If the host knows that all operands were observed, the flags of unobserved
-    operands are dropped. If a device reported so lately, `seen_lately` is set.
-    """
-    if not isinstance(reading, HistoryScales) or reading.unseen is None:
-        return reading
-    framework = backends.current
-    if framework.known_any(reading.unseen) is False:  # None: not known.
-        return HistoryScales(reading.scales, unseen=None)
-    seen = bool(state) and framework.seen_lately(*state)
-    return dataclasses.replace(reading, seen_lately=seen) if seen else reading
 
 
 class BoundPlan(BoundOperation):
@@ -198,7 +180,6 @@ class BoundPlan(BoundOperation):
             bind_matmul(plan, matmul, self.selections[matmul], operands)
             for matmul in MATMULS
         )
-        self._framework = backends.current
         self._source = plan.source
         self._observes_amaxes = plan.source.observes_amaxes
         self._is_inference = plan.training is False
@@ -227,17 +208,19 @@ class BoundPlan(BoundOperation):
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
         observe = observe and bool(state) and self._observes_amaxes
-        history = self._state_reading(state)
-        reading = simplified(history, state)
+        known = reading = None
+        if state:
+            known = self._source.read(*state)
+            reading = self._source.simplified(known, *state)
         options = PassOptions(reading, observe, no_backward, slot=slot)
         x = self.inputs.quantize(inputs, options)
         w = self.kernel.quantize(kernel, options)
         shapes = shape_of(inputs), shape_of(kernel)
         outputs = self._forward(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
-        # `history`, since the backward pass asks anew which flags still count.
+        # `known`, since the backward pass asks anew which flags still count.
         return outputs, Residuals(
-            x.second, w.second, history, amaxes, shapes, self.engine
+            x.second, w.second, known, amaxes, shapes, self.engine
         )
 
     @override
@@ -275,7 +258,9 @@ class BoundPlan(BoundOperation):
         bias_shape: tuple[int, ...] | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
-        reading, shapes = simplified(residuals.reading, state), residuals.shapes
+        reading, shapes = residuals.reading, residuals.shapes
+        if reading is not None:
+            reading = self._source.simplified(reading, *state)
         observe = residuals.amaxes is not None and not self._is_inference
         sums = bias_shape is not None
         options = PassOptions(reading, observe, sums=sums, slot=slot)
@@ -290,7 +275,9 @@ class BoundPlan(BoundOperation):
         state_grad: tuple[Tensor, ...] = ()
         if state:
             (matrix,) = state
-            grad = self._state_grad(residuals, reading, g.amax, matrix, slot)
+            grad = self._source.gradient(
+                residuals, reading, g.amax, matrix, slot, self._is_inference
+            )
             state_grad = (grad,)
         if bias_shape is not None:
             bias_grad = g.column_sums
@@ -324,68 +311,6 @@ class BoundPlan(BoundOperation):
     @override
     def second_derivatives(self, *arguments: Any) -> tuple[Any, ...]:
         return second_gradients(self, *arguments)
-
-    def _state_reading(self, state: tuple[Tensor, ...]) -> StateReading | None:
-        """Read scales or the step count from a state; None without state."""
-        if not state:
-            return None
-        states = self.engine.state_kernels_for(self._source, *state)
-        if states is not None:
-            return states.history_scales(self._source, *state)
-        return self._source.history_scales(*state)
-
-    def _state_grad(
-        self,
-        residuals: Residuals,
-        reading: StateReading | None,
-        outputs_grad_amax: Tensor | None,
-        state: Tensor,
-        slot: Slot,
-    ) -> Tensor:
-        """Return the "gradient" of the state: an observation, or zeros."""
-        if self._observes_amaxes:
-            if residuals.amaxes is None:  # They were not asked for.
-                return ops.zeros_like(state)
-            inputs_amax, kernel_amax = residuals.amaxes
-            if self._is_inference:
-                history = residuals.reading
-                return self._outgrown(kernel_amax, history, state, slot)
-            numbers = [inputs_amax, kernel_amax, outputs_grad_amax]
-        elif self._is_inference:
-            # A state that counts steps counts those of training.
-            return ops.zeros_like(state)
-        else:
-            numbers = []  # The source finds the count in `reading`.
-        numbers = self._source.observed(reading, numbers)
-        return self._observation(numbers, state, slot)
-
-    def _observation(
-        self, numbers: list[Tensor], state: Tensor, slot: Slot
-    ) -> Tensor:
-        """Return numbers, one for each row, as the gradient of the state."""
-        states = self.engine.state_kernels_for(self._source, state)
-        if states is not None:
-            return states.observation(self._source, numbers, slot)
-        if self.plan.histories == 1:
-            # A cast may have found an amax for each part of an operand.
-            numbers = [ops.max(n) if len(n.shape) else n for n in numbers]
-        return self._source.observation(numbers, slot)
-
-    def _outgrown(
-        self,
-        amax: Tensor,
-        reading: StateReading | None,
-        state: Tensor,
-        slot: Slot,
-    ) -> Tensor:
-        """Return an observation of an outgrown kernel's amax, or zeros."""
-        outgrown = self._source.outgrown(amax, reading)
-        if self._framework.known_any(outgrown) is False:  # None: not known.
-            return ops.zeros_like(state)
-        # Of the amaxes only that of the kernel stays.
-        amaxes = [amax] * len(OPERANDS)
-        observation = self._observation(amaxes, state, slot)
-        return of_kernel_alone(observation, outgrown)
 
 
 def _select(plan: Any, engine: Engine) -> Selections:

@@ -14,6 +14,7 @@ from keras_policy_ext import backends, formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import Choice, Request, Shapes
+from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Contraction, Einsum
@@ -25,6 +26,9 @@ from keras_policy_ext.recipes import MATMULS, FrozenKernels, Quantization
 from keras_policy_ext.stored_kernels import BLOCK, Axes
 
 Constants = tuple[Tensor, ...]
+
+_OPERANDS = {"forward": "inputs", "inputs_grad": "outputs_grad"}
+"""What each matmul multiplies with the kernel."""
 
 _INPUTS = formats.ALIASES["e4m3"]
 _LARGEST_INPUT = formats.get(_INPUTS).max
@@ -63,12 +67,6 @@ class FrozenPlan:
         return self.recipe.activations is None
 
     @property
-    def unrounded(self) -> FrozenPlan:
-        """The same plan, of inputs that are not quantized."""
-        recipe = dataclasses.replace(self.recipe, activations=None)
-        return dataclasses.replace(self, recipe=recipe)
-
-    @property
     def choices(self) -> tuple[Choice, ...]:
         """Return the kind of kernel for each matmul, and the reason."""
         return (self.choice,)
@@ -103,14 +101,7 @@ class FrozenPlan:
             return self._native(inputs, codes, scale, static_scale, shapes)
         else:
             x, dtype = self._rounded(inputs, static_scale), "float32"
-        if self._is_einsum:
-            return self._einsum("forward", x, codes, scale, dtype, shapes)
-        kernel = self._dequantized(codes, scale, dtype)
-        operands = (
-            self._read("inputs", x, dtype),
-            self._read("kernel", kernel, dtype),
-        )
-        return self._product("forward", *operands, shapes)
+        return self._multiplied("forward", x, codes, scale, dtype, shapes)
 
     def inputs_grad(
         self, outputs_grad: Tensor, constants: Constants, shape: Shape
@@ -121,15 +112,8 @@ class FrozenPlan:
         """
         codes, scale, *_ = constants
         shapes = shape, shape_of(codes)
-        if self._is_einsum:
-            given = "inputs_grad", outputs_grad, codes, scale
-            return self._einsum(*given, self.dtype, shapes)
-        kernel = self._dequantized(codes, scale, self.dtype)
-        gradient = self._read("outputs_grad", outputs_grad, self.dtype)
-        # `_read` returns the matrix for the outputs.
-        kernel = self._read("kernel", kernel, self.dtype)
-        operands = gradient, self.contraction.transposed(kernel)
-        return self._product("inputs_grad", *operands, shapes)
+        given = outputs_grad, codes, scale, self.dtype, shapes
+        return self._multiplied("inputs_grad", *given)
 
     @property
     def _is_einsum(self) -> bool:
@@ -141,7 +125,18 @@ class FrozenPlan:
             contraction.reads_what_is_quantized
         )
 
-    def _einsum(
+    def _equation(self, matmul: str) -> str | None:
+        """Return the einsum equation of a matmul; None if there is none."""
+        if not self._is_einsum:
+            return None
+        first, second, out = equations.split(self.contraction.equation)
+        if matmul == "forward":
+            return f"{first},{second}->{out}"
+        # An einsum cannot broadcast along an axis that the inputs alone have.
+        alone = set(first) - set(second + out)
+        return None if alone else f"{out},{second}->{first}"
+
+    def _multiplied(
         self,
         matmul: str,
         x: Tensor,
@@ -154,21 +149,19 @@ class FrozenPlan:
         product = self._by_parts(matmul, x, codes, scale, dtype, shapes)
         if product is not None:
             return product
-        kernel = self._dequantized(codes, scale, dtype)
-        x = ops.cast(x, dtype)
-        first, second, out = equations.split(self.contraction.equation)
-        if matmul == "forward":
-            outputs = ops.einsum(f"{first},{second}->{out}", x, kernel)
+        kernel = dequantized(self.recipe, self.axes, codes, scale, dtype)
+        equation = self._equation(matmul)
+        if equation is not None:
+            outputs = ops.einsum(equation, ops.cast(x, dtype), kernel)
             return ops.cast(outputs, self.dtype)
-        # An einsum cannot broadcast along an axis that the inputs alone have.
-        if not set(first) - set(second + out):
-            outputs = ops.einsum(f"{out},{second}->{first}", x, kernel)
-            return ops.cast(outputs, self.dtype)
-        gradient = self._read("outputs_grad", x, dtype)
-        kernel = self.contraction.transposed(
-            self._read("kernel", kernel, dtype)
+        # `_read` returns the matrix for the outputs.
+        b = self._read("kernel", kernel, dtype)
+        b = b if matmul == "forward" else self.contraction.transposed(b)
+        a = self._read(_OPERANDS[matmul], x, dtype)
+        kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
+        return self.contraction.product(
+            matmul, kernel, a, b, shapes, self.dtype
         )
-        return self._product(matmul, gradient, kernel, shapes)
 
     def _by_parts(
         self,
@@ -180,27 +173,36 @@ class FrozenPlan:
         shapes: Shapes,
     ) -> Tensor | None:
         """Multiply by parts of the kernel; None where it is decoded at once."""
-        shape = tuple(codes.shape)
+        framework, shape = backends.current, tuple(codes.shape)
         is_decoded = keras.backend.standardize_dtype(codes.dtype) == "float32"
-        if is_decoded or dtype == "float64":
+        cuts = self._is_einsum and framework.cuts(math.prod(shape))
+        if is_decoded or dtype == "float64" or not cuts:
             return None
-        if not backends.current.cuts(math.prod(shape)):
-            return None
-        form, recipe = self.contraction.form, self.recipe
-        reading = reading_of(
-            form,
-            self.axes,
-            shape,
-            tuple(scale.shape),
-            in_blocks=recipe.per == "block",
-            forward=matmul == "forward",
-        )
+        form, in_blocks = self.contraction.form, self.recipe.per == "block"
+        reading = reading_of(form, self.axes, shape, in_blocks, matmul)
         if reading is None:
             return None
-        product = reading.product(x, codes, scale, recipe.weights, dtype)
-        if product is None:
+        forward, blocks = matmul == "forward", None
+        matrices, _, n = reading.shape
+        if in_blocks:
+            # One row of scales for BLOCK entries of the axis that is cut.
+            rows = ops.transpose(scale) if reading.sums == forward else scale
+            blocks, scale = framework.repeat(rows, BLOCK, 1)[:, :n], 1.0
+        else:
+            if tuple(scale.shape) != reading.scales:
+                scale = ops.broadcast_to(scale, reading.scales)
+            scale = framework.reshape(scale, (matrices, 1, -1))
+        operand, x = _OPERANDS[matmul], ops.cast(x, "float32")
+        x = reading.operand.matrix(operand, reading.operand.summed(operand, x))
+        kernel = StoredMatrix(
+            codes, blocks, self.recipe.weights, reading.shape, reading.sums
+        )
+        x = x if forward else x * scale
+        y = framework.product_by_parts(x, kernel, dtype)
+        if y is None:
             return None
-        result = reading.result(product, form.sizes(*shapes))
+        y = y * scale if forward else y
+        result = reading.result.result(matmul, y, form.sizes(*shapes))
         return ops.cast(result, self.dtype)
 
     def _quantization(self, operand: str) -> Quantization | None:
@@ -230,24 +232,11 @@ class FrozenPlan:
             return (summed, free) == (form.contracted, form.columns)
         return set(summed) == set(form.contracted) and not form.batch
 
-    def _product(
-        self, matmul: str, a: Quantized, b: Quantized, shapes: Shapes
-    ) -> Tensor:
-        """Return a product of two operands that are not quantized."""
-        kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
-        return self.contraction.product(
-            matmul, kernel, a, b, shapes, self.dtype
-        )
-
     def _read(self, operand: str, x: Tensor, dtype: str) -> Quantized:
         """Return the matrix of an unquantized operand, cast to `dtype`."""
         home = self.contraction.operand(operand, x, None)
         plain = quantized.passthrough(ops.cast(home, dtype))
         return self.contraction.read(operand, plain)
-
-    def _dequantized(self, codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
-        """Return the dequantized kernel, in the kernel's own axes."""
-        return dequantized(self.recipe, self.axes, codes, scale, dtype)
 
     def _rounded(self, inputs: Tensor, static_scale: list[Tensor]) -> Tensor:
         """Return the inputs, rounded to float8 values times their scale."""
@@ -311,9 +300,13 @@ def dequantized(
     """
     if keras.backend.standardize_dtype(codes.dtype) == "float32":
         return ops.cast(codes, dtype)
+    if _are_codes(codes):
+        numbers = backends.current.numbers(codes, recipe.weights)
+    else:
+        numbers = ops.cast(codes, "float32")
     if recipe.per == "block":
         scale = _spread(axes, scale, tuple(codes.shape))
-    return backends.current.dequantized(codes, scale, recipe.weights, dtype)
+    return ops.cast(ops.multiply(numbers, scale), dtype)
 
 
 def multiplies_codes(recipe: FrozenKernels) -> bool:

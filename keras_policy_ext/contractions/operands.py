@@ -22,9 +22,8 @@ from keras_policy_ext.backends.matmuls import ROW, Choice, Engine
 from keras_policy_ext.contractions.kinds import AxisNames, Contraction
 from keras_policy_ext.numerics import quantized, scaling
 from keras_policy_ext.numerics.casting import Cast
-from keras_policy_ext.numerics.observations import Slot
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import Amax, StateReading
+from keras_policy_ext.numerics.scale_sources import Amax, Reading, Slot
 from keras_policy_ext.recipes import (
     MATMULS,
     OPERANDS,
@@ -197,7 +196,7 @@ class PassOptions(NamedTuple):
         slot: The number of this use of the kernel in the step.
     """
 
-    reading: StateReading | None
+    reading: Reading | None
     observe: bool
     no_backward: bool = False
     sums: bool = False
@@ -249,7 +248,7 @@ class OperandUse:
         self,
         home: Tensor,
         amax: Amax,
-        reading: StateReading | None,
+        reading: Reading | None,
         cast: Cast,
         slot: Slot = 0,
     ) -> tuple[Quantized, Quantized]:

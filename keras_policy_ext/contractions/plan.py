@@ -16,8 +16,7 @@ from keras_policy_ext.backends.matmuls import Choice
 from keras_policy_ext.contractions.bound_plan import BoundPlan
 from keras_policy_ext.contractions.kinds import Contraction, EinsumOfBank
 from keras_policy_ext.contractions.operands import Operands, operands_of
-from keras_policy_ext.numerics.observations import SLOTS, Slot
-from keras_policy_ext.numerics.scale_sources import source_of
+from keras_policy_ext.numerics.scale_sources import Slot, source_of
 from keras_policy_ext.recipes import CurrentScaling, Recipe
 
 KINDS = ("auto", "native", "emulated")
@@ -115,15 +114,8 @@ class Plan:
         return plan_of(self.contraction, self.recipe, *before_slot, 0, *others)
 
     def another_slot(self, slot: Slot) -> Slot:
-        """Return the slot farthest from a slot.
-
-        For gradients that are differentiated, as in a gradient penalty. They
-        may be much larger or smaller than gradients of the loss. Up to 4 uses
-        of a layer in a step have other slots than theirs.
-        """
-        # A state that counts steps has no slots.
-        distance = SLOTS // 2 if self.source.observes_amaxes else 0
-        return (slot + distance) % SLOTS
+        """Return another slot, for gradients that are differentiated."""
+        return self.source.another_slot(slot)
 
     @functools.cached_property
     def source(self) -> Any:

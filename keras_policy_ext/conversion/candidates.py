@@ -10,9 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext._keras import stock_float8, variable_values, walking
+from keras_policy_ext._keras import quantization, variable_values, walking
 from keras_policy_ext.conversion import products_by_operation
 from keras_policy_ext.conversion.traced_model import TracedModel
+from keras_policy_ext.files import keras_float8
 from keras_policy_ext.layers.by_operation import (
     ByOperation,
     foreign_kernels,
@@ -219,10 +220,15 @@ def _float8_class(layer: keras.Layer, attention: bool) -> type | None:
     except TypeError as error:
         raise _CannotConvert(_quantized_by(layer) or str(error)) from error
     # Only Keras's own float8 can be replaced.
-    if quantized_by_keras(layer) and not stock_float8.stock_float8(layer):
-        raise _CannotConvert(
-            f"Keras has quantized it ({layer.quantization_mode})"
-        )
+    if quantized_by_keras(layer):
+        mode = layer.quantization_mode
+        if not quantization.is_in_float8(layer):
+            raise _CannotConvert(f"Keras has quantized it ({mode})")
+        if keras_float8.extension() is None:
+            raise _CannotConvert(
+                f"Keras has quantized it ({mode}), and the extension that "
+                f"takes it over, {keras_float8.NAME!r}, is not installed"
+            )
     if form is None and not quantized_by_keras(layer):
         form = form_by_operation(layer, attention)
     # A form that does not train, that of an embedding, is for `freeze` alone.

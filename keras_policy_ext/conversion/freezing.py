@@ -474,7 +474,7 @@ def _unseen(layer: keras.Layer) -> str:
         f"Layer {candidates.path_of(layer)!r} has seen no amax of its "
         "inputs. Received: activations='static'. Allowed: a model that "
         "was trained or calibrated under delayed scaling. Call "
-        "`keras_policy_ext.convert(model)` and "
+        "`keras_policy_ext.convert(model, 'delayed')` and "
         "`keras_policy_ext.calibrate(model, data)` first; or leave the layer "
         "out with `exclude`, or freeze with activations='dynamic', which "
         "needs no data."
@@ -547,7 +547,7 @@ def widen(model: keras.Layer) -> tuple[str, ...]:
     with training.changing(model):
         for layer, variables in to_widen:
             for variable in variables:
-                if variable.widened is None and not variable.is_packed:
+                if variable.widened is None:
                     stored_weights.keep_widened(layer, variable)
         built_layers.track_again(layers)
     return tuple(path_of(layer) for layer in layers)

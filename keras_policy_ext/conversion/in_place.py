@@ -190,8 +190,9 @@ def convert(
 
     Each layer keeps its weights, its place in the model and its dtypes: here a
     policy says how values are scaled and which layers follow it, and not in
-    which precision the others compute. Amaxes of the kernels are computed at
-    once. A compiled model keeps its optimizer with all slots, and can train on.
+    which precision the others compute. Under `"delayed"` amaxes of the kernels
+    are computed at once. A compiled model keeps its optimizer with all slots,
+    and can train on.
 
     Args:
         model: A model, or a layer, whose layers with weights are built. It
@@ -203,7 +204,7 @@ def convert(
             The others get the policy of the previous `convert`. If there was
             none and some layers have float8 policies, the others are left as
             they are. If no layer has one, all get the global policy if that is
-            float8, else delayed scaling.
+            float8, else `"current"`.
         recipe: Use instead of a `policy` that is a recipe; or give a float8
             policy and the recipe that it is to have.
         include: A regular expression, or several: only layers with a match
@@ -244,9 +245,9 @@ def convert(
         >>> model = keras.Sequential([keras.Input((32,)), layer])
         >>> report = kpe.convert(model)
         >>> report.converted[0].policy
-        'float8_from_float32'
-        >>> kpe.convert(model, "current").converted[0].policy  # another recipe
         'float8/current_from_float32'
+        >>> kpe.convert(model, "delayed").converted[0].policy  # another recipe
+        'float8_from_float32'
     """
     selection = Selection.read(include, exclude, filter, min_size)
     decided = _decided(model, policy, selection, attention, recipe)
@@ -350,7 +351,8 @@ def _convert(
         to_float8_class(candidate.layer, target.policy)
         state = candidate.layer.float8_state
         state.given = target.given
-        state.observe(candidate.layer.float8_contracted)
+        if state.states is not None:
+            state.states.settle(candidate.layer.float8_contracted)
         if attention and can_attend(candidate.layer):
             candidate.layer.choose_attention(attention)
     refused = [  # Their attention stays in floats.

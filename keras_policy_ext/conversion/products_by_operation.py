@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext._keras import products, stock_float8, walking
+from keras_policy_ext._keras import products, quantization, walking
 from keras_policy_ext.conversion.traced_model import (
     Note,
     TracedCall,
@@ -61,7 +61,7 @@ def record(
 
 def _may_multiply(layer: keras.Layer) -> bool:
     """Return True if a layer has a weight of its own that may be a kernel."""
-    if not layer.built or stock_float8.is_quantized(layer):
+    if not layer.built or quantization.is_quantized(layer):
         return False
     own = walking.own_weights(layer)
     return any(len(v.shape) >= 2 and is_floating(v.dtype) for v in own)

@@ -21,7 +21,7 @@ from keras_policy_ext.conversion.candidates import (
 )
 from keras_policy_ext.conversion.layers_report import LayersReport
 from keras_policy_ext.conversion.work import ModelWork, Work, scalars, work_of
-from keras_policy_ext.layers.stored_weights import is_state
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     source_policy_of,

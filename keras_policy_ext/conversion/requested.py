@@ -326,7 +326,7 @@ class Requested:
         current = policies.dtype_policy()
         if any(isinstance(x, Float8DTypePolicy) for x in _within(current)):
             return cls((_checked_float8(current),), own_first=True)
-        return cls((Float8DTypePolicy("float32"),), own_first=True)
+        return cls((_of_recipe(recipes.DEFAULT),), own_first=True)
 
     def target(self, layer: keras.Layer) -> Target:
         """Return the policy that a layer gets, or the reason why it gets none.
@@ -453,7 +453,8 @@ def _requested_policy(policy: object, recipe: Any) -> keras.DTypePolicy | None:
         return None if policy is None else _checked_float8(_policy(policy))
     if policy is None:
         return _checked_float8(_of_recipe(recipe))
-    if isinstance(policy, recipes.Recipe) or is_spec(policy):
+    names_recipe = is_spec(policy) and policy != policy_names.MODE
+    if isinstance(policy, recipes.Recipe) or names_recipe:
         raise ValueError(
             "`policy` and `recipe` both give a recipe. Received: "
             f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "

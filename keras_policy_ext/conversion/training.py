@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import h5py
 import keras
 
 from keras_policy_ext import backends, seams
@@ -20,8 +19,9 @@ from keras_policy_ext._keras import (
 )
 from keras_policy_ext._keras.optimizer_facts import is_overwritten
 from keras_policy_ext.conversion.candidates import leaves, path_of
+from keras_policy_ext.files import model_files
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_weights import is_state
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.layers.transaction import unchanged_on_error
 
 _OF_FRAMEWORKS = ("keras", "torch", "tensorflow", "keras_policy_ext")
@@ -353,7 +353,7 @@ def restore(model: keras.Model, weights: str) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False
-    saved_with_scaler = _has_scaler(weights)
+    saved_with_scaler = model_files.has_scaler(weights)
     inner = getattr(optimizer, "inner_optimizer", None)
     if saved_with_scaler in (None, inner is not None):
         return False
@@ -364,14 +364,3 @@ def restore(model: keras.Model, weights: str) -> bool:
     with replicas(model):
         model.optimizer.build(model.trainable_variables)
     return True
-
-
-def _has_scaler(weights: str) -> bool | None:
-    """Return True if a file holds a loss scaler; None without an optimizer."""
-    try:
-        with h5py.File(weights, "r") as file:
-            if "optimizer" in file:
-                return "optimizer/inner_optimizer" in file
-            return None
-    except OSError:  # No HDF5 file: weights in shards.
-        return None

@@ -123,7 +123,7 @@ def register_counter(counter: _Counter) -> _Counter:
 def work_of(model: keras.Layer) -> ModelWork:
     """Return the work of the layers of a model, counted if a class counts."""
     # Not at the import of `conversion`: the counter imports parts of it.
-    _extensions.import_counters()
+    _extensions.import_for("counter")
     return _counter(model)
 
 

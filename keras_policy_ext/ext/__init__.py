@@ -52,6 +52,7 @@ MODULES = (
     "migration",
     "mixed_precision",
     "optimizers",
+    "reference",
 )
 """Modules of the package that have names of extensions alone."""
 
@@ -66,5 +67,14 @@ REGISTERING = (
 """The modules with classes that files name, forms of Keras's layers, and
 followers: imported with the package."""
 
-COUNTER = f"{_ROOT}.count.counter"
-"""The module that counts multiplications: imported for the first report."""
+ON_DEMAND = {
+    # For the first report: what counts multiplications.
+    "counter": f"{_ROOT}.count.counter",
+    # For the first recipe that remembers something: what keeps that.
+    "memory": f"{_ROOT}.delayed.states",
+    # For the first layer in Keras's own float8, in a model or a file.
+    "keras_float8": f"{_ROOT}.keras_float8.taking_over",
+    # For the first policy of Keras's own float8.
+    "keras_float8_policy": f"{_ROOT}.keras_float8.plain_calls",
+}
+"""By what the core asks for, the module that registers it."""

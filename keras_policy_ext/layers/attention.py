@@ -13,10 +13,10 @@ import keras
 
 from keras_policy_ext._keras import attention as stock_attention
 from keras_policy_ext._keras import calls, products, walking
+from keras_policy_ext.files.entries import ATTENTION
 from keras_policy_ext.layers.attention_products import Attention
 from keras_policy_ext.layers.class_swap import to_float8_class
 from keras_policy_ext.layers.drop_in import drop_in, drop_ins, original_of
-from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import held_policy

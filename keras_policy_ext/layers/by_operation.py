@@ -38,10 +38,10 @@ from keras_policy_ext.contractions import (
     bank_axis,
     equations,
 )
+from keras_policy_ext.files.entries import ATTENTION
 from keras_policy_ext.layers import attention_products
 from keras_policy_ext.layers.attention_products import Attention
 from keras_policy_ext.layers.drop_in import new_form
-from keras_policy_ext.layers.entries import ATTENTION
 from keras_policy_ext.layers.mixin import Float8Mixin
 from keras_policy_ext.layers.operands import (
     MovedKernel,
@@ -423,8 +423,7 @@ def _split_by_matrix(
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
-    state = layer.float8_state.of(kernel)
-    has_own_scales = layer.float8_controller.scales_each_matrix(state)
+    has_own_scales = layer.float8_controller.scales_each_matrix(kernel)
     if not has_own_scales and not _crosses_matrices(
         contraction, kernel_shape, recipe
     ):

@@ -12,7 +12,8 @@ from typing import Any
 import keras
 
 from keras_policy_ext import policies
-from keras_policy_ext._keras import built_layers, global_policy, stock_float8
+from keras_policy_ext._keras import built_layers, global_policy, quantization
+from keras_policy_ext.files import keras_float8
 from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.by_operation import (
     ByOperation,
@@ -62,7 +63,8 @@ def to_float8_class(
     with unchanged_on_error([layer]):
         with built_layers.unlocked(layer):
             if form is not type(layer):
-                stock_float8.remove_stock_float8(layer)
+                if quantization.is_in_float8(layer):
+                    keras_float8.needed(f"layer {layer.path!r}").clear(layer)
                 if issubclass(form, Float8Mixin):
                     Float8Controller.join(layer)
                 built_layers.swap_class(layer, form)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,9 @@ from keras_policy_ext import backends, contractions, formats, policies, seams
 from keras_policy_ext._keras import (
     built_layers,
     calls,
+    first_use,
     global_policy,
-    stock_float8,
+    quantization,
     variable_values,
     walking,
 )
@@ -25,21 +25,14 @@ from keras_policy_ext.contractions.weighted_sum import (
     WeightedSum,
     weighted_sum_of,
 )
-from keras_policy_ext.layers import saved_weights, stored_weights
+from keras_policy_ext.layers import stored_weights
 from keras_policy_ext.layers.operands import MovedKernel
-from keras_policy_ext.layers.state import Float8State, has_state
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_of import StateOf
 from keras_policy_ext.layers.stored_weights import StoredVariable
-from keras_policy_ext.numerics.observations import numbered_row
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
 from keras_policy_ext.recipes import Recipe, scales_whole_tensors
-
-#: Float32 holds all integers below this number.
-_EXACT_INTEGERS = 2**24
-
-#: An attribute of `calls.root_of_call()`: the ids of states used so far.
-_STATES_USED = "_float8_states_used"
 
 
 class Float8Controller:
@@ -67,10 +60,9 @@ class Float8Controller:
         # the values, if each key has a scale.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
-        # Of the recipe: whether each matrix of a bank may have a scale, whether
-        # amaxes have histories, and whether kernels have a state.
-        self._scales_each_matrix = self._has_histories = False
-        self._has_state = False
+        # Of the recipe: whether each matrix of a bank may have a scale, and
+        # whether kernels have a state.
+        self._scales_each_matrix = self._remembers = False
         # No path: the first look resolves the policy.
         self._path: str | None = ""
 
@@ -103,9 +95,8 @@ class Float8Controller:
             self.recipe_of_weighted_sum,
             self.limit_of_values,
         ) = recipes_of_activations(recipe) if follows else (None, None, None)
-        self._has_state = follows and has_state(recipe)
+        self._remembers = follows and recipe.remembers
         self._scales_each_matrix = follows and scales_whole_tensors(recipe)
-        self._has_histories = follows and bool(recipe.history_length)
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:
@@ -118,7 +109,7 @@ class Float8Controller:
         stored_weights.check_policy(layer, policy)
         if not isinstance(policy, Float8DTypePolicy):
             return
-        if stock_float8.is_quantized(layer):
+        if quantization.is_quantized(layer):
             raise ValueError(
                 f"Layer {layer.name!r} is quantized by Keras, and its kernel "
                 "has no floating-point values to be scaled. Received: "
@@ -128,7 +119,7 @@ class Float8Controller:
             )
         state, recipe = layer.float8_state, policy.recipe
         lacks = len(self.kernel_paths) > len(state.matrices)
-        if (lacks and has_state(recipe)) or not state.fits(recipe):
+        if (lacks and recipe.remembers) or not state.fits(recipe):
             raise ValueError(
                 f"The policy of layer {layer.name!r} cannot be set: its float8 "
                 "state does not fit the new policy. Received: "
@@ -140,7 +131,8 @@ class Float8Controller:
                 "weights, make a new model with the policy, and load them "
                 "there; a history of another length is shortened or padded."
             )
-        state.follow(recipe)
+        if state.states is not None:
+            state.states.follow(recipe)
 
     def replace_policy(self, policy: keras.DTypePolicy) -> None:
         """Set another policy on an unlocked layer; states keep their amaxes.
@@ -259,13 +251,13 @@ class Float8Controller:
         is_known = isinstance(training, (bool, int, np.bool_))
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
-        state = layer.float8_state.of(kernel)
-        if self.scales_each_matrix(state):
-            contraction = self._of_bank(contraction, kernel, state, compiling)
-        matrices, slot = (), 0  # The matrix of the state, if there is one.
-        if self._has_state:
-            matrices, slot = self._state_of(
-                kernel, state, value, training, compiling
+        states = layer.float8_state.states if self._remembers else None
+        if self.scales_each_matrix(kernel):
+            contraction = self._of_bank(contraction, kernel, states, compiling)
+        remembered, slot = (), 0  # What a state adds to the operands.
+        if states is not None:
+            remembered, slot = states.operands(
+                kernel, value, training, compiling
             )
         if moved is not None:
             # Read: on TensorFlow the value is a variable, without `ndim`.
@@ -281,41 +273,31 @@ class Float8Controller:
         )
         layer.float8_state.last_call.plan = plan
         run = run or contractions.run
-        return run(plan, inputs, value, *matrices, bias=bias)
+        return run(plan, inputs, value, *remembered, bias=bias)
 
-    def scales_each_matrix(self, state: StateVariable | None) -> bool:
-        """Return True if each matrix of a bank has a scale; by its state."""
-        # With histories only if the state has one for each matrix.
-        if not (self._scales_each_matrix and self._has_histories):
+    def scales_each_matrix(self, kernel: keras.Variable) -> bool:
+        """Return True if each matrix of a bank may have a scale."""
+        if not (self._scales_each_matrix and self._remembers):
             return self._scales_each_matrix
-        return state is not None and state.matrix_count > 1
+        states = self.layer.float8_state.states
+        return states is not None and states.scales_each_matrix(kernel)
 
     def _of_bank(
         self,
         contraction: contractions.Contraction,
         kernel: keras.Variable,
-        state: StateVariable | None,
+        states: StateOf | None,
         compiling: bool,
     ) -> Any:
         """Return the contraction of a bank; unchanged if the kernel is none."""
-        matrices = 1 if state is None else state.matrix_count
+        matrices = 1 if states is None else states.matrices_of(kernel)
         # torch.compile leaves caches out.
         with_bank = contractions.with_bank
         if not compiling:
             with_bank = contractions.known_with_bank
         product: Any = with_bank(contraction, matrices)
-        is_bank = isinstance(product, contractions.EinsumOfBank)
-        axis = contractions.bank_axis(product.equation) if is_bank else None
-        if state is not None and matrices > 1 and axis != state.bank_axis:
-            raise ValueError(
-                f"The kernel {kernel.path!r} is no bank of matrices in this "
-                f"product. Received: {contraction!r}; the layer has a history "
-                f"for each of {matrices} matrices, along axis "
-                f"{state.bank_axis}. Allowed: an equation in which inputs and "
-                "outputs have this axis too, such as 'eti,eio->eto' for axis "
-                "0. Change the equation, or what the layer's "
-                "`float8_bank_axis` returns."
-            )
+        if states is not None:
+            states.check_bank(kernel, product)
         return product
 
     def _contract_stored(
@@ -403,47 +385,6 @@ class Float8Controller:
         run = run or contractions.run
         return run(plan, ops.cast(first, dtype), ops.cast(second, dtype))
 
-    def _state_of(
-        self,
-        kernel: keras.Variable,
-        variable: StateVariable | None,
-        value: Tensor,
-        training: bool | None,
-        compiling: bool,
-    ) -> tuple[tuple[Tensor, ...], int]:
-        """Return a kernel's state for one use of it, and the slot of that."""
-        if variable is None:
-            raise ValueError(self._unknown_kernel(kernel))
-        framework = backends.current
-        if not compiling:
-            variable.look_at(value)
-        matrix = variable.matrix()
-        variable.warn_if_moved()
-        # No optimizer updates the state with the kernel: correct a copy.
-        if variable.left_out and framework.steps_take_values:
-            matrix = variable.kept_up(value, matrix)
-        if not framework.may_take_gradients() or training is False:
-            return (matrix,), 0  # Nothing is observed: any slot will do.
-        if variable.counts_steps:
-            # Kernels of a call have numbers, to round differently; in a copy.
-            row = numbered_row(matrix.shape[1], number_in_call(variable))
-            matrix = ops.add(matrix, ops.convert_to_tensor([row], "float32"))
-        return (matrix,), variable.next_slot()
-
-    def _unknown_kernel(self, kernel: keras.Variable) -> str:
-        """Return an error message: the layer has no state for a kernel."""
-        owners = ", ".join(self.layer.float8_state.owners) or "none"
-        got = getattr(
-            kernel, "path", f"a tensor of shape {tuple(kernel.shape)}"
-        )
-        return (
-            f"Layer {self.layer.name!r} has no float8 state for this kernel, "
-            f"which the policy {self.layer.dtype_policy!r} needs. Received: "
-            f"{got}. Weights with state: {owners}. Pass a weight which this "
-            "layer made with `add_weight(..., float8=True)`, not a tensor "
-            "computed from it; for a transposed kernel change the equation."
-        )
-
 
 @functools.cache
 def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
@@ -457,7 +398,7 @@ def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
 
 def new_state(layer: keras.Layer) -> Float8State:
     """Return an empty `Float8State` for a layer."""
-    saved_weights.wrap_set_weights()
+    first_use.begin()
     state = Float8State(layer.trainable)
     state.belong_to(layer)
     built_layers.skip_in_quantize(state)
@@ -467,19 +408,3 @@ def new_state(layer: keras.Layer) -> Float8State:
 def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x` plus a bias, in its dtype; `x` itself if the bias is None."""
     return x if bias is None else ops.add(x, ops.cast(bias, x.dtype))
-
-
-def number_in_call(state: StateVariable) -> int:
-    """Return how many other kernels were used before in this call.
-
-    Outside of a call, return a hash of the kernel's path.
-    """
-    root = calls.root_of_call()
-    if root is None:
-        return zlib.crc32(state.kernel.path.encode()) % _EXACT_INTEGERS
-    # A tuple: torch.compile does not follow a dict that changes here.
-    used: tuple[int, ...] = getattr(root, _STATES_USED, ())
-    if id(state) not in used:
-        used = (*used, id(state))
-        setattr(root, _STATES_USED, used)
-    return used.index(id(state))

@@ -7,73 +7,19 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_policy_ext import bases
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.contractions import bank_axis, equations
 from keras_policy_ext.layers import lora
 from keras_policy_ext.layers.controller import with_bias
 from keras_policy_ext.layers.drop_in import drop_in
+from keras_policy_ext.layers.keras_names import KerasNames
 from keras_policy_ext.layers.mixin import Float8Mixin, activated
 from keras_policy_ext.layers.operands import contraction_of_tensors
 from keras_policy_ext.stored_kernels import Axes
 
 
-class _View:
-    """An attribute that shows a scale or history under Keras's name.
-
-    It has no setter. A layer that Keras quantizes to int8 has a variable of
-    the same name, which Python finds first.
-    """
-
-    def __init__(self, operand: str, kind: str):
-        self.operand = operand
-        self.kind = kind  # "scale" or "amax_history".
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:  # As for a property that is read from the class.
-            return self
-        state = getattr(layer, "float8_state", None)
-        variables = [] if state is None else state.matrices
-        has_amaxes = bool(variables) and variables[0].observes_amaxes
-        if layer.float8_policy is None or not has_amaxes:
-            raise AttributeError(
-                f"Layer {layer.name!r} has no {self.name!r}: its recipe keeps "
-                f"no amaxes. Received: the policy {layer.dtype_policy!r}. "
-                "Allowed: a float8 policy with delayed scaling."
-            )
-        variable = variables[0]  # Such a layer has one kernel.
-        layout, rows = variable.rows_layout, variable.rows_of(self.operand)
-        # Without a bank the operand has one row: no axis of matrices then.
-        index: Any = rows if variable.matrix_count > 1 else rows.start
-        matrix = variable_values.value_without_autocast(variable)
-        matrix = ops.stop_gradient(matrix)
-        if self.kind == "amax_history":
-            return layout.history(matrix)[index]
-        scale = layout.scale(matrix)[index]
-        return ops.where(ops.greater(scale, 0.0), scale, 1.0)
-
-
-class StockAttributes(bases.MixedInto):
-    """A mixin that shows scales and histories under Keras's names.
-
-    They are tensors to read. A scale is float32 (), the last one used or 1. An
-    amax history is float32 (length,), newest at index 0. A bank of matrices has
-    one more axis in front, of its matrices.
-    """
-
-    inputs_scale = _View("inputs", "scale")
-    inputs_amax_history = _View("inputs", "amax_history")
-    kernel_scale = _View("kernel", "scale")
-    kernel_amax_history = _View("kernel", "amax_history")
-    outputs_grad_scale = _View("outputs_grad", "scale")
-    outputs_grad_amax_history = _View("outputs_grad", "amax_history")
-
-
-class _OneEinsum(StockAttributes, Float8Mixin):
+class _OneEinsum(KerasNames, Float8Mixin):
     """The common base of `Dense` and `EinsumDense`."""
 
     float8_kernels = ("kernel",)

@@ -11,14 +11,14 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import backends, bases, contractions, policies
-from keras_policy_ext._keras import built_layers, global_policy, stock_float8
+from keras_policy_ext._keras import built_layers, global_policy, quantization
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor
+from keras_policy_ext.files import own_weights
 from keras_policy_ext.layers import (
-    saved_weights,
     stock_calls,
-    stored_files,
     stored_weights,
+    weight_lists,
 )
 from keras_policy_ext.layers.controller import (
     Float8Controller,
@@ -31,19 +31,19 @@ from keras_policy_ext.layers.operands import (
     is_floating,
     no_operands,
 )
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.layers.stored_weights import (
     in_place_of_codes,
-    is_state,
     read_as_numbers,
 )
 from keras_policy_ext.policies import Float8DTypePolicy
-from keras_policy_ext.policies.of_layers import is_frozen, source_policy_of
+from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.stored_kernels import Axes
 
 
 class Float8Mixin(
     built_layers.QuantizedAsLeaf,
-    stock_float8.TakesAdapters,
+    quantization.TakesAdapters,
     built_layers.ToldWhenBuilt,
     BuiltUnderSavedPath,
     bases.MixedInto,
@@ -131,7 +131,7 @@ class Float8Mixin(
         """`"float8"` for a layer in float8, else the mode set by Keras."""
         if self.float8_policy is not None:
             return "float8"
-        return stock_float8.other_mode(self)
+        return quantization.other_mode(self)
 
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave others unchanged.
@@ -426,7 +426,8 @@ class Float8Mixin(
     @property
     def is_frozen(self) -> bool:
         """True if this layer's kernels are stored in float8 and not trained."""
-        return is_frozen(self)
+        policy = self.float8_policy
+        return policy is not None and not policy.recipe.trains
 
     @property
     def float8_contracted(self) -> list[keras.Variable]:
@@ -456,7 +457,7 @@ class Float8Mixin(
             ValueError: If the arrays do not fit, one is no float8 state, or
                 one has other values than a frozen kernel can have.
         """
-        saved_weights.set_all(self, weights)
+        weight_lists.set_all(self, weights)
 
     def save_own_variables(
         self, store: MutableMapping[str, np.ndarray]
@@ -466,7 +467,7 @@ class Float8Mixin(
         As in Keras, LoRA adapters are merged into a float kernel.
         """
         if self.is_frozen:
-            stored_files.save(self, store)
+            own_weights.save_frozen(self, store)
         else:
             super().save_own_variables(store)
 
@@ -479,7 +480,12 @@ class Float8Mixin(
             ValueError: If the weights do not fit, or the state that Keras
                 wrote is damaged; then nothing was changed.
         """
-        saved_weights.load(self, store, super().load_own_variables)
+        self.float8_state.note_layer_loading(store)
+        stock = super().load_own_variables
+        keras_state = own_weights.load(self, store, stock)
+        self.float8_state.note_layer_loaded()
+        if keras_state is not None:
+            self.float8_state.load_with_layer(keras_state)
 
     @property
     def merges_adapters(self) -> bool:
@@ -488,7 +494,7 @@ class Float8Mixin(
 
     def texts_for_file(self) -> dict[str, str]:
         """Return the strings to save with this layer, such as a policy."""
-        return saved_weights.texts_for_file(self)
+        return own_weights.texts_for_file(self)
 
     @property
     def variable_serialization_spec(self) -> dict[str | None, list[str]] | None:
@@ -550,7 +556,7 @@ class Float8Mixin(
     def quantized_call(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the layer for Keras, which calls this in a quantization mode."""
         policy = self.float8_controller.policy
-        if policy is None and stock_float8.is_quantized(self):
+        if policy is None and quantization.is_quantized(self):
             return super().quantized_call(*args, **kwargs)
         return self.call(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_policy_ext import backends, contractions
-from keras_policy_ext._keras import stock_float8
+from keras_policy_ext._keras import quantization
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.operands import is_floating
 
@@ -19,14 +19,14 @@ def refuse_quantize(layer: keras.Layer, mode: str | None) -> None:
     """Raise NotImplementedError if a layer is in float8, or `mode` is."""
     policy = layer.float8_policy
     if policy is not None and not policy.recipe.trains:
-        stock_float8.refuse_quantization(
+        quantization.refuse_quantization(
             f"Layer {layer.name!r} is frozen and was not quantized: its "
             f"kernels are stored in float8. Received: {mode!r}. Allowed: a "
             "layer with float weights. `keras_policy_ext.thaw(model)` "
             "gives it float weights with the rounded values."
         )
     if policy is not None:
-        stock_float8.refuse_quantization(
+        quantization.refuse_quantization(
             f"Layer {layer.name!r} follows the policy "
             f"{policy.full_name!r} and was not quantized: it stays in "
             f"float8. Received: {mode!r}. Allowed: a layer under a plain "
@@ -35,7 +35,7 @@ def refuse_quantize(layer: keras.Layer, mode: str | None) -> None:
             "how it is scaled."
         )
     if mode == "float8":
-        stock_float8.refuse_quantization(
+        quantization.refuse_quantization(
             f"quantize('float8') does nothing on layer {layer.name!r}: "
             "layers of keras_policy_ext are in float8 by their policy, "
             f"which is {layer.dtype_policy.name!r}. Received: 'float8'. "

@@ -14,17 +14,15 @@ from keras import ops
 from keras_policy_ext import backends, contractions, formats
 from keras_policy_ext._keras import (
     built_layers,
+    first_use,
     saving_hooks,
     variable_values,
     walking,
 )
 from keras_policy_ext._keras.built_layers import scope_of_path
-from keras_policy_ext._types import Tensor
+from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers.operands import is_floating
-from keras_policy_ext.layers.state_variable import (
-    StateVariable,
-    on_every_device,
-)
+from keras_policy_ext.layers.state_of import NoWeight, is_state
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
 
@@ -34,26 +32,51 @@ WIDENED = "_widened"
 """The suffix of the name of a stored kernel's float16 variable."""
 
 
-class StoredConstant(keras.Variable):
+def on_every_device(rank: int) -> dict[str, Any]:
+    """Return arguments that replicate a variable of this rank on JAX devices.
+
+    Keras 3.12 searches a path for a pattern, so that the pattern of a kernel
+    also matches what is stored beside it. Other patterns name whole layers.
+    """
+    distribution = keras.distribution.distribution()
+    if keras.backend.backend() != "jax" or distribution is None:
+        return {}
+    mesh = distribution.device_mesh
+    return {"layout": keras.distribution.TensorLayout((None,) * rank, mesh)}
+
+
+class StoredConstant(NoWeight, keras.Variable):
     """A variable of a stored kernel: a scale in float32, or all its numbers.
 
     The numbers are those of the codes, in float16. It is no parameter.
     """
 
-    stored_dtype = "float32"
+    @override
+    def check(self, value: Any) -> None:
+        # NaN and infinities, and a scale that is not positive, are refused.
+        numbers = np.asarray(ops.convert_to_numpy(value))
+        is_scale = not self.name.endswith(WIDENED)  # Else a whole kernel.
+        if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
+            return
+        raise ValueError(
+            f"This array cannot be the scale of the frozen kernel "
+            f"{self.path!r}; no weight was set. Received: values that are "
+            "NaN, infinite or <= 0. Allowed: finite values > 0. Pass the list "
+            "that `get_weights` returned."
+        )
 
     @property
     def as_stored(self) -> Any:
         """The tensor, detached; ValueError if it was cast."""
         value = variable_values.value_without_autocast(self)
         dtype = keras.backend.standardize_dtype(value.dtype)
-        if dtype == self.stored_dtype:
+        if dtype == self.dtype:
             # PyTorch lets anyone ask for gradients of a parameter.
             asks = getattr(value, "requires_grad", False)
             return value.detach() if asks else value
         raise ValueError(
             f"The constants {self.path!r} of a frozen layer were cast, which "
-            f"rounds them. Received: {dtype}. Allowed: {self.stored_dtype}. On "
+            f"rounds them. Received: {dtype}. Allowed: {self.dtype}. On "
             "PyTorch `half()`, `bfloat16()`, `float()`, `double()` and "
             "`to(dtype)` of a module cast them: load or freeze the model "
             "again, and do not call them. Set the compute dtype by a policy "
@@ -93,8 +116,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     scale: Any = None
     inputs_scale: Any = None  # The static one; None if there is none.
     widened: Any = None  # Numbers in float16; None if products read codes.
-    is_packed = False  # Whether the framework keeps them in a form of its own.
-    decoded: Any = None  # In float32, of `multiplied_often`.
+    decoded: Any = None  # In float32; see `decoded_once`.
 
     def __init__(
         self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
@@ -127,11 +149,9 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         if not is_first or self.granularity == "block":
             return self.value[index]
         codes, scale, *_ = self._numbers_and_scales
-        return backends.current.dequantized(
-            codes[index],
-            scale[0] if scale.shape[0] == 1 else scale[index],
-            self.weights,
-            self.dtype,
+        scale = scale[0] if scale.shape[0] == 1 else scale[index]
+        return contractions.dequantized(
+            self.recipe, self.axes, codes[index], scale, self.dtype
         )
 
     def assign(self, value: Tensor) -> Any:
@@ -206,8 +226,6 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         # kernel.
         codes, *scales = self._numbers_and_scales
         framework = backends.current
-        if self.is_packed:
-            framework.keep_packed(codes)
         gathering = framework.gathering_of(self.codes)
         if gathering is not None:
             codes = framework.gathered(codes, gathering, gathering.axes)
@@ -283,7 +301,7 @@ def add_stored(
     return variable
 
 
-def multiplied_often(kernel: keras.Variable) -> keras.Variable:
+def decoded_once(kernel: keras.Variable) -> keras.Variable:
     """Return a kernel for the steps of a loop: it is dequantized now, once.
 
     A kernel that is not stored, or that float8 matmuls read, is unchanged.
@@ -309,9 +327,8 @@ _MULTIPLY_MATRICES = (
 
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
     """Keep the numbers of a stored kernel in float16, for its products."""
-    is_matrix = isinstance(layer, _MULTIPLY_MATRICES)
-    if backends.current.packs(variable.codes.value, is_matrix):
-        variable.is_packed = True
+    codes, *_ = variable.constants
+    if isinstance(layer, _MULTIPLY_MATRICES) and backends.current.pack(codes):
         return
     state, name = layer.float8_state, variable.name + WIDENED
     value = variable.stored.values.astype("float16")
@@ -351,12 +368,7 @@ def held(variable: keras.Variable) -> Any:
     return variable.codes if isinstance(variable, StoredVariable) else variable
 
 
-def is_state(variable: object) -> bool:
-    """Return True if a variable holds scales or amaxes, and is no parameter."""
-    return isinstance(variable, (StateVariable, StoredConstant))
-
-
-saving_hooks.leave_out_of_totals(is_state)
+first_use.wait(lambda: saving_hooks.leave_out_of_totals(is_state))
 
 
 def _name_of(dtype: Any) -> str:
@@ -369,7 +381,7 @@ def _constant(
     """Create a variable of a stored kernel; ones for None."""
     if value is not None:
         value = np.asarray(value, dtype)
-    constant = StoredConstant(
+    return StoredConstant(
         initializer="ones" if value is None else value,
         shape=shape,
         dtype=dtype,
@@ -378,8 +390,6 @@ def _constant(
         name=name,
         **on_every_device(len(shape)),
     )
-    constant.stored_dtype = dtype
-    return constant
 
 
 Frozen = tuple[Any, StoredKernel | Axes, Any]

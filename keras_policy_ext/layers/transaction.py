@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from keras_policy_ext._keras import built_layers, variable_values
+from keras_policy_ext.layers.state_of import NoWeight
 
 # The methods of these classes are used, not those of the subclasses of Keras
 # and TensorFlow, which would track what is put back as if it were new.
@@ -85,9 +86,7 @@ class _Memory:
         self._attributes = [(each, dict(vars(each))) for each in objects]
         held = [x for _, values in self._attributes for x in values.values()]
         self._put_backs = [
-            each.memory()
-            for each in held
-            if isinstance(each, variable_values.Companion)
+            each.memory() for each in held if isinstance(each, NoWeight)
         ]
         self._contents = _contents_of([*held, *containers])
 

@@ -257,16 +257,8 @@ def scaled(
 
 
 def view(x: Tensor, dtype: str) -> Tensor:
-    """Reinterpret a tensor's bits as a dtype of the same size.
-
-    It also works for a last axis of unknown size on TensorFlow, where
-    `ops.view` fails (keras 3.15; for a scalar keras 3.12).
-    """
-    x = x if ops.is_tensor(x) else tensor_of(x)
-    is_size_known = len(x.shape) > 0 and x.shape[-1] is not None
-    if is_size_known or keras.backend.backend() != "tensorflow":
-        return ops.view(x, dtype)
-    return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)
+    """Reinterpret a tensor's bits, or an array's; see `primitives.view`."""
+    return primitives.view(tensor_of(x), dtype)
 
 
 MANTISSA = 23

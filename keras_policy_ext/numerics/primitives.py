@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_policy_ext._types import Size, Tensor
@@ -87,20 +88,10 @@ class Primitives:
 
         There are no codes of NaN or infinity among them.
         """
-        raise NotImplementedError
-
-    def dequantized(
-        self, codes: Tensor, scale: Tensor, format_name: str, dtype: str
-    ) -> Tensor:
-        """Return `numbers(codes) * scale`, in float32, cast to a dtype.
-
-        Codes are uint8, or their numbers in float16. The scale has their rank.
-        """
-        if keras.backend.standardize_dtype(codes.dtype) == "uint8":
-            numbers = self.numbers(codes, format_name)
-        else:
-            numbers = ops.cast(codes, "float32")
-        return ops.cast(ops.multiply(numbers, scale), dtype)
+        # By way of float16, which has every number of these formats: half the
+        # time of a table (JAX 0.10, TF 2.21, CPU).
+        _, factor = DECODED[format_name]
+        return ops.cast(halves(codes, format_name), "float32") * factor
 
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
         """Reinterpret uint8 codes as a float8 dtype."""
@@ -139,6 +130,36 @@ class Primitives:
         scalar. That differs by one ulp in a quarter of cases (JAX 0.10).
         """
         return ops.where(ops.isnan(x), float("nan"), scale)
+
+
+def view(x: Tensor, dtype: str) -> Tensor:
+    """Reinterpret a tensor's bits as a dtype of the same size.
+
+    It also works for a last axis of unknown size on TensorFlow, where
+    `ops.view` fails (keras 3.15; for a scalar keras 3.12).
+    """
+    is_size_known = len(x.shape) > 0 and x.shape[-1] is not None
+    if is_size_known or keras.backend.backend() != "tensorflow":
+        return ops.view(x, dtype)
+    return ops.squeeze(ops.view(ops.expand_dims(x, -1), dtype), -1)
+
+
+def halves(codes: Tensor, format_name: str) -> Tensor:
+    """Return codes as float16: their values divided by the factor of `DECODED`.
+
+    There are no codes of NaN among them. Numbers in float16 are unchanged.
+    """
+    if keras.backend.standardize_dtype(codes.dtype) == "float16":
+        return codes
+    shift, _ = DECODED[format_name]
+    # A conversion from int8 repeats the sign bit in all higher bits, so that
+    # the sign of the shifted code is where float16 has it. The bit below is
+    # cleared: a shift by 7 makes it equal to the sign.
+    bits = ops.cast(view(codes, "int8"), "int16")
+    bits = ops.left_shift(bits, np.int16(shift))
+    if shift == 7:
+        bits = ops.bitwise_and(bits, np.int16(~0x4000))
+    return view(bits, "float16")
 
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ def four_over_six(
     """Compute the scales of tiles of `x` whose amax becomes 4 or 6.
 
     Each tile has the scale whose squared error is smaller, 6 if they are equal.
-    `reference.scales.four_over_six_scales` defines the error.
+    `four_over_six_scales` of the reference defines the error.
     """
     tile = quantization.tile
     six = _two_level(amax, quantization, SIX)
@@ -130,7 +130,7 @@ def _floored_exponent(amax: Tensor, limit: float) -> Tensor:
 
 def _largest_of_byte_0(limit: float) -> float:
     """Return the largest amax whose scale rounds up to 2^-127, byte 0."""
-    # By float32 arithmetic, as in `reference.scales.e8m0_up`.
+    # By float32 arithmetic, as in `e8m0_up` of the reference.
     amax, inverse = np.float32(limit * 2.0**-127), np.float32(1 / limit)
     while True:
         larger = np.nextafter(amax, np.float32(1))

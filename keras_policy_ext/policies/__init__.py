@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import keras
 
 from keras_policy_ext import _extensions, policy_names
-from keras_policy_ext._keras import global_policy
+from keras_policy_ext._keras import first_use, global_policy
 from keras_policy_ext.policies import _global, plain
 from keras_policy_ext.policies._global import dtype_policy
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
@@ -109,6 +109,7 @@ def set_dtype_policy(policy: object) -> None:
 
 def _state_of(policy: object) -> _global.State:
     """Return what to store for a policy; None follows the floatx."""
+    first_use.begin()  # A file then tells the policies of its models.
     if policy is None:
         floatx = keras.config.floatx()
         plain.warn_of_missing_float64(keras.DTypePolicy(floatx))
@@ -231,8 +232,8 @@ def names_in_keras(read: bool) -> None:
     `keras.layers.Dense(8, dtype="mixed_float8")` and
     `keras.config.set_dtype_policy("float8/current_from_float32")` then work as
     with the policy object. `"float8_from_<source>"` still means Keras's own
-    float8 there. Under Keras's own float8 policy, layers without float8 then
-    compute as its source policy says.
+    float8 there. Under such a name, or in a model file with such a policy,
+    layers without float8 compute as the source policy says.
 
     Args:
         read: False for Keras's behavior without this package; True to accept
@@ -242,9 +243,16 @@ def names_in_keras(read: bool) -> None:
     _names_are_read = bool(read)
 
 
+def are_names_read() -> bool:
+    """Return True if Keras accepts names of float8 policies now."""
+    return _names_are_read
+
+
 def _policy_of_name(name: str) -> keras.DTypePolicy | None:
     """Return the policy of a name of this package; None for any other name."""
     if not policy_names.is_ours(name):
+        if policy_names.is_full_name(name):
+            _extensions.import_for("keras_float8_policy")
         return None
     if _names_are_read:
         return get(name)
@@ -257,4 +265,3 @@ def _policy_of_name(name: str) -> keras.DTypePolicy | None:
 
 
 global_policy.read_names(_policy_of_name)
-global_policy.call_without_float8(lambda: _names_are_read)

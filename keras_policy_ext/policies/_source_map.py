@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self
 
 import keras
 
-from keras_policy_ext._keras import global_policy
+from keras_policy_ext._keras import first_use, global_policy
 
 
 class SourceMap(keras.dtype_policies.DTypePolicyMap):
@@ -20,6 +20,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     """`policies.get`, assigned there, since it knows the subclasses."""
 
     def __init__(self, source: keras.DTypePolicy) -> None:
+        first_use.begin()
         super().__init__(default_policy=source)
         self._source_policy = source
         self._source_name = source.name

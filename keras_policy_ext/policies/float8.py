@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self, TypeGuard
 
 import keras
 
-from keras_policy_ext import policy_names, recipes
+from keras_policy_ext import _extensions, policy_names, recipes
 from keras_policy_ext.policies import _global, plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.recipes.fields import settled
@@ -49,7 +49,7 @@ class Float8DTypePolicy(SourceMap):
         amax_history_length: The length of delayed scaling's history in steps,
             int >= 1.
         recipe: A recipe, its name or spec string, or None for
-            `DelayedScaling(amax_history_length=…)`.
+            `DelayedScaling(amax_history_length=…)`, as in Keras.
         rules: Ordered pairs `(pattern, policy or None)`. The first whose
             pattern is, or as a regular expression fully matches, a layer's
             path decides: None keeps the source policy, otherwise any
@@ -233,7 +233,7 @@ def get(identifier: object) -> keras.DTypePolicy:
 
     Examples:
         >>> kpe.get("mixed_float8").full_name
-        'float8_from_mixed_bfloat16'
+        'float8/current_from_mixed_bfloat16'
         >>> kpe.get("float16").compute_dtype
         'float16'
     """
@@ -301,6 +301,7 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     """
     if not isinstance(policy, keras.dtype_policies.QuantizedFloat8DTypePolicy):
         return policy
+    _extensions.import_for("keras_float8_policy")
     config = policy.get_config()
     source = config["source_name"] or plain.name_of_dtypes(policy)
     length = config["amax_history_length"]
@@ -309,7 +310,9 @@ def as_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 def _from_name(name: str) -> keras.DTypePolicy:
     """Return the policy that a name means."""
-    if policy_names.is_full_name(name) or name == policy_names.MODE:
+    if name == policy_names.MODE:
+        return Float8DTypePolicy(recipe=recipes.DEFAULT)
+    if policy_names.is_full_name(name):
         return Float8DTypePolicy(name)
     try:
         if "_from_" in name:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keras
 
-from keras_policy_ext._keras import stock_float8, walking
+from keras_policy_ext._keras import quantization, walking
 from keras_policy_ext.policies import plain
 from keras_policy_ext.policies._source_map import SourceMap, is_stock_map
 from keras_policy_ext.policies.float8 import Float8DTypePolicy, as_float8
@@ -53,7 +53,7 @@ def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
     policy = of_path(layer.dtype_policy, layer.path)
     # A layer follows Keras's own float8 policy only if Keras has quantized it.
     is_keras_float8 = as_float8(policy) is not policy
-    if is_keras_float8 and not stock_float8.stock_float8(layer):
+    if is_keras_float8 and not quantization.is_in_float8(layer):
         return source_policy_of(layer)
     return source_policy_of(layer) if isinstance(policy, SourceMap) else policy
 

@@ -13,10 +13,10 @@ registers a scale source (`numerics.scale_sources`).
 """
 
 # In the order of the list of names, of which the default is the first.
-from keras_policy_ext.recipes.delayed import LARGEST_MARGIN, DelayedScaling
+from keras_policy_ext.recipes.current import CurrentScaling
 
 # isort: split
-from keras_policy_ext.recipes.current import CurrentScaling
+from keras_policy_ext.recipes.delayed import LARGEST_MARGIN, DelayedScaling
 
 # isort: split
 from keras_policy_ext.recipes.rowwise import RowwiseScaling
@@ -51,6 +51,7 @@ from keras_policy_ext.recipes.recipe import (
     scales_whole_tensors,
 )
 from keras_policy_ext.recipes.spec import (
+    DEFAULT,
     deserialize,
     get,
     is_spec,
@@ -61,6 +62,7 @@ from keras_policy_ext.recipes.spec import (
 
 __all__ = [
     "ACTIVATIONS",
+    "DEFAULT",
     "EACH_MATRIX",
     "LARGEST_MARGIN",
     "MATMULS",

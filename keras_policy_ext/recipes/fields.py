@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -92,6 +93,7 @@ def is_open(recipe: Recipe) -> bool:
     return getattr(recipe, "power_of_two", False) is None
 
 
+@functools.lru_cache(maxsize=256)
 def settled(recipe: Recipe, power_of_two: bool) -> Recipe:
     """Return a recipe that says whether its scales are powers of two.
 

@@ -114,6 +114,11 @@ class Recipe:
         return 0
 
     @property
+    def remembers(self) -> bool:
+        """True if a kernel has a state: a history, or the count of steps."""
+        return bool(self.history_length) or self.is_stochastic
+
+    @property
     def scale_options(self) -> dict[str, Any]:
         """The keyword arguments for `scale_from_amax`: margin, power_of_two."""
         rounded_up = any(
@@ -219,8 +224,11 @@ class Recipe:
         ]
 
 
+@functools.lru_cache(maxsize=256)
 def check(recipe: Recipe) -> None:
     """Raise if a recipe's quantizations are inconsistent or not supported.
+
+    An equal recipe that was checked before is not checked again.
 
     Raises:
         ValueError: If one operand of a matmul is quantized and the other is
@@ -229,8 +237,8 @@ def check(recipe: Recipe) -> None:
             with a history has tiles smaller than a tensor, or rounds
             stochastically; or a quantization is not implemented.
     """
-    for matmul, operands in MATMULS.items():
-        first, second = (recipe.quantization(o, matmul) for o in operands)
+    found = iter(quantizations_of(recipe))
+    for matmul, first, second in zip(MATMULS, found, found, strict=True):
         fault = _fault(first, second) or _unfit(recipe, matmul, first, second)
         if fault:
             allowed = ", ".join(
@@ -319,13 +327,14 @@ def _unsupported(quantization: Quantization) -> str:
     return ""
 
 
-def quantizations_of(recipe: Recipe) -> list[Quantization | None]:
+@functools.lru_cache(maxsize=1024)
+def quantizations_of(recipe: Recipe) -> tuple[Quantization | None, ...]:
     """Return the quantizations of both operands of each matmul, in order."""
-    return [
+    return tuple(
         recipe.quantization(operand, matmul)
         for matmul, operands in MATMULS.items()
         for operand in operands
-    ]
+    )
 
 
 def _register(cls: type[Recipe]) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from keras_policy_ext.recipes.current import CurrentScaling
 from keras_policy_ext.recipes.delayed import DelayedScaling
 from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, no_recipe
 
-# torchao's names for recipes. Configs and files have the names here.
-_ALIASES = {"tensorwise": "current"}
+DEFAULT = CurrentScaling.name
+"""The recipe where none is given."""
+
+# The default, and torchao's name for it. Configs and files have its own name.
+_ALIASES = {"float8": DEFAULT, "tensorwise": DEFAULT}
 
 # Words that errors explain, in small letters without separators.
 _OF_OTHERS = {
-    "float8": ("delayed",),
-    "fp8": ("float8", "delayed"),
-    "f8": ("float8", "delayed"),
-    "mixedfp8": ("mixed_float8", "delayed"),
+    "fp8": ("float8", "current"),
+    "f8": ("float8", "current"),
+    "mixedfp8": ("mixed_float8", "current"),
     "tensorwise": ("current",),
     "dynamic": ("current",),
     "hybrid": ("delayed",),
@@ -78,7 +82,7 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
         identifier: A recipe (returned unchanged), a name or spec string (see
             `parse`), a config dict (`{"class_name": "DelayedScaling",
             "config": {…}}` or `{"name": "delayed", …fields}`), or None for
-            `DelayedScaling()`.
+            `CurrentScaling()`.
 
     Returns:
         The recipe.
@@ -94,7 +98,7 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
         1
     """
     if identifier is None:
-        return DelayedScaling()
+        return CurrentScaling()
     if isinstance(identifier, Recipe):
         return identifier
     if isinstance(identifier, str):
@@ -145,8 +149,8 @@ def parse(spec: str) -> Recipe:
     It is the inverse of `Recipe.spec`.
 
     Grammar: `""` (delayed, 1024) | `"16"` (delayed, that length) | `name` |
-    `name(field=value,…)` with Python literals as values. `"tensorwise"`,
-    torchao's name, means `"current"`.
+    `name(field=value,…)` with Python literals as values. `"float8"`, and
+    `"tensorwise"`, torchao's name, mean `"current"`.
 
     Args:
         spec: The string, e.g. `"current(power_of_two=True)"`.
@@ -161,6 +165,16 @@ def parse(spec: str) -> Recipe:
     """
     if not isinstance(spec, str):
         raise TypeError(no_recipe(spec))
+    match = _SPEC.fullmatch(spec.strip())
+    # Any: mypy takes a class of frozen dataclasses for one without a hash.
+    cls: Any = DelayedScaling if match is None else _class(match["name"])
+    return _recipe_of(spec, cls)
+
+
+@functools.lru_cache(maxsize=256)
+def _recipe_of(spec: str, cls: type[Recipe]) -> Recipe:
+    """Return the recipe of a string, whose name is that of a class."""
+    # The class is an argument, since a notebook may define it again.
     text = spec.strip()
     if not text:
         return DelayedScaling()
@@ -169,7 +183,6 @@ def parse(spec: str) -> Recipe:
     match = _SPEC.fullmatch(text)
     if match is None:
         raise ValueError(_grammar(spec))
-    cls = _class(match["name"])
     return cls.from_config(_literals(match["arguments"] or "", spec))
 
 

@@ -1,130 +1,32 @@
-"""Load files with frozen layers, and with layers of Keras's own float8."""
+"""Load files with frozen layers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import pathlib
-import shutil
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import h5py
 import keras
 
-from keras_policy_ext import input_files, policies
 from keras_policy_ext._keras import calls, saving_hooks, walking
 from keras_policy_ext.conversion import candidates, freezing, in_place, training
-from keras_policy_ext.layers import stored_files, stored_weights
-from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
-from keras_policy_ext.layers.entries import GROUP
-from keras_policy_ext.layers.saved_layers import (
+from keras_policy_ext.files import input_files, model_files, own_weights
+from keras_policy_ext.files.model_files import CONFIG, PathLike
+from keras_policy_ext.files.saved_layers import (
     FrozenWeights,
-    KerasWeights,
     is_frozen,
 )
+from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     source_policy_of,
 )
 from keras_policy_ext.recipes import FrozenKernels
-from keras_policy_ext.saving import files
-from keras_policy_ext.saving.files import PathLike, Source
-
-_CONFIG = "config.json"
-_POLICY = "QuantizedFloat8DTypePolicy"
-
-
-@contextlib.contextmanager
-def rewritten_model(path: PathLike) -> Iterator[PathLike]:
-    """In the block, a copy of a model saved by Keras's float8 can be loaded.
-
-    It yields the path, or that of a temporary folder with the converted model.
-
-    Raises:
-        ValueError: If the history length of a policy in it is < 1.
-    """
-    if not files.count(path, KerasWeights.in_group):  # No such layers.
-        yield path
-        return
-    config = _with_own_policies(input_files.json_in(config_in(path), path))
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder) / "model"
-        if pathlib.Path(str(path)).is_dir():
-            # Without their modes: copies of read-only files are written to.
-            shutil.copytree(str(path), copy, copy_function=shutil.copyfile)
-        else:
-            with zipfile.ZipFile(str(path)) as archive:
-                archive.extractall(copy)
-        (copy / _CONFIG).write_text(json.dumps(config), "utf8")
-        _rewrite(copy / files.WEIGHTS)
-        yield copy
-
-
-@contextlib.contextmanager
-def rewritten_weights(path: PathLike) -> Iterator[PathLike]:
-    """In the block, a copy of weights of Keras's float8 can be loaded.
-
-    It yields the path, or that of a temporary `.weights.h5` file.
-    """
-    if not files.count(path, KerasWeights.in_group):  # No such layers.
-        yield path
-        return
-    with files.copied(path) as copy:
-        _rewrite(copy)
-        yield copy
-
-
-def lacks_config(path: PathLike) -> bool:
-    """Return True for a folder that Keras has not written as a model file."""
-    # A folder with others of its files has lost its config.
-    place = pathlib.Path(str(path))
-    names = _CONFIG, "metadata.json", "model.weights.h5"
-    return place.is_dir() and not any((place / each).exists() for each in names)
-
-
-def config_in(path: PathLike) -> bytes:
-    """Return the JSON config in a model's file or folder, as bytes."""
-    place = pathlib.Path(str(path))
-    if place.is_dir():
-        return (place / _CONFIG).read_bytes()
-    with zipfile.ZipFile(place) as archive:
-        return archive.read(_CONFIG)
-
-
-def _rewrite(path: PathLike) -> None:
-    """Move the state in Keras's form to groups of this package, in a file."""
-    with h5py.File(path, "a") as file:
-        for group in files.groups(file):
-            weights = KerasWeights.in_group(group)
-            if weights is None:
-                continue
-            entries = weights.as_state()
-            for number in set(group) - set(weights.own):
-                del group[number]
-            state = group.parent.create_group(GROUP).create_group("vars")
-            for name, value in entries.items():
-                state[name] = value
-
-
-def _with_own_policies(config: Any) -> Any:
-    """Return a config with Keras's float8 policies in this package's form."""
-    if isinstance(config, list):
-        return [_with_own_policies(item) for item in config]
-    if not isinstance(config, dict):
-        return config
-    if config.get("class_name") == _POLICY:
-        return policies.serialize(policies.get(config))
-    return {key: _with_own_policies(value) for key, value in config.items()}
-
-
-def has_frozen_layers(path: Source) -> bool:
-    """Return True if a file has frozen layers; False if it is unreadable."""
-    return bool(files.count(path, is_frozen))
+from keras_policy_ext.saving import keras_loader
 
 
 def load_model(
@@ -134,16 +36,16 @@ def load_model(
     safe_mode: bool,
 ) -> keras.Model:
     """Load a file with frozen layers as `keras.saving.load_model` would."""
-    text = config_in(path)
+    text = model_files.content(path, CONFIG)
     compile_config = input_files.json_in(text, path).get("compile_config")
     given = text, custom_objects, safe_mode
     new_model = functools.partial(saving_hooks.model_of, *given)
-    with files.weights_of(path) as weights:
+    with model_files.weights_of(path) as weights:
         model = made_frozen(new_model, weights)
         freeze_as_saved(model, weights)
         if compile and compile_config:
             model.compile_from_config(compile_config)
-        files.load(model, weights)  # Also of the optimizer.
+        keras_loader.load(model, weights)  # Also of the optimizer.
     _load_assets(model, path)
     return model
 
@@ -173,7 +75,7 @@ def _frozen_when_built(weights: PathLike) -> Iterator[None]:
     Their kernels are zeros, and the recipe is that of the first frozen layer in
     the file. `freeze_as_saved` later corrects which layers are frozen, and how.
     """
-    recipe = _first_recipe(weights)
+    recipe = model_files.first_recipe(weights)
     if recipe is None:
         yield
         return
@@ -208,51 +110,11 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
             saved = by_id.get(id(layer))
             _freeze_as(layer, None if saved is None else saved.recipe)
             if saved is not None:  # Before an optimizer is built.
-                stored_files.enable_saved_lora(layer, saved)
+                own_weights.enable_saved_lora(layer, saved)
         # Then what has such layers in it: composites like LSTM, and backbones.
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
         in_place.declare_policies(model)
-
-
-@contextlib.contextmanager
-def dequantized(path: PathLike) -> Iterator[PathLike]:
-    """Yield a weights file whose float8 kernels are dequantized, in a copy.
-
-    They are those of `thaw`. Without frozen layers: the file itself.
-    """
-    if not has_frozen_layers(path):
-        yield path
-        return
-    with files.copied(path) as copy:
-        with h5py.File(copy, "a") as file:
-            for group in files.groups(file):
-                if is_frozen(group):
-                    _dequantize(group)
-        yield copy
-
-
-def _dequantize(group: h5py.Group) -> None:
-    """Rewrite a frozen layer's group with float weights, LoRA merged in."""
-    frozen = FrozenWeights.of(group, group.name)
-    kernels: list[Any] = []
-    others: list[Any] = []
-    adapters: list[Any] = []
-    for name in frozen.names:
-        if name in frozen.summed:  # The header has axes of kernels alone.
-            kernels.append(frozen.kernel(name).dequantized())
-        else:
-            into = adapters if name.startswith("lora_") else others
-            into.append(frozen.array(name))
-    if frozen.lora:  # It adapts the first kernel, or the embeddings.
-        a, b = adapters
-        scale = frozen.lora["alpha"] / frozen.lora["rank"]
-        kernels[0] = kernels[0] + scale * (a @ b)
-    for key in list(group):
-        del group[key]
-    # As Keras saves a layer: weights by number, the kernels first.
-    for number, value in enumerate([*kernels, *others]):
-        group[str(number)] = value
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
@@ -287,14 +149,6 @@ def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
     to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
 
 
-def _first_recipe(weights: PathLike) -> FrozenKernels | None:
-    """Return the recipe of the first frozen layer in a file, or None."""
-    with files.opened(weights) as file:
-        listed = [] if file is None else files.groups(file)
-        first = next(filter(is_frozen, listed), None)
-        return first and FrozenWeights.of(first, first.name).recipe
-
-
 def _frozen_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenWeights]:
@@ -303,10 +157,10 @@ def _frozen_in(
     by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.without_skip_warnings())
+        stack.enter_context(keras_loader.without_skip_warnings())
         for layer in layers:
             stack.enter_context(_noting(layer, by_id))
-        files.load(model, weights)
+        keras_loader.load(model, weights)
     return by_id
 
 
@@ -319,7 +173,7 @@ def _noting(
     def note(store: Any) -> None:  # In place of the method.
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
-            stored_files.check_rank(saved)
+            own_weights.check_rank(saved)
             by_id[id(layer)] = saved
 
     vars(layer)["load_own_variables"] = note
@@ -332,12 +186,9 @@ def _noting(
 def _load_assets(model: keras.Model, path: PathLike) -> None:
     """Load the assets of a saved model, such as vocabularies, if any."""
     place = pathlib.Path(str(path))
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
         if not place.is_dir():
-            with zipfile.ZipFile(place) as archive:
-                names = archive.namelist()
-                found = [x for x in names if x.startswith("assets/")]
-                archive.extractall(folder, found)
-            place = pathlib.Path(folder)
+            unpacked = model_files.unpacked(path, "assets/")
+            place = stack.enter_context(unpacked)
         if (place / "assets").is_dir():
             saving_hooks.load_assets(model, place / "assets")

@@ -4,40 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import pathlib
-import zipfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
-from keras_policy_ext import input_files, policies, user_code
+from keras_policy_ext import policies, user_code
 from keras_policy_ext._keras import global_policy, walking
 from keras_policy_ext.conversion.candidates import path_of
+from keras_policy_ext.files import input_files, model_files
+from keras_policy_ext.files.model_files import (
+    CONFIG,
+    METADATA,
+    PathLike,
+    Source,
+)
+from keras_policy_ext.files.saved_layers import is_float8_layer
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.saved_layers import is_float8_layer
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.policies.of_layers import layers_in_float8
-from keras_policy_ext.saving import files
-from keras_policy_ext.saving.files import PathLike, Source
 
-_silent = contextvars.ContextVar("keras_policy_ext_silent", default=False)
+_file: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "the file that keras_policy_ext loads now", default=None
+)
 
 
 @contextlib.contextmanager
-def without_warning_of_lost_float8() -> Iterator[None]:
-    """In the block, do not warn that loaded layers have lost float8."""
-    token = _silent.set(True)
+def loading(path: PathLike) -> Iterator[None]:
+    """In the block, this package loads a file, and knows what is in it."""
+    token = _file.set(str(path))
     try:
         yield
     finally:
-        _silent.reset(token)
+        _file.reset(token)
+
+
+def is_loading(path: PathLike) -> bool:
+    """Return True in a block of `loading` for this file."""
+    return _file.get() == str(path)
 
 
 def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
     """Warn if a loaded model has fewer float8 layers than the saved model."""
-    # Only `.keras` files and folders are checked.
-    if _silent.get():
+    # Only `.keras` files and folders are checked. Layers that were lost while
+    # this package loads a file get float8 again.
+    if _file.get() is not None:
         return
     saved = states_in_file(str(path))
     layers = layers_in_float8(model) if saved else []
@@ -56,7 +67,16 @@ def warn_of_lost_float8(model: keras.Model, path: PathLike) -> None:
 
 def states_in_file(source: Source) -> int:
     """Return how many layers of a saved model were in float8."""
-    return files.count(source, is_float8_layer)
+    return model_files.count(source, is_float8_layer)
+
+
+def names_keras_float8(source: Source) -> bool:
+    """Return True if the config in a file has Keras's own float8 policy."""
+    try:
+        config = _member_of(source, CONFIG)
+    except model_files.OF_DAMAGE:  # Which the loader says.
+        return False
+    return b'"QuantizedFloat8DTypePolicy"' in config
 
 
 FORMATS = {
@@ -101,7 +121,6 @@ def check_export(model: keras.Model, format: str) -> None:
     )
 
 
-_METADATA = "metadata.json"
 _KEY = "keras_policy_ext"  # Of all that this package adds to the metadata.
 _POLICIES = "dtype_policies"
 _OF_LAYERS = "layer_policies"
@@ -140,11 +159,11 @@ def is_plain(policy: Any) -> bool:
     return policy.quantization_mode is None and not is_map
 
 
-def saved_under(path: PathLike, config: Any) -> keras.DTypePolicy | None:
+def saved_under(saved: SavedPolicies, config: Any) -> keras.DTypePolicy | None:
     """Return the policy of the model in a file, without float8, or None."""
     # It is made global for loading, since layers that others make in their
     # constructors have the global policy.
-    models, _, _ = _read(path)
+    models = saved.models
     outer_name, policy = models[0] if models else (None, None)
     if outer_name != (config.get("config") or {}).get("name"):
         policy = None
@@ -152,13 +171,13 @@ def saved_under(path: PathLike, config: Any) -> keras.DTypePolicy | None:
     return policy if policy is not None and is_plain(policy) else None
 
 
-def restore_policies(model: keras.Layer, path: PathLike) -> None:
+def restore_policies(model: keras.Layer, saved: SavedPolicies) -> None:
     """Give a model and its inner models the dtype policies in a file.
 
     Nothing changes if the file has no policies, or lists other models than the
-    loaded ones. A ValueError says that its entry is not a list of policies.
+    loaded ones.
     """
-    saved_models, distinct, layers = _read(path)
+    saved_models, distinct, layers = saved
     others = _others(model)
     if [name for name, _ in layers] == [type(x).__name__ for x in others]:
         for each, (_, number) in zip(others, layers, strict=True):
@@ -186,22 +205,25 @@ def _others(model: keras.Layer) -> list[Any]:
     return [layer for layer in layers if not isinstance(layer, left_out)]
 
 
-_Policies = tuple[
-    # (name, policy) of each model.
-    list[tuple[str, keras.DTypePolicy]],
-    # The policies of other layers.
-    list[keras.DTypePolicy],
-    # (class name, number of its policy or None) of each of these layers.
-    list[tuple[str, int | None]],
-]
+class SavedPolicies(NamedTuple):
+    """What the metadata in a file say of policies."""
+
+    models: list[tuple[str, keras.DTypePolicy]]  # The name and policy of each.
+    distinct: list[keras.DTypePolicy]  # Of other layers.
+    # The class name of each of these, and the number of its policy, or None.
+    layers: list[tuple[str, int | None]]
 
 
-def _read(path: PathLike) -> _Policies:
-    """Return what the metadata in a file say of policies."""
+def read_policies(path: PathLike) -> SavedPolicies:
+    """Return what the metadata in a file say of policies.
+
+    Raises:
+        ValueError: If they are no list of policies.
+    """
     try:
-        metadata = input_files.json_in(_metadata_of(path), path)
+        metadata = input_files.json_in(_member_of(path, METADATA), path)
         if not isinstance(metadata, dict) or _KEY not in metadata:
-            return [], [], []
+            return SavedPolicies([], [], [])
         entries = metadata[_KEY][_POLICIES]
         models = [(str(name), policies.get(dict(x))) for name, x in entries]
         configs, numbers = metadata[_KEY].get(_OF_LAYERS, ([], []))
@@ -210,24 +232,19 @@ def _read(path: PathLike) -> _Policies:
         layers = [
             (str(name), None if n is None else valid[n]) for name, n in numbers
         ]
-        return models, distinct, layers
+        return SavedPolicies(models, distinct, layers)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"The policies of the models in this file cannot be read. "
-            f"Received: {str(path)!r}, and in its {_METADATA}: {error}. "
+            f"Received: {str(path)!r}, and in its {METADATA}: {error}. "
             "Allowed: a file as `model.save` writes it. Save it again, or load "
             "it with `keras.saving.load_model`."
         ) from error
 
 
-def _metadata_of(path: PathLike) -> bytes:
-    """Return the JSON metadata of a file or folder; `{}` if it has none."""
-    place = pathlib.Path(str(path))
+def _member_of(source: Source, name: str) -> bytes:
+    """Return a JSON file in a model's file or folder; `{}` if it has none."""
     try:
-        if place.is_dir():
-            return (place / _METADATA).read_bytes()
-        with zipfile.ZipFile(place) as archive:
-            input_files.check_archive(path, archive)
-            return archive.read(_METADATA)
-    except (KeyError, OSError, zipfile.BadZipFile):
+        return model_files.content(source, name)
+    except (KeyError, OSError):
         return b"{}"

@@ -19,21 +19,38 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import input_files, policies, user_code
+from keras_policy_ext import _extensions, policies, user_code
 from keras_policy_ext._keras import (
     built_layers,
     optimizer_facts,
-    stock_float8,
+    quantization,
     walking,
 )
-from keras_policy_ext.conversion import candidates, in_place, training
+from keras_policy_ext.conversion import (
+    candidates,
+    freezing,
+    in_place,
+    training,
+)
 from keras_policy_ext.conversion.candidates import Candidate, path_of
-from keras_policy_ext.layers import saved_weights
+from keras_policy_ext.files import (
+    input_files,
+    keras_float8,
+    model_files,
+    own_weights,
+    saved_layers,
+)
+from keras_policy_ext.files.entries import GROUP
+from keras_policy_ext.files.model_files import WEIGHTS, Contents, PathLike
+from keras_policy_ext.files.saved_layers import (
+    SavedState,
+    is_float8_layer,
+    is_frozen,
+)
 from keras_policy_ext.layers.class_swap import to_float8_class
-from keras_policy_ext.layers.entries import GROUP
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.saved_layers import SavedState
 from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_of import check_saved
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
@@ -43,8 +60,8 @@ from keras_policy_ext.policies.of_layers import (
     policy_of,
     source_policy_of,
 )
-from keras_policy_ext.saving import files, frozen_files, keras_hooks
-from keras_policy_ext.saving.files import WEIGHTS, PathLike
+from keras_policy_ext.saving import frozen_files, keras_hooks, keras_loader
+from keras_policy_ext.saving.keras_hooks import SavedPolicies
 
 
 @user_code.once
@@ -90,39 +107,56 @@ def load_model(
         >>> kpe.load_model("model.keras").layers[0].quantization_mode
         'float8'
     """
-    numbers = files.check_model(path)
+    contents = model_files.check_model(path)
     options = {"compile": compile, "safe_mode": safe_mode}
-    if frozen_files.lacks_config(path):  # Such as an Orbax checkpoint.
+    if model_files.lacks_config(path):  # Such as an Orbax checkpoint.
         return keras.saving.load_model(path, custom_objects, **options)
-    with input_files.within_memory_of(path, numbers):
-        if frozen_files.has_frozen_layers(path):
-            load = frozen_files.load_model
-            return _load_model(load, path, custom_objects, **options)
-        with frozen_files.rewritten_model(path) as rewritten:
-            load = keras.saving.load_model
-            return _load_model(load, rewritten, custom_objects, **options)
+    load = keras.saving.load_model
+    if contents.has_frozen_layers:
+        load = frozen_files.load_model
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            input_files.within_memory_of(path, contents.numbers)
+        )
+        if contents.has_keras_float8 and not contents.has_frozen_layers:
+            extension = keras_float8.needed(repr(str(path)))
+            path = stack.enter_context(extension.rewritten(path, whole=True))
+        return _load_model(load, path, custom_objects, **options)
 
 
-def load_whole(
+@user_code.once
+def load_for_keras(
+    stock: Callable[..., keras.Model],
     source: Any,
     custom_objects: dict[str, object] | None,
     compile: bool,
     safe_mode: bool,
-) -> keras.Model | None:
-    """Load a file with frozen layers, or bytes of a float8 model; else None.
+) -> keras.Model:
+    """Load a model for Keras's loader, which would go on with `stock`.
 
-    Keras's loader fails on frozen layers. `copy.deepcopy` and `pickle` make the
-    bytes: a copy should not lose float8. Other files are left to that loader,
-    after which `warn_of_lost_float8` warns. The source is a folder, an open
-    `.keras` file, or the bytes of such a file.
+    That fails on frozen layers. `copy.deepcopy` and `pickle` make bytes of a
+    model: a copy should not lose float8. Other files are left to `stock`, after
+    which `warn_of_lost_float8` warns. The source is a folder, an open `.keras`
+    file, or the bytes of such a file.
     """
+    options = custom_objects, compile, safe_mode
     in_memory = isinstance(source, io.BytesIO)
     file = source if in_memory else getattr(source, "name", source)
-    in_float8 = in_memory and keras_hooks.states_in_file(file)
-    if not in_float8 and not frozen_files.has_frozen_layers(file):
-        return None
-    with files.on_disk(source) as path:
-        return load_model(path, custom_objects, compile, safe_mode)
+    if not in_memory and keras_hooks.is_loading(file):
+        return stock(source, *options)
+    if keras_hooks.names_keras_float8(file):
+        _extensions.import_for("keras_float8_policy")
+
+    def fails_in_keras(layer: Any) -> bool:
+        return is_frozen(layer) or (in_memory and is_float8_layer(layer))
+
+    if not model_files.count(file, fails_in_keras):
+        model = stock(source, *options)
+        if not in_memory:
+            keras_hooks.warn_of_lost_float8(model, file)
+        return model
+    with model_files.on_disk(source) as path:
+        return load_model(path, *options)
 
 
 def _load_model(
@@ -133,43 +167,47 @@ def _load_model(
 ) -> keras.Model:
     """Load a model by `load`, then restore its float8 policies and state."""
     legacy = str(path).endswith((".h5", ".hdf5"))
-    config = None
+    config, saved = None, None
     if not legacy:
-        config = input_files.json_in(frozen_files.config_in(path), path)
+        text = model_files.content(path, model_files.CONFIG)
+        config = input_files.json_in(text, path)
         if not isinstance(config, dict):
             raise input_files.damaged(path, "its config is no dict")
+        saved = keras_hooks.read_policies(path)
     with (
-        keras_hooks.without_warning_of_lost_float8(),
+        keras_hooks.loading(path),
         optimizer_facts.for_private_names(config),
-        files.without_skip_warnings() as skipped,
-        _policy_of_file(path, config),
+        keras_loader.without_skip_warnings() as skipped,
+        _policy_of_file(saved, config),
     ):
         model = load(path, custom_objects, **options)
     # In a legacy file no layer has a group, which would name its policy.
     differing = []  # Layers that have another policy than in the file.
-    if not legacy:
-        keras_hooks.restore_policies(model, path)
+    if saved is not None:
+        keras_hooks.restore_policies(model, saved)
         places = _places(model)
         differing = [x for x in places if not _is_as_in_file(x.layer)]
     # Whether a changed optimizer was loaded, which Keras had skipped: a loss
     # scaler was put around it or taken off, or it has other variables.
     loaded_again = False
     if differing or training.may_differ(model):
-        with files.weights_of(path) as weights:
+        with model_files.weights_of(path) as weights:
             loaded_again = training.restore(model, weights)
             if differing:
                 was_twice = _load_as_saved(model, weights, differing)
                 loaded_again = was_twice or loaded_again
             elif loaded_again:
-                files.load(model, weights)
+                keras_loader.load(model, weights)
     if not loaded_again:
-        files.warn_again(skipped)
+        keras_loader.warn_again(skipped)
     return model
 
 
-def _policy_of_file(path: PathLike, config: Any) -> AbstractContextManager[Any]:
+def _policy_of_file(
+    saved: SavedPolicies | None, config: Any
+) -> AbstractContextManager[Any]:
     """In the block, the global policy is that of the model in a file."""
-    policy = None if config is None else keras_hooks.saved_under(path, config)
+    policy = None if saved is None else keras_hooks.saved_under(saved, config)
     if policy is None:
         return contextlib.nullcontext()
     return policies.policy_scope(policy)
@@ -213,23 +251,28 @@ def load_weights(
         >>> model.layers[0].quantization_mode
         'float8'
     """
-    files.check_exists(path)
+    model_files.check_exists(path)
     candidates.check(model, "can load weights")
     try:
-        files.check_weights(path)
+        contents = model_files.check_weights(path)
         with (
             unchanged_on_error(training.parts(model), _variables(model)),
-            _for_layers_of(model, path) as rewritten,
+            _for_layers_of(model, path, contents) as weights,
         ):
-            if dequantize:
-                with frozen_files.dequantized(rewritten) as weights:
-                    files.load(model, weights)
-            elif as_saved:
-                with files.weights_of(rewritten) as weights:
-                    frozen_files.freeze_as_saved(model, weights)
+            if dequantize and contents.has_frozen_layers:
+                changed = model_files.rewritten(
+                    weights, saved_layers.dequantize
+                )
+                with changed as weights:
+                    keras_loader.load(model, weights)
+            elif as_saved and not dequantize:
+                with model_files.weights_of(weights) as weights:
+                    was_frozen = freezing.frozen_layers(model)
+                    if contents.has_frozen_layers or was_frozen:
+                        frozen_files.freeze_as_saved(model, weights)
                     _load_as_saved(model, weights, _places(model))
             else:
-                files.load(model, rewritten)
+                keras_loader.load(model, weights)
     except Exception as error:
         frozen = (  # What was passed already would be no help.
             "Those of frozen layers with `as_saved=True`, which freezes these, "
@@ -265,19 +308,21 @@ def _load_as_saved(
     # Keras skips an optimizer whose number of variables is not the file's.
     sizes_changed = _optimizer_sizes(model) != sizes
     if sizes_changed:
-        files.load(model, weights)
+        keras_loader.load(model, weights)
     return sizes_changed
 
 
 def _for_layers_of(
-    model: keras.Layer, path: PathLike
+    model: keras.Layer, path: PathLike, contents: Contents
 ) -> AbstractContextManager[PathLike]:
     """Return a block in which a file exists that the layers can read."""
     # Layers in Keras's own float8 read the file as Keras wrote it.
     layers = walking.layers_within(model)
-    if any(stock_float8.stock_float8(layer) for layer in layers):
+    is_read_as_it_is = any(map(quantization.is_in_float8, layers))
+    if is_read_as_it_is or not contents.has_keras_float8:
         return contextlib.nullcontext(path)
-    return frozen_files.rewritten_weights(path)
+    extension = keras_float8.needed(repr(str(path)))
+    return extension.rewritten(path, whole=False)
 
 
 def _load_and_capture(
@@ -286,10 +331,10 @@ def _load_and_capture(
     """Load weights; return what the file says of float8, as `_checked` does."""
     stores: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.without_skip_warnings())
+        stack.enter_context(keras_loader.without_skip_warnings())
         for place, arrays in zip(places, stores, strict=True):
             stack.enter_context(_capturing(place.layer, arrays.update))
-        files.load(model, weights)
+        keras_loader.load(model, weights)
     return [_checked(*each) for each in zip(places, stores, strict=True)]
 
 
@@ -303,7 +348,8 @@ def _checked(
     policy = saved.policy(source_policy_of(layer))
     policy_to_follow = policy or float8_policy_of(layer)
     if policy_to_follow is not None:
-        saved.kernels([policy_to_follow.recipe] * len(place.kernels))
+        recipes = [policy_to_follow.recipe] * len(place.kernels)
+        check_saved(saved, recipes)
     return layer, saved, policy, saved.attention
 
 
@@ -342,7 +388,7 @@ def _restore_float8(
         layer.float8_state.load_own_variables(saved.store)
         policy = float8_policy_of(layer)
         if policy is not None:
-            saved_weights.warn_of_formats(policy)
+            own_weights.warn_of_formats(policy)
     if attention and hasattr(layer, "choose_attention"):
         try:
             layer.choose_attention(attention)
@@ -374,9 +420,9 @@ def _is_as_in_file(layer: keras.Layer) -> bool:
         return True  # Said nothing, or was no layer of this package.
     if not isinstance(policy, Float8DTypePolicy):
         return False
-    name = state.policy_in_file.tobytes()
     try:
-        return bool(policy == of_file(name.decode()))
+        name = state.policy_in_file.tobytes().decode()
+        return name == policy.full_name or policy == of_file(name)
     except ValueError:  # The checks of the whole file say what is wrong.
         return False
 
@@ -395,7 +441,7 @@ def _variables(model: keras.Layer) -> list[keras.Variable]:
 
 
 # The files of a preset, besides `WEIGHTS`.
-_SHARDED = "model.weights.json"  # The index of weights in several files.
+_SHARDED = "model.weights.json"  # The index of weights in several model_files.
 _CONFIGS = ("config.json", "metadata.json", "task.json", "preprocessor.json")
 _OF_TASK = "task.weights.h5"  # The weights around the backbone.
 
@@ -431,12 +477,12 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
             f"{_SHARDED}. A preset that is elsewhere is loaded by "
             "`cls.from_preset`; then call `keras_policy_ext.freeze`."
         )
-    numbers = files.check_weights(weights)
+    numbers = model_files.check_weights(weights).numbers
     for name in _CONFIGS:  # Keras reads these; they are checked here.
         if (folder / name).is_file():
             input_files.json_in((folder / name).read_bytes(), folder / name)
     with (
-        keras_hooks.without_warning_of_lost_float8(),
+        keras_hooks.loading(folder),
         input_files.within_memory_of(folder, numbers),
     ):
         options["load_weights"] = False
@@ -446,5 +492,5 @@ def load_preset(cls: Any, preset: PathLike, **options: Any) -> keras.Model:
     frozen_files.freeze_as_saved(backbone, weights)
     if model is not backbone and (folder / _OF_TASK).exists():
         model.load_task_weights(str(folder / _OF_TASK))
-    files.load(backbone, weights)
+    keras_loader.load(backbone, weights)
     return model

@@ -241,7 +241,9 @@ def test_full_names_say_everything(full_name, policy):
 
 
 def test_mixed_float8_is_an_alias():
-    assert get("mixed_float8") == Float8DTypePolicy("mixed_bfloat16")
+    full_name = "float8/current_from_mixed_bfloat16"
+    assert get("mixed_float8") == get(full_name)
+    assert get("mixed_float8").full_name == full_name
     assert Float8DTypePolicy("mixed_float8") == get("mixed_float8")
     with_rules = get('mixed_float8;rules=[["head",null]]')
     assert with_rules.rules == (("head", None),)

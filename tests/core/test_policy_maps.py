@@ -40,7 +40,15 @@ def modes(*layers):
 
 
 @pytest.mark.parametrize(
-    "policy", [OURS, stock_float8()], ids=["ours", "Keras"]
+    "policy",
+    [
+        pytest.param(OURS, id="ours"),
+        pytest.param(
+            stock_float8(),
+            id="Keras",
+            marks=pytest.mark.extension("keras_float8"),
+        ),
+    ],
 )
 def test_a_map_is_converted_as_the_policies_that_it_says(policy):
     plain = "mixed_bfloat16"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import keras_policy_ext as kpe
 from keras_policy_ext import formats, recipes
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 from keras_policy_ext.recipes.fields import FP8_FORMATS
@@ -167,8 +168,12 @@ def test_parse_evaluates_nothing():
         recipes.parse("delayed(margin=print('x'))")
 
 
-def test_none_means_delayed_scaling():
-    assert recipes.get(None) == DelayedScaling()
+def test_none_means_current_scaling():
+    assert recipes.get(None) == CurrentScaling()
+
+
+def test_an_empty_spec_is_delayed_scaling():
+    assert recipes.parse("") == DelayedScaling()
     assert DelayedScaling().amax_history_length == 1024
 
 
@@ -184,12 +189,12 @@ def test_other_types_are_type_errors(wrong):
 
 
 def test_names_come_in_order_of_definition():
-    assert recipes.names()[:2] == ("delayed", "current")
+    assert recipes.names()[:2] == ("current", "delayed")
 
 
 @pytest.mark.parametrize("name", ["unknown", "rowwise2", "none"])
 def test_unknown_names_are_answered_with_the_known_ones(name):
-    with pytest.raises(ValueError, match="delayed, current"):
+    with pytest.raises(ValueError, match="current, delayed"):
         recipes.get(name)
 
 
@@ -355,3 +360,33 @@ def test_errors_list_only_recipes_to_train_with(text):
         recipes.get(text)
     assert "frozen" not in str(raised.value)
     assert ", ".join(recipes.names()) in str(raised.value)
+
+
+# A name is read once
+
+
+def test_a_name_is_read_and_checked_once():
+    spec = "rowwise(kernel_grad='high_precision')"
+    first = recipes.parse(spec)
+    kpe.get(f"float8/{spec}_from_float32")
+    before = recipes.check.cache_info().misses
+    kpe.get(f"float8/{spec}_from_float32")
+    assert recipes.parse(spec) is first
+    assert recipes.check.cache_info().misses == before
+
+
+def test_a_name_means_the_class_that_was_defined_last(registry):
+    def define(fp8_format):
+        class Again(CurrentScaling):
+            name: ClassVar[str] = "defined_again"
+
+            def quantization(self, operand, matmul):
+                return recipes.Quantization(format=fp8_format)
+
+        return Again
+
+    for fp8_format in ("float8_e4m3fn", "float8_e4m3fnuz"):
+        cls = define(fp8_format)
+        found = recipes.parse("defined_again")
+        assert type(found) is cls
+        assert found.format_of("inputs") == fp8_format

@@ -6,7 +6,7 @@ import pytest
 
 import keras_policy_ext as kpe
 from converted_models import states_of
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from steps import numpy
 from torch_loops import (
     OPTIMIZERS,

@@ -15,23 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_policy_ext import backends
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends import parts
 from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
-    Settle,
     Shape,
 )
-from keras_policy_ext.backends.jax import (
-    gradients,
-    stored_products,
-    traced_programs,
-)
+from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
-from keras_policy_ext.backends.parts import StoredMatrix
+from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.backends.traced_programs import scope_name
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.primitives import DECODED
 
 
 class Gathering(NamedTuple):
@@ -61,8 +56,6 @@ class JaxBackend(Backend):
     """The backend for JAX."""
 
     name = "jax"
-    steps_take_values = True
-
     trace = staticmethod(traced_programs.trace)
     steps = staticmethod(traced_programs.steps)
 
@@ -97,11 +90,6 @@ class JaxBackend(Backend):
     @override
     def known_integer(self, x: Tensor) -> int | None:
         return None if isinstance(x, jax.core.Tracer) else int(x)
-
-    @override
-    def known_value(self, variable: keras.Variable) -> Tensor | None:
-        value = variable.value
-        return None if isinstance(value, jax.core.Tracer) else value
 
     @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
@@ -174,13 +162,6 @@ class JaxBackend(Backend):
         after = lax.cond(flag, updated, lambda: before)
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
-
-    @override
-    def settle_here(
-        self, settle: Settle, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        # Compiled once for each shape.
-        return _settled(settle, value, previous)
 
     @override
     def transpose(
@@ -267,14 +248,6 @@ class JaxBackend(Backend):
         return gradients.run_frozen(operation, inputs, constants)
 
     @override
-    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # By way of float16, which has every number of both formats: half the
-        # time of a table where it is not hidden by a matmul (JAX 0.10, CPU).
-        _, factor = DECODED[format_name]
-        values = stored_products.halves(codes, format_name)
-        return values.astype(jnp.float32) * factor
-
-    @override
     def relu(self, x: Tensor) -> Tensor:
         return _relu(x)
 
@@ -297,30 +270,27 @@ class JaxBackend(Backend):
         # Of a kernel that is sharded XLA would gather each part.
         is_whole = keras.distribution.distribution() is None
         reads_codes = jax.default_backend() in ("cpu", "gpu") and is_whole
-        return reads_codes and numbers > stored_products.PARTS.numbers
+        return reads_codes and numbers > LARGE
 
     @override
     def gains_from_float16(self, numbers: int) -> bool:
-        # XLA for a CPU decodes codes in less time than it widens float16. For
-        # a GPU without float8 it writes the kernel in floats, unless it is in
-        # float16: see `product_with_cast`.
+        # For a GPU without float8 XLA writes the kernel in floats, unless it is
+        # in float16: see `_product_with_cast`.
         if jax.default_backend() == "gpu":
             return not backends.engine.device().float8
-        return not self.cuts(numbers)
+        return super().gains_from_float16(numbers)
 
     @override
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
-        given = x, codes, matrix, blocks
-        if jax.default_backend() == "cpu":
-            return stored_products.product_by_parts(*given)
-        return stored_products.product_with_cast(*given, dtype)
+        if jax.default_backend() == "gpu":
+            return _product_with_cast(x, kernel, dtype)
+        if not isinstance(x.shape[1], int):
+            return None  # Symbolic, in an export with open sizes.
+        size = kernel.size(x.shape[1], parts.cores())
+        y = parts.in_loops(x, kernel, size, lax.fori_loop)
+        return y * kernel.factor
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:
@@ -334,9 +304,22 @@ class JaxBackend(Backend):
 BACKEND = JaxBackend()
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _settled(settle: Settle, value: Tensor, previous: Tensor) -> Tensor:
-    return settle(value, previous)
+def _product_with_cast(
+    x: Tensor, kernel: StoredMatrix, dtype: str
+) -> Tensor | None:
+    """Multiply on a GPU; see `Arithmetic.product_by_parts`."""
+    # A cast from float8, with no scale behind it, is part of XLA's matmul on a
+    # GPU that has float8, and one from float16 on any (JAX 0.10). Integer
+    # operations never are.
+    if kernel.blocks is not None:
+        return None
+    values = kernel.codes.reshape(kernel.shape)
+    if values.dtype != jnp.float16:
+        values = lax.bitcast_convert_type(values, jnp.dtype(kernel.format))
+    x = jnp.broadcast_to(x, (len(values), *x.shape[1:]))
+    equation = "brm,bmn->brn" if kernel.sums else "brn,bmn->brm"
+    operands = x.astype(dtype), values.astype(dtype)
+    return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp

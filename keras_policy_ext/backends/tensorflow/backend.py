@@ -20,10 +20,9 @@ from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
-    Settle,
     Shape,
 )
-from keras_policy_ext.backends.parts import StoredMatrix
+from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.backends.tensorflow import (
     gradients,
     stored_products,
@@ -39,7 +38,6 @@ from keras_policy_ext.backends.traced_programs import (
     TracedProgram,
     scope_name,
 )
-from keras_policy_ext.numerics.primitives import DECODED
 
 
 def _free_memory(handle: Any, dtype: tf.DType) -> None:
@@ -72,7 +70,6 @@ class TensorFlowBackend(Backend):
     """The backend for TensorFlow."""
 
     name = "tensorflow"
-    keeps_variables_in_graphs = True
 
     @override
     def trace(
@@ -180,20 +177,6 @@ class TensorFlowBackend(Backend):
         return int(x) if tf.executing_eagerly() else None
 
     @override
-    def known_value(self, variable: keras.Variable) -> Tensor | None:
-        # `init_scope` reads it as it is now, also while a graph is made. It is
-        # read from TensorFlow's variable, to which foreign optimizers assign.
-        value = variable.value
-        on_cpu = "CPU" in str(getattr(value, "device", ""))
-        with tf.init_scope():
-            if not on_cpu or not tf.executing_eagerly():
-                return None
-            try:
-                return value.numpy()
-            except (AttributeError, tf.errors.FailedPreconditionError):
-                return None  # a part of another replica, or not made yet
-
-    @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
         # XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
         # 2.21 with jit_compile=True).
@@ -202,22 +185,6 @@ class TensorFlowBackend(Backend):
             return magnitude
         infinite = tf.constant(float("inf"), magnitude.dtype)
         return tf.where(tf.math.is_nan(magnitude), infinite, magnitude)
-
-    @override
-    def combine_replicas(self, observation: Tensor) -> Tensor:
-        context = tf.distribute.get_replica_context()
-        replicas = 1 if context is None else context.num_replicas_in_sync
-        if replicas == 1:
-            return observation
-        # The first column counts uses. The others lie side by side, and are not
-        # added up: the first use on one replica may be the second on another.
-        gathered = context.all_gather(observation[tf.newaxis], axis=0)
-        values = tf.unstack(gathered, replicas)
-        uses = tf.reduce_sum(gathered[:, :, :1], axis=0)
-        # A settled state has a negative mark there, which is not added up.
-        mark = values[0][:, :1]
-        uses = tf.where(mark < 0.0, mark, uses)
-        return tf.concat([uses, *(value[:, 1:] for value in values)], axis=1)
 
     @override
     def on_all_replicas(self, flag: Tensor) -> Tensor:
@@ -248,17 +215,6 @@ class TensorFlowBackend(Backend):
             tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
 
         context.merge_call(all_replicas, args=(flag, *arguments))
-
-    @override
-    def settle_here(
-        self, settle: Settle, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        # All states of a shape share one graph. Variables are read here: the
-        # graph would keep the variable of the first replica.
-        value = tf.convert_to_tensor(value)
-        previous = tf.convert_to_tensor(previous)
-        shapes = (tuple(value.shape), tuple(previous.shape))
-        return _shared_settle(settle, shapes)(value, previous)
 
     @override
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
@@ -361,19 +317,11 @@ class TensorFlowBackend(Backend):
             outputs = operation.forward(detached, constants)
             sizes = sizes_of(inputs)
 
-            @tf.custom_gradient
-            def inputs_grad(outputs_grad: Tensor) -> Any:
-                detached = tf.stop_gradient(outputs_grad)
-                result = operation.inputs_grad(detached, constants, sizes)
-                unrounded = operation.unrounded
-
-                def again(second_grad: Tensor) -> Tensor:
-                    return self.run_frozen(unrounded, second_grad, *constants)
-
-                return result, again
-
             def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
-                return [inputs_grad(outputs_grad), *(None for _ in constants)]
+                inputs_grad = operation.inputs_grad(
+                    outputs_grad, constants, sizes
+                )
+                return [inputs_grad, *(None for _ in constants)]
 
             return outputs, gradient
 
@@ -383,39 +331,20 @@ class TensorFlowBackend(Backend):
         return differentiable(*operands)
 
     @override
-    def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # By way of float16, which has every number of both formats: half the
-        # time of a table where XLA does not compile it (TF 2.21, CPU).
-        _, factor = DECODED[format_name]
-        values = stored_products.halves(codes, format_name)
-        return tf.cast(values, tf.float32) * factor
-
-    @override
     def cuts(self, numbers: int) -> bool:
-        on_cpu = not _has_accelerator()
-        return on_cpu and numbers > stored_products.PARTS.numbers
-
-    @override
-    def gains_from_float16(self, numbers: int) -> bool:
-        # XLA decodes codes in less time than it widens float16 (TF 2.21).
-        return not self.cuts(numbers)
+        return numbers > LARGE and not _has_accelerator()
 
     @override
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
         in_xla = self.traces_for_xla()
-        # A file has TensorFlow's own operations, and nothing for XLA.
-        if saving_hooks.is_exporting() and not in_xla:
+        # A file has TensorFlow's own operations, and nothing for XLA. What is
+        # differentiated again is decoded at once.
+        in_file = saving_hooks.is_exporting() and not in_xla
+        if in_file or gradients.is_recorded(x):
             return None
-        return stored_products.product_by_parts(
-            x, codes, matrix, blocks, in_xla
-        )
+        return stored_products.product_by_parts(x, kernel, in_xla)
 
 
 BACKEND = TensorFlowBackend()
@@ -477,12 +406,6 @@ def _saves_few_bytes(operation: Operation, *operands: Tensor) -> bool:
     if operation.training is None:
         return not any(map(compiles_parts, operands))
     return operation.training
-
-
-@functools.lru_cache(maxsize=1024)
-def _shared_settle(settle: Settle, shapes: tuple[Shape, Shape]) -> CompiledPass:
-    # `shapes` is only in the key of the cache, as in `_shared_forward`.
-    return CompiledPass(settle)
 
 
 @tf.function(jit_compile=True, autograph=False)

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import torch
 
-from keras_policy_ext import backends, user_code
-from keras_policy_ext._keras import calls, variable_values
+from keras_policy_ext import user_code
+from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Size, Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
@@ -22,12 +22,10 @@ from keras_policy_ext.backends.interface import (
     Backend,
     FrozenOperation,
     Operation,
-    Settle,
     saved_dtype,
 )
-from keras_policy_ext.backends.parts import StoredMatrix
+from keras_policy_ext.backends.parts import FEW, LARGE, StoredMatrix
 from keras_policy_ext.backends.torch import (
-    observations,
     operators,
     stored_products,
     traced_programs,
@@ -43,7 +41,6 @@ from keras_policy_ext.backends.torch.gradients import (
     refuse_compiled_transforms,
 )
 from keras_policy_ext.formats import FAMILIES
-from keras_policy_ext.numerics.scale_sources import source_of
 
 FIRST_CUDA = {"blocks": (12, 9), "mx": (12, 8)}
 """The first version of CUDA whose cuBLAS reads scales of this kind."""
@@ -267,103 +264,6 @@ class TorchBackend(Backend):
         return bool(flags.any()) if is_known(flags) else None
 
     @override
-    def seen_lately(self, state: Tensor) -> bool:
-        return observations.seen_lately(state)
-
-    @torch.compiler.disable
-    @override
-    def settle_here(
-        self, settle: Settle, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        with torch.no_grad():
-            return super().settle_here(settle, value, previous)
-
-    @override
-    def version(self, x: Tensor) -> int | None:
-        # Tensors of `torch.inference_mode` have no such counter.
-        has_counter = is_real(x) and not x.is_inference()
-        return x._version if has_counter else None
-
-    @override
-    def as_value_of(self, variable: keras.Variable, value: Tensor) -> Tensor:
-        # Keras's conversion would return the same tensor, but take the host as
-        # long as the update of the state.
-        stored = variable.value
-        if type(value) is torch.Tensor and (
-            value.dtype == stored.dtype and value.device == stored.device
-        ):
-            return value
-        return super().as_value_of(variable, value)
-
-    @override
-    def assigned(
-        self, variable: keras.Variable, value: Tensor
-    ) -> Tensor | None:
-        # Only while compiling: eagerly the decorator takes longer than the
-        # update itself.
-        if torch.compiler.is_compiling():
-            return self._assigned_outside_graph(variable, value)
-        return self._assigned(variable, value)
-
-    def _assigned(
-        self, variable: keras.Variable, value: Tensor
-    ) -> Tensor | None:
-        """Return the settled state; None if it was changed in place."""
-        with torch.no_grad():
-            state = variable.value
-            observed = observations.taken(variable, value)
-            merge = self._merge_in_place(variable, state)
-            if merge is not None:
-                merge(value, observed, state)
-                return None
-            value = observations.merged(value, observed)
-            return super().settle(variable.settling, value, state)
-
-    _assigned_outside_graph = torch.compiler.disable(_assigned)
-
-    def _merge_in_place(self, variable: keras.Variable, state: Tensor) -> Any:
-        """Return `TritonStates.merge` for a state's source; None without it."""
-        # The first entry is `TritonStates`; tests interpret it on a CPU.
-        first_kernels: Any = backends.engine.states[:1]
-        if not (
-            state.is_cuda or any(each.interpreted for each in first_kernels)
-        ):
-            return None
-        source = source_of(variable.recipe, variable.matrix_count)
-        kernels: Any = backends.engine.state_kernels_for(source, state)
-        # In a stateless scope of Keras the variable must not change.
-        can_change = (
-            not variable_values.is_stateless() and state.is_contiguous()
-        )
-        if not can_change or not hasattr(kernels, "merge"):
-            return None
-        return functools.partial(kernels.merge, source)
-
-    @override
-    def keep_observations(
-        self, variable: keras.Variable, tensor: Tensor
-    ) -> None:
-        observations.keep_out_of_grad(variable, tensor)
-
-    @override
-    def earlier_observation(self, variable: keras.Variable) -> Tensor | None:
-        return variable.observed.earlier
-
-    @override
-    def put_earlier_observation(
-        self, variable: keras.Variable, value: Tensor
-    ) -> None:
-        value = torch.as_tensor(value, device=variable.value.device)
-        variable.observed.earlier = value
-
-    @override
-    def known_value(self, variable: keras.Variable) -> Tensor | None:
-        # None also if it is unchanged: callers look for changes.
-        if torch.compiler.is_compiling() or are_transforms_active():
-            return None
-        return observations.changed_value(variable)
-
-    @override
     def look_for_other_parameter(self, variable: Any) -> None:
         listed = calls.parameter_of_call(variable)
         own = getattr(variable, "_value", listed)
@@ -445,7 +345,7 @@ class TorchBackend(Backend):
                 or (state and state[0].requires_grad)
             ):
                 if state:
-                    observations.know_replicas(*state)
+                    operation.source.before_gradients(*state)
                 links = links_of(inputs, kernel)
                 return Differentiable.apply(operation, links, bias, *tensors)
             # If only the bias is trained, its gradient is that of an addition.
@@ -532,52 +432,33 @@ class TorchBackend(Backend):
         return stored_products.numbers(codes, format_name)
 
     @override
-    def dequantized(
-        self, codes: Tensor, scale: Tensor, format_name: str, dtype: str
-    ) -> Tensor:
-        given = codes, scale, format_name, dtype
-        has_parts = self.cuts(codes.numel()) and scale.dim() == codes.dim()
-        if has_parts and is_real(codes) and self.on_cpu(codes):
-            return stored_products.dequantized(*given)
-        return super().dequantized(*given)
-
-    @override
     def cuts(self, numbers: int) -> bool:
         # A transform of `torch.func` follows nothing that is used again.
         if torch.compiler.is_compiling() or are_transforms_active():
             return False
-        return numbers > stored_products.PARTS.numbers
+        return numbers > LARGE
+
+    @override
+    def gains_from_float16(self, numbers: int) -> bool:
+        return True
 
     @override
     def product_by_parts(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        matrix: StoredMatrix,
-        blocks: Tensor | None,
-        dtype: str,
+        self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
-        on_cpu = x.device.type == "cpu" == codes.device.type
-        if not (on_cpu and is_real(x) and is_real(codes)):
+        on_cpu = x.device.type == "cpu" == kernel.codes.device.type
+        if not (on_cpu and is_real(x) and is_real(kernel.codes)):
             return None
         # What is written in place cannot be differentiated.
         if torch.is_grad_enabled() and x.requires_grad:
             return None
         # A CPU that multiplies bfloat16 does so faster than float32.
-        is_few = x.shape[1] <= stored_products.PARTS.few
-        if dtype == "bfloat16" and multiplies_bfloat16() and not is_few:
+        in_bfloat16 = dtype == "bfloat16" and multiplies_bfloat16()
+        if in_bfloat16 and x.shape[1] > FEW:
             return None
-        return stored_products.product_by_parts(x, codes, matrix, blocks)
+        return stored_products.product_by_parts(x, kernel)
 
-    @override
-    def packs(self, codes: Tensor, is_matrix: bool) -> bool:
-        return is_matrix and stored_products.packs(codes)
-
-    @override
-    def keep_packed(self, codes: Tensor) -> None:
-        # A compiled graph reads the codes.
-        if not torch.compiler.is_compiling():
-            stored_products.keep_packed(codes)
+    pack = staticmethod(stored_products.pack)
 
     @override
     def as_float8(self, codes: Tensor, format_name: str) -> Tensor:

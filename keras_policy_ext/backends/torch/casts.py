@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from keras_policy_ext import user_code
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends.both_layouts import (
     Both,
@@ -19,23 +17,16 @@ from keras_policy_ext.backends.both_layouts import (
     ScaleHint,
     Wanted,
 )
-from keras_policy_ext.backends.matmuls import StateKernels
 from keras_policy_ext.backends.torch import (
     backend,
-    observations,
     stored_products,
 )
 from keras_policy_ext.backends.torch.backend import is_real
 from keras_policy_ext.formats import FAMILIES
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.primitives import HALVES
-from keras_policy_ext.numerics.scale_sources import (
-    DelayedSource,
-    HistoryScales,
-    ScaleRule,
-)
-from keras_policy_ext.recipes import DelayedScaling, Quantization
+from keras_policy_ext.numerics.scale_sources import ScaleRule
+from keras_policy_ext.recipes import Quantization
 
 
 def narrow_cast(
@@ -184,7 +175,7 @@ def _round_to_format(x: Tensor, dtype: str) -> Tensor:
 # Builds of PyTorch for CUDA bring Triton along, others do not.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from keras_policy_ext.backends.torch import triton_casts, triton_states
+    from keras_policy_ext.backends.torch import triton_casts
 
 
 class TritonCasts(BothLayouts):
@@ -207,7 +198,7 @@ class TritonCasts(BothLayouts):
             return f"Triton's casts do not write {format_name}"
         if dtype not in ("bfloat16", "float16", "float32"):
             return f"Triton's casts do not read {dtype}"
-        return _refusal(like, self.interpreted)
+        return refusal(like, self.interpreted)
 
     @override
     def quantize(
@@ -235,75 +226,7 @@ class TritonCasts(BothLayouts):
         )
 
 
-class TritonStates(StateKernels):
-    """Triton kernels that compute scales and states; see `StateKernels`.
-
-    For `interpreted` see `TritonCasts`.
-    """
-
-    def __init__(self, interpreted: bool = False):
-        self.interpreted = interpreted
-        # One `Settling` for all calls with the same arguments. The module of
-        # that class is imported with Triton only.
-        self._settling = functools.cache(
-            lambda *arguments: triton_states.Settling(*arguments)
-        )
-
-    @override
-    def supports(self, source: object, state: Tensor) -> str | None:
-        if type(source) is not DelayedSource:
-            return "Triton's arithmetic is that of delayed scaling"
-        if not self.interpreted and state.device.type != "cuda":
-            return "Triton's kernels are for CUDA"
-        if not is_real(state) or state.dtype != torch.float32:
-            return "this state has no float32 numbers yet"
-        return _refusal(state, self.interpreted)
-
-    @override
-    def history_scales(
-        self, source: DelayedSource, state: Tensor
-    ) -> HistoryScales:
-        flags = None
-        if self.interpreted or tells_the_host():
-            flags = observations.host_flags(state)
-        matrix = state.contiguous()
-        return triton_states.history_scales(source, matrix, flags)
-
-    @override
-    def observation(
-        self, source: DelayedSource, amaxes: list[Tensor], slot: int
-    ) -> Tensor:
-        return triton_states.observation(source, amaxes, slot)
-
-    @override
-    def settle(
-        self, source: DelayedSource, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        previous = previous.contiguous()
-        settled = torch.empty_like(previous)
-        settle = self._settling(source, 0, previous.device)  # No observations.
-        settle(value.contiguous(), [], previous, settled)
-        return settled
-
-    def merge(
-        self,
-        source: DelayedSource,
-        value: Tensor,
-        observed: list[Tensor],
-        state: Tensor,
-    ) -> None:
-        """Change a state in place, as the assignment of a value changes it.
-
-        At most two observations are merged with the value first.
-        """
-        observed = [each.contiguous() for each in observed]
-        settle = self._settling(source, len(observed), state.device)
-        settle(value.contiguous(), observed, previous=state, settled=state)
-        # PyTorch does not see what a Triton kernel writes.
-        torch.autograd.graph.increment_version(state)
-
-
-def _refusal(x: Tensor, interpreted: bool) -> str | None:
+def refusal(x: Tensor, interpreted: bool) -> str | None:
     """Return why Triton cannot run on the device of a tensor, or None."""
     if interpreted:
         return None
@@ -322,7 +245,7 @@ def lacking() -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     try:
-        with _real_tensors():
+        with real_tensors():
             if _gives_our_codes():
                 return None
     # On an untried device a compiler may raise anything. Users see it.
@@ -331,7 +254,7 @@ def lacking() -> str | None:
     return "Triton does not cast here as PyTorch does"
 
 
-def _real_tensors() -> contextlib.AbstractContextManager[Any]:
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Return a context that makes real tensors, even while fake ones trace."""
     # Not public (torch 2.11 to 2.13). Without it, Triton is not used if its
     # first use is traced.
@@ -340,34 +263,6 @@ def _real_tensors() -> contextlib.AbstractContextManager[Any]:
     except ImportError:
         return contextlib.nullcontext()
     return unset_fake_temporarily()
-
-
-@functools.cache
-def tells_the_host() -> bool:
-    """Return True if a GPU kernel can write to pinned host memory.
-
-    It is tested once per process: a kernel that cannot raises at its launch.
-    """
-    source = DelayedSource(DelayedScaling())
-    try:
-        with _real_tensors():
-            # An observed state: the kernel sets all flags to False.
-            state = torch.zeros(source.state_shape, device="cuda")
-            state[:, 0], state[:, -1] = VALID_MARK, 1.0
-            flags = observations.pinned_flags(len(state))
-            triton_states.history_scales(source, state, flags)
-            torch.cuda.synchronize()
-            return not flags.any()
-    # Any error, as in `lacking`. All numbers are the same, so this is none.
-    except Exception as error:
-        warnings.warn(
-            "Triton cannot write into host memory here, so each float8 layer "
-            "runs three more small kernels in a step. Received: "
-            f"{type(error).__name__}: {error}",
-            UserWarning,
-            stacklevel=user_code.stacklevel(),
-        )
-        return False
 
 
 def _gives_our_codes() -> bool:

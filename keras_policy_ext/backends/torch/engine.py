@@ -1,8 +1,7 @@
-"""PyTorch: matmul kernels, convolutions, and state arithmetic on a CPU."""
+"""PyTorch: matmul kernels and convolutions."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from keras_policy_ext.backends.emulated import (
     unscaled,
 )
 from keras_policy_ext.backends.interface import Shape
-from keras_policy_ext.backends.matmuls import Convolution, Engine, StateKernels
+from keras_policy_ext.backends.matmuls import Convolution, Engine
 from keras_policy_ext.backends.torch import backend, casts, straight
 from keras_policy_ext.backends.torch.backend import is_known, is_real
 from keras_policy_ext.backends.torch.scaled_mm import (
@@ -32,17 +31,7 @@ from keras_policy_ext.backends.torch.scaled_mm import (
     ScaledMMOfMX,
     ScaledMMOfRows,
 )
-from keras_policy_ext.numerics.observations import (
-    ROUNDING,
-    SLOTS,
-    UNIT,
-    UNSEEN,
-    VALID_MARK,
-)
 from keras_policy_ext.numerics.quantized import Quantized
-from keras_policy_ext.numerics.scale_sources import DelayedSource, HistoryScales
-from keras_policy_ext.numerics.scaling import inverted_of_number
-from keras_policy_ext.recipes import OPERANDS
 
 Pads = list[tuple[int, int]]
 """The zeros before and after each spatial axis; negative for a crop."""
@@ -163,144 +152,6 @@ def _same_padding(
 
 Array = np.ndarray[Any, Any]
 
-FIRST = 2 + SLOTS
-"""The column of a state where the history begins; the scale is before it."""
-
-_KERNEL_ROW = OPERANDS.index("kernel")
-
-
-class CpuStates(StateKernels):
-    """NumPy arithmetic of scales and states on a CPU; see `StateKernels`."""
-
-    @override
-    def supports(self, source: object, state: Tensor) -> str | None:
-        if type(source) is not DelayedSource:
-            return "this arithmetic is that of delayed scaling"
-        is_on_cpu = is_real(state) and state.device.type == "cpu"
-        if not is_on_cpu or state.dtype != torch.float32:
-            return "this state has no float32 numbers on a CPU"
-        if torch.compiler.is_compiling():  # Also in an export.
-            return "a compiler does not see what NumPy does"
-        return None
-
-    @override
-    def history_scales(
-        self, source: DelayedSource, state: Tensor
-    ) -> HistoryScales:
-        rows = _read_rows(source, state.detach().numpy())
-        _, scales_of_rows = zip(*rows, strict=True)
-        scales = np.array(scales_of_rows, np.float32)
-        unseen = None
-        if source.starts_from_current:
-            unseen = torch.from_numpy(scales == 0.0)
-        return HistoryScales(torch.from_numpy(scales), unseen)
-
-    @override
-    def observation(
-        self, source: DelayedSource, amaxes: list[Tensor], slot: int
-    ) -> Tensor:
-        rows = np.zeros((len(OPERANDS), source.layout.width), "float32")
-        rows[:, 0] = UNIT
-        rows[:, 1 + slot % SLOTS] = [UNIT * amax.item() for amax in amaxes]
-        return torch.from_numpy(rows)
-
-    @override
-    def settle(
-        self, source: DelayedSource, value: Tensor, previous: Tensor
-    ) -> Tensor:
-        value, previous = value.detach(), previous.detach()
-        values, settled = value.numpy(), previous.numpy().copy()
-        rows_before = _read_rows(source, settled)
-        with np.errstate(over="ignore"):
-            for row, entries in enumerate(value[:, : FIRST + 1].tolist()):
-                # `first` is the mark of a settled row, which is negative, or
-                # the uses of an observation. A row of zeros changes nothing.
-                first = entries[0]
-                if first < 0.0:
-                    settled[row] = values[row]
-                    if abs(first - VALID_MARK) <= ROUNDING:
-                        settled[row, 0] = VALID_MARK
-                elif first > 0.0 and _is_observation(entries):
-                    is_kernel = row == _KERNEL_ROW
-                    newest = _newest_amax(entries, value[row], is_kernel)
-                    is_intact, scale = rows_before[row]
-                    _enter_row(settled[row], newest, is_intact, scale)
-                elif first > 0.0:
-                    settled[row] = 0.0
-                    settled[row, 0] = UNSEEN
-        return torch.from_numpy(settled)
-
-
-def _read_rows(source: DelayedSource, state: Array) -> list[tuple[bool, float]]:
-    """Return, for each row of a state, whether it is intact, and its scale."""
-    history = state[:, FIRST:]
-    largest = history.max(axis=1).tolist()
-    newest_only = source.recipe.amax_compute == "most_recent"
-    amaxes = history[:, 0].tolist() if newest_only else largest
-    before_history = state[:, :FIRST].tolist()
-    initial: float = source.initial
-    rows = []
-    # A limit is the largest value of the format of the row's operand.
-    for (mark, *slots, stored_scale), peak, amax, limit in zip(
-        before_history, largest, amaxes, source.limits_with_margin, strict=True
-    ):
-        is_intact = mark == VALID_MARK and not any(slots) and peak < math.inf
-        if is_intact and amax > 0.0:
-            scale = inverted_of_number(amax, limit)
-        else:
-            is_known = is_intact and stored_scale > 0.0
-            scale = stored_scale if is_known else initial
-        rows.append((is_intact, scale))
-    return rows
-
-
-def _is_observation(entries: list[float]) -> bool:
-    """Return True for an observation; `entries` are those of `settle`."""
-    # See `StateLayout._is_observation`. The last two are of a settled state.
-    first, *slots, scale, newest = entries
-    uses = _rounded(first / UNIT)
-    uses_needed = math.inf if scale or newest else SLOTS - slots.count(0.0)
-    return uses >= uses_needed and (uses.is_integer() or math.isinf(uses))
-
-
-def _newest_amax(
-    entries: list[float], row: Tensor, is_kernel: bool
-) -> float | None:
-    """Return the amax of an observation; None if an amax is not finite."""
-    # That of a kernel is the mean of all uses, that of others the largest.
-    first, *amaxes = entries
-    if not all(map(math.isfinite, amaxes)):
-        return None
-    if not is_kernel:
-        return _rounded(max(amaxes) / UNIT)
-    total = sum(amaxes)
-    if amaxes.count(0.0) < len(amaxes) - 2:
-        # Three or more numbers have different sums in different orders.
-        total = row[1 : FIRST + 1].sum().item()
-    mean = _rounded(total) / max(_rounded(first / UNIT), 1.0)
-    return _rounded(_rounded(mean) / UNIT)
-
-
-def _rounded(number: float) -> float:
-    """Round a float to float32; infinite if it is out of range."""
-    return float(np.float32(number))
-
-
-def _enter_row(
-    row: Array, newest: float | None, is_intact: bool, scale: float
-) -> None:
-    """Write a scale and a new amax into a row of a settled state."""
-    if not is_intact:
-        row[FIRST:] = 0.0
-    row[:FIRST] = 0.0
-    row[0], row[FIRST - 1] = VALID_MARK, scale
-    if newest is not None:
-        # The ring turns left, and the newest overwrites the oldest.
-        first = row[FIRST]
-        row[FIRST:-1] = row[FIRST + 1 :]
-        row[-1] = first
-        row[FIRST] = newest
-
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply (b, m, k) by (b, n, k) transposed, to (b, m, n)."""
@@ -363,7 +214,6 @@ ENGINE = Engine(
     narrow_cast=casts.narrow_cast,
     widen=casts.widen,
     both_layouts=casts.TritonCasts(),
-    states=(casts.TritonStates(), CpuStates()),
     straight=straight.bind,
 )
 

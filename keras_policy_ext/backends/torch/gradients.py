@@ -23,7 +23,7 @@ from keras_policy_ext.backends.interface import (
     Operation,
     Shape,
 )
-from keras_policy_ext.numerics.observations import Slot
+from keras_policy_ext.numerics.scale_sources import Slot
 
 FORWARD_MODE = (
     "A layer in float8 has no derivative in forward mode. Received: "

@@ -19,7 +19,6 @@ from torch.autograd.function import FunctionCtx
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import FrozenOperation, Operation
-from keras_policy_ext.backends.torch import observations
 from keras_policy_ext.backends.torch.gradients import (
     ReverseMode,
     no_autocast,
@@ -131,7 +130,7 @@ def _forward(
     operation: Any = _OPERATIONS[name]
     trains = keep and operation.training is not False
     if keep and state is not None:
-        observations.know_replicas_in_graph()
+        operation.source.before_gradients(state, in_graph=True)
     straight = _straight_of(operation.bound, for_gradients=keep)
     passes = straight and straight.of(inputs.shape, kernel.shape, inputs.device)
     if passes:

@@ -20,7 +20,7 @@ from keras_policy_ext.backends.both_layouts import ScaleHint
 from keras_policy_ext.backends.devices import Device
 from keras_policy_ext.backends.interface import Shape
 from keras_policy_ext.backends.matmuls import ROW
-from keras_policy_ext.backends.torch import backend, casts, observations
+from keras_policy_ext.backends.torch import backend, casts
 from keras_policy_ext.backends.torch.scaled_mm import (
     ALIGNMENT,
     HALVES,
@@ -28,13 +28,12 @@ from keras_policy_ext.backends.torch.scaled_mm import (
     ScaledMMOfRows,
 )
 from keras_policy_ext.formats import FAMILIES
-from keras_policy_ext.numerics.observations import SLOTS
-from keras_policy_ext.numerics.scale_sources import CurrentSource, DelayedSource
+from keras_policy_ext.numerics.scale_sources import CurrentSource
 from keras_policy_ext.recipes import MATMULS, OPERANDS, Quantization, matmuls_of
 
 if casts.HAS_TRITON:
-    from keras_policy_ext.backends.torch import triton_casts, triton_states
-    from keras_policy_ext.backends.torch.triton_states import (
+    from keras_policy_ext.backends.torch import triton_casts
+    from keras_policy_ext.backends.torch.triton_casts import (
         Launch,
         aligned,
         stream_of,
@@ -223,8 +222,7 @@ class Saved(NamedTuple):
 class Straight:
     """The forward and the backward pass of a plan, as lists of kernels.
 
-    The `BoundPlan` is of two plain matrices, with a `DelayedSource` or without
-    state.
+    The `BoundPlan` is of two plain matrices, with a source that `is_straight`.
     """
 
     def __init__(self, bound: Any, interpreted: bool):
@@ -375,25 +373,9 @@ class Passes:
         self._device, self._fast_accum = device, device.type == "cuda"
         self._stream = stream_of(device)
         self._casts: dict[Any, Any] = {}  # By operand, strides and options.
-        # Whether a GPU reports to the host what was never observed.
-        self._reports = False
+        self._state: Any = None  # The kernels that read and observe a state.
         if self._source is not None:
-            self._reports = straight.interpreted or casts.tells_the_host()
-            constants = triton_states.state_constants(self._source)
-            self._state_width = constants["WIDTH"]
-            grid = (len(OPERANDS),)  # A program for each operand.
-            history = triton_states.history_kernel
-            self._read_state = Launch(history, grid, constants)
-            sizes = {name: constants[name] for name in ("WIDTH", "BLOCK")}
-            sizes["PARTS"] = 4096  # How many amaxes are read at once.
-            # One for each slot: Triton compiles a kernel of its own for an
-            # argument that is 1, as the column of slot 0 is, and a `Launch`
-            # keeps its first kernel.
-            observing = triton_states.observation_kernel
-            self._observe_in_slot = [
-                Launch(observing, grid, sizes, num_warps=8)
-                for _ in range(SLOTS)
-            ]
+            self._state = self._source.passes(straight.interpreted)
         programs = (-(-self._n // triton_casts.SUMMED),)
         constants = triton_casts.sums_constants()
         self._add_up = Launch(triton_casts.sums_kernel, programs, constants)
@@ -481,14 +463,7 @@ class Passes:
             # An amax of each operand, which casts find. They read no `unseen`.
             scales = unseen = torch.zeros(2, dtype=torch.int32, device=device)
         else:
-            # Of each operand, from the state: its scale, and whether it was
-            # never observed. The last also goes to flags that the host reads.
-            scales = _empty(3, dtype=_FLOAT32, device=device)
-            unseen = _empty(3, dtype=torch.bool, device=device)
-            flags = observations.host_flags(state) if self._reports else None
-            reported = unseen if flags is None else flags
-            self._read_state(stream, aligned(state), scales, unseen, reported)
-            seen_lately = observations.seen_lately(state)
+            scales, unseen, seen_lately = self._state.read(stream, state)
             reading = scales, unseen
         observe = observe and state is not None
         options = {"seen_lately": seen_lately, "observe": observe}
@@ -535,7 +510,7 @@ class Passes:
         if state is None:  # As in `_operands`, for one operand.
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
-            seen_lately = observations.seen_lately(state)
+            seen_lately = self._state.seen_lately(state)
         observe = residuals.inputs_amax is not None
         options = {"seen_lately": seen_lately, "observe": observe, "sums": sums}
         cast = self._cast(Cast, "outputs_grad", g, **options)
@@ -546,14 +521,8 @@ class Passes:
         g_scale = used.select(0, column)
         state_grad = None
         if state is not None and observe:
-            shape = 3, self._state_width
-            state_grad = _empty(shape, dtype=_FLOAT32, device=device)
-            amaxes: Any = residuals.inputs_amax, residuals.kernel_amax, g_amax
-            counts = [amax.numel() for amax in amaxes]
-            slot %= SLOTS  # Its column is behind that of the uses.
-            self._observe_in_slot[slot](
-                stream, *amaxes, *counts, state_grad, 1 + slot
-            )
+            amaxes = residuals.inputs_amax, residuals.kernel_amax, g_amax
+            state_grad = self._state.observed(stream, amaxes, slot)
         elif state is not None:
             state_grad = torch.zeros_like(state)
         for_inputs = g_codes, residuals.kernel.t(), g_scale, w_scale
@@ -676,7 +645,7 @@ def bind(bound: Any) -> Straight | None:
     if not triton.interpreted and casts.lacking() is not None:
         return None
     kinds = {type(kernel) for kernel, _ in bound.selections.values()}
-    has_known_source = type(plan.source) in (DelayedSource, CurrentSource)
+    has_known_source = plan.source.is_straight
     casts_once = all(plan.operands.cast_for_both.values())
     if kinds == {ScaledMM} and has_known_source and casts_once:
         return Straight(bound, triton.interpreted)

@@ -116,7 +116,7 @@ def bench(
     in memory at once, with their optimizers.
 
     ```python
-    print(kpe.bench(model, (x, y), ["delayed", "current"]))
+    print(kpe.bench(model, (x, y), ["current", "delayed"]))
     ```
 
     Args:

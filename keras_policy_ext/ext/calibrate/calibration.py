@@ -20,7 +20,6 @@ from keras_policy_ext.conversion.candidates import (
 )
 from keras_policy_ext.conversion.training import parts as parts_of
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
-from keras_policy_ext.layers.state_variable import StateVariable
 from keras_policy_ext.layers.transaction import unchanged_on_error
 from keras_policy_ext.policies.of_layers import is_frozen, layers_in_float8
 
@@ -83,7 +82,7 @@ def calibrate(
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> len(kpe.calibrate(model, np.ones((16, 32), "float32")))
         1
     """
@@ -110,7 +109,7 @@ def _run(model: keras.Layer, call: Run | None, batch: Any) -> None:
 
 
 def _seen(
-    run: Run, batches: Iterable[Any], states: list[StateVariable]
+    run: Run, batches: Iterable[Any], states: list[Any]
 ) -> dict[int, list[np.ndarray]] | None:
     """Return, by state id, the amax of each batch; None without a batch."""
     seen: dict[int, list[np.ndarray]] | None = None
@@ -171,7 +170,7 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
             f"All float8 layers of {model.name!r} are frozen, and their "
             "scales stay. Received: a frozen model. Allowed: one whose layers "
             "keep float weights. For scales of other data call, in this "
-            "order, `kpe.thaw(model)`, `kpe.convert(model)`, "
+            "order, `kpe.thaw(model)`, `kpe.convert(model, 'delayed')`, "
             "`kpe.calibrate(model, data)` and "
             "`kpe.freeze(model, activations='static')`."
         )
@@ -179,7 +178,7 @@ def _layers_with_state(model: keras.Layer) -> list[keras.Layer]:
         raise ValueError(
             f"No layer of {model.name!r} is in float8. Received: a model "
             "without float8 layers. Allowed: one that was made or converted "
-            "with a float8 policy. Call `kpe.convert(model)` first."
+            "with a float8 policy. Call `kpe.convert(model, 'delayed')` first."
         )
     return layers
 
@@ -200,8 +199,8 @@ def _fill(layer: keras.Layer, seen: dict[int, list[np.ndarray]]) -> bool:
             continue
         for amax in seen[id(variable)]:
             variable.observe("inputs", amax)
-        if variable.newest("kernel") != state.amax(kernel).max():
-            state.observe([kernel])
+        if variable.newest("kernel") != state.states.amax(kernel).max():
+            state.states.settle([kernel])
         filled = True
     return filled
 

@@ -256,7 +256,7 @@ def _bench(given: Given) -> Callable[[], object]:
     sizes = given.get("size", bench.usual_sizes())
     rows, chosen = (
         given.get("rows"),
-        given.get("recipe", ["delayed", "current"]),
+        given.get("recipe", ["current", "delayed"]),
     )
 
     def run() -> None:
@@ -499,7 +499,7 @@ def _commands() -> tuple[_Command, ...]:
             _option("--rows", "N", "examples in a batch; without it, as many "
                     "as inputs", type=_at_least(1)),
             _repeated("--recipe", "SPEC", "a recipe to measure; may be given "
-                      "again. Without it, delayed and current", type=_recipe),
+                      "again. Without it, current and delayed", type=_recipe),
             _option("--rounds", "N", "times that each is measured",
                     type=_at_least(1), default=20),
         )),
@@ -515,7 +515,7 @@ def _commands() -> tuple[_Command, ...]:
                 _option("--recipe", "SPEC", "how numbers are scaled: "
                         f"{', '.join(recipes.names())}, or one with arguments, "
                         "such as 'nvfp4(hadamard=False)'",
-                        type=_recipe, default="delayed"),
+                        type=_recipe, default=recipes.DEFAULT),
                 _flag("--compare", "train under every recipe"),
             ],
             _option("--out", "DIR", "folder for the plot; made if missing",
@@ -562,7 +562,7 @@ def _commands() -> tuple[_Command, ...]:
                     "the others", type=_sizes, required=True),
             _repeated("--policy", "POLICY", "to compare with: a float8 policy "
                       "or recipe, or a plain policy; may be given again. "
-                      "Without it, float8 with delayed scaling, and for a "
+                      "Without it, float8 with current scaling, and for a "
                       "model in float8 what it would be without"),
             _flag("--full", "every layer"),
             *_page_options(),

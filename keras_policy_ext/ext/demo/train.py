@@ -23,7 +23,7 @@ class Settings(NamedTuple):
 
     steps: int = 300  # in each precision
     seed: int = 0  # of the weights and the batches
-    recipes: tuple[str, ...] = ("delayed",)  # as `recipes.parse` reads them
+    recipes: tuple[str, ...] = ("current",)  # as `recipes.parse` reads them
     text: str | None = None  # a UTF-8 file; None: the topics of `pydoc`
     out: str = "keras-policy-ext-demo"  # the folder of the plot
     context: int = 64  # characters of an input

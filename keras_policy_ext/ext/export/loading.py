@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import input_files
 from keras_policy_ext._keras import calls
 from keras_policy_ext._keras.walking import own_weights
 from keras_policy_ext.conversion.candidates import survey
@@ -25,6 +24,7 @@ from keras_policy_ext.ext.export import _keras as hub
 from keras_policy_ext.ext.export import safetensors_files
 from keras_policy_ext.ext.export._keras.symbolic import Symbols
 from keras_policy_ext.ext.export.safetensors_files import OF_DAMAGE, Slot
+from keras_policy_ext.files import input_files
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
 from keras_policy_ext.layers.stored_weights import (
     StoredVariable,

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_policy_ext import formats, input_files, loops, stored_kernels
+from keras_policy_ext import formats, loops, stored_kernels
 from keras_policy_ext._version import __version__
 from keras_policy_ext.ext.export import exported_kernels, safetensors_files
 from keras_policy_ext.ext.export.exported_kernels import ExportedKernel, Scheme
@@ -25,6 +25,7 @@ from keras_policy_ext.ext.export.safetensors_files import (
     OneAtATime,
     Tensor,
 )
+from keras_policy_ext.files import input_files
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
 Array = np.ndarray[Any, Any]

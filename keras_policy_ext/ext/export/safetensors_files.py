@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from keras_policy_ext.input_files import json_in
+from keras_policy_ext.files.input_files import json_in
 from keras_policy_ext.stored_kernels import StoredKernel
 
 Array = np.ndarray[Any, Any]

@@ -6,7 +6,7 @@ is read and written before, as often as its recipe needs. Attention and
 everything else takes the same time under each recipe.
 
 The shares are fitted to published measurements by
-`integration/benchmarks/published.py`; `docs/internals/plan.md` has its errors.
+`integration/benchmarks/published.py`, and its errors are in a file beside it.
 Where this project has measured steps itself, `measured.json` has their speeds,
 and float8 matmuls of about their sizes are estimated to have them.
 """
@@ -106,9 +106,12 @@ CARDS = {
     "v5p": Card(459e12, 0, 0, 2.765e12, _GOOGLE),
     "v5e": Card(197e12, 0, 0, 0.819e12, _GOOGLE),
 }
-"""By product, as in the title of a `Device`. Peaks have accumulation in
-float32. `docs/internals/plan.md` has this table, and tells what the sources
-are."""
+"""By product, as in the title of a `Device`. Peaks are operations a second
+without sparsity and with accumulation in float32, bandwidths bytes a second.
+H100 and H200 are the SXM ones. Sources are of August 2026: ml-engineering
+links the data sheet of each maker, which was not read; torchao says which page
+of a data sheet a number is from. On a TPU7x JAX shows each half of the chip as
+a device."""
 
 _OTHER_NAMES = {"V7X": "TPU7x", "IRONWOOD": "TPU7x", "TRILLIUM": "v6e"}
 

@@ -16,9 +16,9 @@ from keras_policy_ext.conversion.candidates import check_is_layer, path_of
 from keras_policy_ext.conversion.layers_report import LayersReport
 from keras_policy_ext.conversion.work import Work, scalars, work_of
 from keras_policy_ext.layers.state import Float8State
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.layers.stored_weights import (
     StoredVariable,
-    is_state,
     stored_in,
 )
 from keras_policy_ext.policies.of_layers import (
@@ -280,7 +280,7 @@ def inspect(model: keras.Layer) -> Inspection:
         >>> inspection.parameters
         264
         >>> inspection.layers[0].policy
-        'float8_from_float32'
+        'float8/current_from_float32'
     """
     check_is_layer(
         model,
@@ -329,7 +329,7 @@ def _operands(layer: keras.Layer) -> list[Operand]:
         state.look_at(variable_values.value_without_autocast(kernel))
         for name, (scale, (amax, *_)) in state.rows().items():
             if name == "kernel" and state.is_unseen(name):
-                amax = layer.float8_state.amax(kernel).max()
+                amax = layer.float8_state.states.amax(kernel).max()
             number_format = state.recipe.format_of(name)
             largest = np.float32(formats.get(number_format).max) * scale
             observed, known = amax > 0, scale > 0

@@ -11,7 +11,7 @@ import keras
 from keras_policy_ext import backends
 from keras_policy_ext._keras.walking import layers_within
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.layers import state_of
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import Quantization, matmuls_of
@@ -29,11 +29,11 @@ def is_state(variable: object) -> bool:
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> [kpe.loops.is_state(v) for v in model.trainable_variables]
         [False, False, True]
     """
-    return stored_weights.is_state(variable)
+    return state_of.is_state(variable)
 
 
 def weights(model: keras.Layer) -> list[keras.Variable]:
@@ -63,7 +63,7 @@ def weights(model: keras.Layer) -> list[keras.Variable]:
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> len(model.weights), len(kpe.loops.weights(model))
         (3, 2)
     """
@@ -87,7 +87,7 @@ def parameters(model: keras.Layer) -> list[Tensor]:
     Examples:
         >>> layer = keras.layers.Dense(8)
         >>> model = keras.Sequential([keras.Input((32,)), layer])
-        >>> report = kpe.convert(model)
+        >>> report = kpe.convert(model, "delayed")
         >>> len(model.trainable_variables), len(kpe.loops.parameters(model))
         (3, 2)
     """
@@ -297,8 +297,7 @@ def _settled(
 ) -> Tensor:
     if not is_state(variable) or gradient is None:
         return value
-    variable.uses = 0
-    return backends.current.settle(variable.settling, gradient, value)
+    return variable.settled(gradient, value)
 
 
 def _trainable(model: keras.Layer) -> list[keras.Variable]:

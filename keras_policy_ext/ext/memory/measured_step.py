@@ -12,7 +12,8 @@ from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.memory.saved_tensors import MeasuredStep
 from keras_policy_ext.ext.sampling.symbolic_batches import map_arrays
-from keras_policy_ext.layers.stored_weights import held, is_state
+from keras_policy_ext.layers.state_of import is_state
+from keras_policy_ext.layers.stored_weights import held
 
 
 def step_of(

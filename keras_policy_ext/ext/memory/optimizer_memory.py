@@ -13,11 +13,12 @@ from keras import ops
 from keras_policy_ext._keras import optimizer_variables, variable_values
 from keras_policy_ext._keras.walking import layers_within
 from keras_policy_ext.conversion.training import optimizers as optimizers_of
+from keras_policy_ext.ext.delayed import _keras as delayed_keras
 from keras_policy_ext.ext.memory import saved_tensors
 from keras_policy_ext.ext.memory.saved_tensors import Update
 from keras_policy_ext.ext.moments.conversion import copy_of, targets
 from keras_policy_ext.ext.sampling.symbolic_batches import size_of
-from keras_policy_ext.layers.stored_weights import is_state
+from keras_policy_ext.layers.state_of import is_state
 from keras_policy_ext.mixed_precision import StochasticRounding
 from keras_policy_ext.optimizers import (
     QuantizedState,
@@ -135,7 +136,7 @@ def _built_copy(optimizer: Any, model: keras.Layer) -> Any:
     weights = [v for v in model.trainable_variables if not is_state(v)]
     try:
         # What is made in such a scope has no values.
-        with keras.StatelessScope(), variable_values.not_noted():
+        with keras.StatelessScope(), delayed_keras.not_noted():
             copy.build(weights)
             for variable in copy.variables:
                 variable_values.cancel_initialization(variable)
@@ -206,7 +207,7 @@ def _bytes_of_update(
     shapes = [(length, _SAMPLE) for length in lengths]
     weights = [keras.Variable(np.zeros(s), dtype=dtype) for s in shapes]
     gradients = [ops.zeros(shape, dtype) for shape in shapes]
-    with variable_values.not_noted():
+    with delayed_keras.not_noted():
         copy.build(weights)
 
     def update() -> None:

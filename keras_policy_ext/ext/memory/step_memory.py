@@ -30,7 +30,8 @@ from keras_policy_ext.ext.sampling import symbolic_batches
 from keras_policy_ext.ext.sampling.captured import calls_undone
 from keras_policy_ext.layers.class_swap import to_stock_class
 from keras_policy_ext.layers.state import Float8State
-from keras_policy_ext.layers.stored_weights import held, is_state
+from keras_policy_ext.layers.state_of import is_state
+from keras_policy_ext.layers.stored_weights import held
 from keras_policy_ext.layers.transaction import undone
 from keras_policy_ext.numerics import ROUNDABLE
 from keras_policy_ext.policies import Float8DTypePolicy

@@ -22,7 +22,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from keras_policy_ext import input_files
+from keras_policy_ext.files import input_files
 
 OF_DAMAGE = (
     ArithmeticError,

@@ -1,6 +1,6 @@
 """Quantize the moments of an optimizer to one byte a number.
 
-The bits are those of `reference.moments`. Of a second moment, the square root
+The bits are those of `reference`. Of a second moment, the square root
 is stored: it has the dynamic range of a first moment. It has no sign, so that
 its codes have one more bit of the mantissa.
 """
@@ -106,7 +106,7 @@ def quantize_moments(
 
     Returns:
         Uint8 codes of the shape of `x`, and scales (blocks,), float32 or
-        uint8. See `reference.moments.quantize_moments`.
+        uint8. See `reference.quantize_moments`.
     """
     shape, count = tuple(x.shape), math.prod(x.shape)
     rows = _in_blocks(ops.cast(x, "float32"), count, BLOCKS[form])
@@ -260,7 +260,7 @@ def _in_blocks(x: Tensor, count: int, size: int) -> Tensor:
 
 
 def _bits(shape: Any, key: Tensor | None, count: int) -> Tensor:
-    """Return so many bits per number; see `reference.moments.moment_bits`."""
+    """Return so many bits per number; see `ext.reference.moments`."""
     if key is None:
         return ops.full((1, 1), 1 << (count - 1), "int32")
     # In this form XLA for a CPU takes a quarter of the time (JAX 0.10).

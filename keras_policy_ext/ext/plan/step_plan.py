@@ -43,7 +43,7 @@ from keras_policy_ext.policies.of_layers import (
     multiplies_in_float8,
 )
 from keras_policy_ext.policies.plain import for_this_device
-from keras_policy_ext.recipes import MATMULS, Recipe
+from keras_policy_ext.recipes import DEFAULT, MATMULS, Recipe
 from keras_policy_ext.reports import (
     Column,
     Table,
@@ -458,7 +458,7 @@ def _work(
     weights = scalars(model.trainable_variables)
     found = _Work([], [], 0, weights, frozenset())
     attention = 0.0
-    policy = Float8DTypePolicy(source)
+    policy = Float8DTypePolicy(source, recipe=DEFAULT)
     with converted(model, policy, **options):
         in_float8 = frozenset(map(id, layers_in_float8(model)))
         try:

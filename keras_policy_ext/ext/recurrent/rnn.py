@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_policy_ext import policies
-from keras_policy_ext._keras import built_layers, stock_float8
+from keras_policy_ext._keras import built_layers, quantization
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.bases import MixedInto
@@ -22,7 +22,7 @@ from keras_policy_ext.kernels import Einsum
 from keras_policy_ext.layers.controller import Float8Controller
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.layers.stored_weights import multiplied_often
+from keras_policy_ext.layers.stored_weights import decoded_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,8 @@ class Float8Cell(Float8Mixin):
         if self.float8_policy is None:
             return super().call(inputs, states, training=training)
         projected = self.float8_projection(inputs, training)
-        return self.float8_step(projected, states, training)
+        kernel = self.recurrent_kernel
+        return self.float8_step(projected, states, training, kernel)
 
     def float8_projection(
         self, inputs: Tensor, training: bool | None = None
@@ -160,11 +161,7 @@ class Float8Cell(Float8Mixin):
         return x if bias is None else ops.add(x, bias)
 
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
         """Compute a step of the cell from projected inputs and states.
 
@@ -172,8 +169,7 @@ class Float8Cell(Float8Mixin):
             projected: (batch, gates * units), from `float8_projection`.
             states: See `call`.
             training: See `call`.
-            kernel: The recurrent kernel as `multiplied_often` returns it; None
-                for that of the cell.
+            kernel: The recurrent kernel, or what `decoded_once` makes of it.
 
         Returns:
             See `call`.
@@ -235,13 +231,8 @@ class SimpleRNNCell(Float8Cell, keras.layers.SimpleRNNCell):
 
     @override
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
-        kernel = self.recurrent_kernel if kernel is None else kernel
         state = self.convert_input(_first(states))
         inner = self._recurrent(state, training)
         inner = self._product(kernel, inner, training)
@@ -262,13 +253,8 @@ class GRUCell(Float8Cell, keras.layers.GRUCell):
 
     @override
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
-        kernel = self.recurrent_kernel if kernel is None else kernel
         state = self.convert_input(_first(states))
         shares = ops.split(projected, 3, axis=-1)
         make = self._reset_after if self.reset_after else self._reset_before
@@ -330,13 +316,8 @@ class LSTMCell(Float8Cell, keras.layers.LSTMCell):
 
     @override
     def float8_step(
-        self,
-        projected: Tensor,
-        states: Any,
-        training: bool | None = None,
-        kernel: keras.Variable | None = None,
+        self, projected: Tensor, states: Any, training: bool | None, kernel: Any
     ) -> tuple[Tensor, Any]:
-        kernel = self.recurrent_kernel if kernel is None else kernel
         state, carry = (self.convert_input(x) for x in states)
         inner = self._recurrent(state, training)
         inner = self._product(kernel, inner, training)
@@ -395,7 +376,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, MixedInto):
     @property
     def quantization_mode(self) -> str | None:
         """The mode set by Keras; never `"float8"`: only the cell has that."""
-        return stock_float8.other_mode(self)
+        return quantization.other_mode(self)
 
     def call(
         self,
@@ -452,7 +433,7 @@ class _Float8Recurrent(BuiltUnderSavedPath, MixedInto):
         if keras.tree.is_nested(mask):
             mask = mask[0]
 
-        kernel = multiplied_often(cell.recurrent_kernel)
+        kernel = decoded_once(cell.recurrent_kernel)
 
         def step(projected: Tensor, states: Any) -> tuple[Tensor, Any]:
             return cell.float8_step(projected, states, training, kernel)

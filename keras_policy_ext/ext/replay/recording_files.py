@@ -15,8 +15,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, input_files
+from keras_policy_ext import backends
 from keras_policy_ext.ext import output_files
+from keras_policy_ext.files import input_files
 
 VERSION = 1
 """It rises when older versions of the package would misread a file."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_policy_ext import input_files, user_code
+from keras_policy_ext import user_code
 from keras_policy_ext.conversion import Report
 from keras_policy_ext.conversion.candidates import check_is_layer, path_of
 from keras_policy_ext.conversion.in_place import converted
@@ -37,9 +37,10 @@ from keras_policy_ext.ext.tune.sensitivity import (
     by_layer,
     options,
 )
+from keras_policy_ext.files import input_files
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
-from keras_policy_ext.recipes import Recipe
+from keras_policy_ext.recipes import DEFAULT, Recipe
 from keras_policy_ext.reports import (
     BaseReport,
     Column,
@@ -631,7 +632,8 @@ def _rules(
     names |= dict.fromkeys(unexamined)
     found = [name for name in names.values() if name is not None]
     if not found:  # A model in which nothing is to be rounded.
-        found.append(Float8DTypePolicy(source.name).full_name)
+        policy = Float8DTypePolicy(source.name, recipe=DEFAULT)
+        found.append(policy.full_name)
     (usual, _), *_ = collections.Counter(found).most_common(1)
     rules = ((path, name) for path, name in names.items() if name != usual)
     return usual, tuple(rules)

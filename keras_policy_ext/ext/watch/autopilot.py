@@ -26,7 +26,6 @@ from keras_policy_ext.ext.watch.rules import (
     Thresholds,
     WatchWarning,
 )
-from keras_policy_ext.layers.state import has_state
 from keras_policy_ext.policies.of_layers import (
     float8_policy_of,
     layers_in_float8,
@@ -306,7 +305,7 @@ def _follow(layer: Any, recipe: Recipe) -> None:
     was = layer.float8_policy.recipe
     source = source_policy_of(layer).name
     layer.dtype_policy = policies.Float8DTypePolicy(source, recipe=recipe)
-    if has_state(recipe) and not has_state(was):
+    if recipe.remembers and not was.remembers:
         for variable in layer.float8_state.matrices:
             for operand in OPERANDS:
                 _forget(variable, operand)
@@ -405,7 +404,7 @@ def autopilot(
 def check_steering(every: Any, finer: Any, calm: Any) -> Recipe | None:
     """Check arguments of `autopilot`; return the recipe that `finer` means."""
     recipe = None if finer is None else recipes.get(finer)
-    if recipe is not None and (has_state(recipe) or not recipe.trains):
+    if recipe is not None and (recipe.remembers or not recipe.trains):
         raise ValueError(
             "`finer` is not a recipe that layers can follow for a while. "
             f"Received: {finer!r}. Allowed: a recipe for training without a "

@@ -395,7 +395,7 @@ def _figures(
         quantization, scale = asked[matmul], None
         if quantization is not None:
             state = use.state
-            known = plan.source.history_scales(*state) if state else None
+            known = plan.source.read(*state) if state else None
             wanted = plan.source.observes_amaxes
             amax = Amax(ops.cast(x, "float32"), wanted)
             scale = plan.source.scale(operand, quantization, amax, known)

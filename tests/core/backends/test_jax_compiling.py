@@ -13,8 +13,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import keras_policy_ext as kpe
 from jax_programs import gradient_step
-from keras_policy_ext import backends, contractions, recipes
-from keras_policy_ext.numerics.scale_sources import state_source_of
+from keras_policy_ext import recipes
+from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.sources import settling
+from keras_policy_ext.numerics.scale_sources import source_of
 
 if jax.default_backend() != "cpu":
     pytest.skip("tests of XLA for a CPU", allow_module_level=True)
@@ -74,11 +76,11 @@ def test_a_gpu_may_fuse_a_product_with_what_follows():
 
 def test_settling_is_written_once_for_all_states_of_a_shape():
     recipe = recipes.DelayedScaling()
-    settle = contractions.settling(recipe)
-    state = jnp.zeros(state_source_of(recipe).state_shape)
+    settle = settling(recipe)
+    state = jnp.zeros(source_of(recipe).state_shape)
 
     def settled(*states):
-        framework = backends.current
+        framework = frameworks.current
         return [framework.settle(settle, each, each + 1) for each in states]
 
     text = jax.jit(settled).lower(state, state, state).as_text()

@@ -95,7 +95,7 @@ from keras_policy_ext import backends, contractions, kernels, recipes
 from keras_policy_ext.backends.both_layouts import ScaleHint, Wanted
 from keras_policy_ext.backends.jax.pallas_casts import PallasCasts
 from keras_policy_ext.backends.jax.rows import PallasRowCasts
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
 
 whole, rows = PallasCasts(None, True), PallasRowCasts(None, True)

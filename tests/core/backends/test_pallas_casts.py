@@ -32,8 +32,8 @@ from keras_policy_ext.backends.jax.pallas_casts import (
     PallasCasts,
     Scale,
 )
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import ScaleRule, source_of
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")

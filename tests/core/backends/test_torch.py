@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from keras.backend import standardize_dtype
 
 from keras_policy_ext import backends, kernels, recipes
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 
 if keras.backend.backend() != "torch":
     pytest.skip(
@@ -26,7 +26,6 @@ import torch
 from fake_gpus import fake_cuda
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.torch.scaled_mm import ScaledMM, _padded
-from keras_policy_ext.contractions.bound_plan import simplified
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import DelayedScaling
@@ -193,7 +192,7 @@ def test_scales_are_chosen_only_while_an_operand_was_not_seen():
     state[:, 0] = VALID_MARK
 
     def unseen():
-        known = simplified(source.history_scales(state))
+        known = source.simplified(source.history_scales(state))
         return None if known.unseen is None else known.unseen.tolist()
 
     assert unseen() == [True] * 3
@@ -202,7 +201,7 @@ def test_scales_are_chosen_only_while_an_operand_was_not_seen():
     state[2, 10] = 3.0
     assert unseen() is None
     known = source.history_scales(state)
-    assert simplified(known).scales is known.scales
+    assert source.simplified(known).scales is known.scales
 
 
 def test_scales_that_are_parts_of_a_tensor_are_aligned(monkeypatch):

@@ -11,7 +11,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import contractions, recipes
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import MATMULS, Tile
 from steps import gradients, no_grad, numpy

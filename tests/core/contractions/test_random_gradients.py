@@ -18,10 +18,10 @@ import keras_policy_ext as kpe
 from cases import SLOW, mostly
 from keras_policy_ext import contractions, formats, recipes, reference
 from keras_policy_ext.contractions.operands import PassOptions
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
+from keras_policy_ext.ext.reference.scales import spread
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.numerics.stochastic import key_of_use
-from keras_policy_ext.reference.scales import spread
 from steps import gradients, no_grad, numpy
 from ways import BACKEND, array, compiled
 
@@ -372,7 +372,7 @@ def test_a_native_matmul_reads_float8_that_was_rounded_at_random():
                 "float32",
                 True,
             )
-            known = plan.source.history_scales(ops.convert_to_tensor(state))
+            known = plan.source.read(ops.convert_to_tensor(state))
             read = plan.bound.outputs_grad.quantize(
                 g, PassOptions(known, False)
             )

@@ -7,7 +7,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import backends, contractions, formats, recipes
-from keras_policy_ext.numerics.observations import VALID_MARK
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from ways import BACKEND, array, compiled
 

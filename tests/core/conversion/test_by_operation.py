@@ -233,7 +233,7 @@ def test_what_is_not_such_a_product_stays_and_is_reported(name):
 @pytest.mark.parametrize("name", ["matmul", "transposed", "bank"])
 def test_it_trains_observes_and_comes_back(name, tmp_path):
     model = model_of(name)
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     model.compile("sgd", "mse")
     shape = model.compute_output_shape((6, WIDTH))
     losses = [model.train_on_batch(X, np.ones(shape)) for _ in range(3)]
@@ -328,7 +328,7 @@ def test_a_call_that_is_computed_again_for_gradients_is_in_float8():
         inputs = keras.Input((WIDTH,))
         layer = Own("matmul")
         outer = keras.Model(inputs, layer(inputs))
-    kpe.convert(outer)
+    kpe.convert(outer, "delayed")
     outer.compile("sgd", "mse")
     outer.train_on_batch(X, np.ones((6, 8)))
     state = numpy(layer.float8_state.matrices[0])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers.state_variable import StateVariable
+from keras_policy_ext.ext.delayed.variable import StateVariable
 from small_models import LITTLE, POLICY, Block, assert_same, sequential, weights
 from steps import normal, numpy, state_of
 
@@ -175,7 +175,7 @@ def test_a_global_policy_runs_everywhere_and_is_realised_in_stock_layers():
         assert before == [type(layer) for layer in sequential().layers]
     report = kpe.convert(model)
     assert {e.policy for e in report.converted} == {
-        "float8_from_mixed_bfloat16"
+        "float8/current_from_mixed_bfloat16"
     }
     assert len(report.converted) == 2
 
@@ -198,9 +198,11 @@ def test_so_is_the_name_of_one_with_fields():
         kpe.convert(sequential(), "nvfp4(sead=1)")
 
 
-def test_without_any_float8_policy_scaling_is_delayed():
+def test_without_any_float8_policy_scaling_is_current():
     report = kpe.convert(sequential())
-    assert {e.policy for e in report.converted} == {"float8_from_float32"}
+    assert {e.policy for e in report.converted} == {
+        "float8/current_from_float32"
+    }
 
 
 @pytest.mark.filterwarnings(LITTLE)

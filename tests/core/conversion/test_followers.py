@@ -59,7 +59,7 @@ def registered(monkeypatch):
 def test_a_follower_sees_a_model_before_and_after_each_change(registered):
     follower = registered(Noting())
     model = compiled_model()
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     kpe.revert(model)
 
     (before, change, old), (after, same, new, known) = follower.changes[:2]
@@ -81,7 +81,7 @@ def test_a_follower_that_fails_undoes_the_whole_change(registered, moments):
     model = compiled_model()
     before = memory_of(model)
     with pytest.raises(RuntimeError, match="has failed"):
-        kpe.convert(model, optimizer=moments)
+        kpe.convert(model, "delayed", optimizer=moments)
     assert memory_of(model) == before
 
 
@@ -90,7 +90,7 @@ def test_a_follower_that_cannot_follow_is_asked_before_the_change(registered):
     registered(Noting("before"))
     before = memory_of(model)
     with pytest.raises(RuntimeError, match="cannot follow"):
-        kpe.convert(model)
+        kpe.convert(model, "delayed")
     assert memory_of(model) == before
     assert [each[0] for each in first.changes] == ["before"]
 
@@ -98,7 +98,7 @@ def test_a_follower_that_cannot_follow_is_asked_before_the_change(registered):
 @pytest.mark.extension("moments")
 def test_revert_is_undone_too(registered):
     model = compiled_model()
-    kpe.convert(model, optimizer="float8")
+    kpe.convert(model, "delayed", optimizer="float8")
     before = memory_of(model)
     registered(Noting("after"))
     with pytest.raises(RuntimeError, match="has failed"):
@@ -111,9 +111,9 @@ def test_what_is_missing_for_moments_is_named(monkeypatch):
     model = compiled_model()
     before = memory_of(model)
     with pytest.raises(ImportError, match=r"keras_policy_ext\.optimizers"):
-        kpe.convert(model, optimizer="float8")
+        kpe.convert(model, "delayed", optimizer="float8")
     assert memory_of(model) == before
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     assert kind(model) is kpe.layers.Dense
 
 

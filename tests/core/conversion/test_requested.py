@@ -69,7 +69,7 @@ def test_words_that_name_nothing_are_refused_alike_with_what_was_meant(
         hint = re.search(
             r"Did you mean (the recipe )?(.*?)(, as in.*)?\? ", message
         )
-        assert hint[2] in (repr(meant), "'delayed'", "'mxfp8'"), message
+        assert hint[2] in (repr(meant), "'current'", "'mxfp8'"), message
     assert type(model.layers[0]) is keras.layers.Dense
 
 
@@ -84,15 +84,18 @@ def test_a_word_that_is_near_nothing_gets_no_suggestion():
 @pytest.mark.any_backend
 def test_float8_means_the_default_recipe_everywhere():
     with kpe.policy_scope("mixed_float16"):
-        default = kpe.Float8DTypePolicy("mixed_float16")
-        assert kpe.get("float8") == kpe.Float8DTypePolicy("float8") == default
+        default = kpe.Float8DTypePolicy("mixed_float16", recipe="current")
+        assert kpe.get("float8") == default
+        assert kpe.Float8DTypePolicy(recipe="float8") == default
         with kpe.policy_scope("float8"):
             assert kpe.dtype_policy() == default
-    model = stack(dense("a", dtype="bfloat16"), dense("b", dtype="float32"))
-    assert policies_of(kpe.convert(model, "float8")) == [
-        ("stack/a", "float8_from_bfloat16"),
-        ("stack/b", "float8_from_float32"),
-    ]
+    assert kpe.recipes.get("float8") == kpe.recipes.CurrentScaling()
+    for arguments in ({"policy": "float8"}, {"recipe": "float8"}, {}):
+        model = stack(dense("a", dtype="bfloat16"), dense("b"))
+        assert policies_of(kpe.convert(model, **arguments)) == [
+            ("stack/a", "float8/current_from_bfloat16"),
+            ("stack/b", CURRENT),
+        ]
 
 
 @pytest.mark.any_backend
@@ -101,6 +104,7 @@ def test_a_recipe_may_be_given_by_its_own_name():
         {"recipe": "current"},
         {"recipe": kpe.recipes.CurrentScaling()},
         {"policy": "float8", "recipe": "current"},
+        {"policy": "float8", "recipe": "float8"},
         {"policy": CURRENT, "recipe": "current"},
     ):
         report = kpe.convert(stack(dense("a")), **arguments)
@@ -139,7 +143,7 @@ def test_torchaos_name_of_a_recipe_is_read_and_never_written(word, meant):
         ({"policy": "delayed", "recipe": "current"}, "both give a recipe"),
         ({"policy": CURRENT, "recipe": "rowwise"}, "disagree"),
         ({"policy": "float32", "recipe": "current"}, "'float32' is not"),
-        ({"recipe": "float8"}, "Did you mean 'delayed'"),
+        ({"recipe": "fp8"}, "Did you mean 'current'"),
     ],
 )
 def test_policy_and_recipe_that_disagree_are_refused(arguments, message):
@@ -152,7 +156,7 @@ def test_policy_and_recipe_that_disagree_are_refused(arguments, message):
 # In steps
 
 
-@pytest.mark.parametrize("policy", [None, "current", CURRENT])
+@pytest.mark.parametrize("policy", [None, "delayed", CURRENT])
 def test_a_new_head_gets_the_policy_of_the_conversion_before(policy):
     trunk = stack(dense("a"), dense("b"))
     first = kpe.convert(trunk, policy)
@@ -164,15 +168,15 @@ def test_a_new_head_gets_the_policy_of_the_conversion_before(policy):
 
 def test_include_and_then_all_converts_the_rest():
     model = stack(dense("a"), dense("b", dtype="bfloat16"))
-    kpe.convert(model, "current", include="a$")
+    kpe.convert(model, "delayed", include="a$")
     assert policies_of(kpe.convert(model)) == [
-        ("stack/b", "float8/current_from_bfloat16")
+        ("stack/b", "float8_from_bfloat16")
     ]
 
 
 def test_rules_of_the_conversion_before_go_on():
     rules = [(".*/?head", None)]
-    policy = kpe.Float8DTypePolicy("float32", recipe="current", rules=rules)
+    policy = kpe.Float8DTypePolicy("float32", rules=rules)
     trunk = stack(dense("a"))
     kpe.convert(trunk, policy)
     model = trunk_and_head(trunk)
@@ -180,16 +184,18 @@ def test_rules_of_the_conversion_before_go_on():
     assert not report.converted
     assert "a rule" in report.skipped[-1].reason
     report = kpe.convert(trunk_and_head(trunk, "other"))
-    assert policies_of(report) == [("other", CURRENT)]
+    assert policies_of(report) == [("other", "float8_from_float32")]
 
 
 def test_the_conversion_before_is_known_after_save_and_load(tmp_path):
     trunk = stack(dense("a"))
-    kpe.convert(trunk, "current")
+    kpe.convert(trunk, "delayed")
     trunk.save(tmp_path / "trunk.keras")
     for load in (kpe.load_model, keras.saving.load_model):
         model = trunk_and_head(load(tmp_path / "trunk.keras"))
-        assert policies_of(kpe.convert(model)) == [("head", CURRENT)]
+        assert policies_of(kpe.convert(model)) == [
+            ("head", "float8_from_float32")
+        ]
 
 
 def test_two_policies_before_are_refused_where_a_layer_needs_one():
@@ -225,19 +231,19 @@ def test_a_call_that_changes_nothing_beside_plain_layers_says_so():
 
 def test_a_reverted_layer_has_no_policy_from_before():
     model = stack(dense("a"), dense("b"))
-    kpe.convert(model, "current", include="a$")
+    kpe.convert(model, "delayed", include="a$")
     kpe.revert(model)
     assert policies_of(kpe.convert(model)) == [
-        ("stack/a", "float8_from_float32"),
-        ("stack/b", "float8_from_float32"),
+        ("stack/a", CURRENT),
+        ("stack/b", CURRENT),
     ]
 
 
 @pytest.mark.filterwarnings(LITTLE)
 def test_a_frozen_trunk_says_nothing_of_the_head():
     trunk = stack(dense("a"))
-    kpe.convert(trunk, "current")
+    kpe.convert(trunk, "delayed")
     kpe.freeze(trunk)
     model = trunk_and_head(trunk)
     asked = Requested.read(model, None, None)
-    assert [p.full_name for p in asked.policies] == ["float8_from_float32"]
+    assert [p.full_name for p in asked.policies] == [CURRENT]

@@ -172,7 +172,7 @@ def test_a_tied_head_is_in_float8_where_asked():
 def test_it_trains_observes_and_comes_back(include, tmp_path):
     model = decoder()
     before = [numpy(v) for v in model.weights]
-    kpe.convert(model, include=include)
+    kpe.convert(model, "delayed", include=include)
     losses = train(model)
     assert losses[-1] < losses[0]
     found = states(model)
@@ -210,7 +210,7 @@ def test_a_copy_in_memory_is_in_float8(policy):
 
 def test_states_go_with_their_kernels_where_the_policy_changes():
     model = decoder()
-    kpe.convert(model, include="first")
+    kpe.convert(model, "delayed", include="first")
     train(model)
 
     def scales():
@@ -226,7 +226,7 @@ def test_states_go_with_their_kernels_where_the_policy_changes():
 
 def test_weights_of_a_plain_model_load(tmp_path):
     plain, model = decoder(), decoder()
-    kpe.convert(model, include="head|first|second")
+    kpe.convert(model, "delayed", include="head|first|second")
     train(plain, steps=1)
     plain.save_weights(tmp_path / "plain.weights.h5")
     model.load_weights(tmp_path / "plain.weights.h5")
@@ -238,7 +238,7 @@ def test_freezing_stores_the_kernels_where_they_are(tmp_path):
     model = decoder()
     expected = numpy(model(IDS))
     plain = kpe.freeze(decoder())
-    kpe.convert(model, include="head|first|second")
+    kpe.convert(model, "delayed", include="head|first|second")
     train(model, steps=1)
     kernel = weakref.ref(model.get_layer("first").up.kernel)
     report = kpe.freeze(model)
@@ -286,10 +286,10 @@ def test_of_two_heads_of_a_table_one_is_in_float8():
     x = embedding(ids)
     heads = [TiedHead(embedding, name=f"head{i}")(x) for i in range(2)]
     model = keras.Model(ids, heads)
-    report = kpe.convert(model, include="head")
+    report = kpe.convert(model, "delayed", include="head")
     assert in_float8(report) == ["head0"]
     assert "'head0' multiplies with its kernel" in reason(report, "head1")
-    assert not kpe.convert(model, include="head1").converted
+    assert not kpe.convert(model, "delayed", include="head1").converted
 
 
 def test_heads_that_are_alike_have_their_own_tables():
@@ -300,7 +300,7 @@ def test_heads_that_are_alike_have_their_own_tables():
         for i, table in enumerate(tables)
     ]
     model = keras.Model(ids, heads)
-    assert len(kpe.convert(model, include="head").converted) == 2
+    assert len(kpe.convert(model, "delayed", include="head").converted) == 2
     for i, table in enumerate(tables):
         (kernel,) = model.get_layer(f"head{i}").float8_contracted
         assert kernel is table.embeddings
@@ -323,7 +323,7 @@ def test_a_stateless_call_reads_the_weights_that_it_is_given():
     import jax
 
     model = decoder()
-    kpe.convert(model, include="head|first|second")
+    kpe.convert(model, "delayed", include="head|first|second")
     expected = numpy(model(IDS))
     weights = [v.value for v in model.trainable_variables]
     fixed = [v.value for v in model.non_trainable_variables]
@@ -340,7 +340,7 @@ def test_torch_compile_takes_the_whole_call():
     import torch
 
     model = decoder()
-    kpe.convert(model, include="head|first|second")
+    kpe.convert(model, "delayed", include="head|first|second")
     ids = torch.tensor(IDS)
     with torch.no_grad():
         expected = model(ids)
@@ -351,7 +351,7 @@ def test_torch_compile_takes_the_whole_call():
 @pytest.mark.extension("inspect")
 def test_inspect_tells_kernels_of_one_name_apart():
     model = decoder()
-    kpe.convert(model, include="first")
+    kpe.convert(model, "delayed", include="first")
     table = str(kpe.inspect(model).table(full=True))
     assert "up/kernel: inputs" in table and "down/kernel: inputs" in table
 
@@ -384,7 +384,7 @@ def test_a_model_that_multiplies_itself_is_told_to_use_a_layer(
 ):
     model = TiedModel(name="tied")
     model(np.zeros((2, LENGTH), "int32"))
-    report = kpe.convert(model, **options)
+    report = kpe.convert(model, "delayed", **options)
     assert [each.path for each in report.converted] == ["tied/dense"]
     [reason] = [each.reason for each in report.skipped if each.path == "tied"]
     assert reason.startswith("it is a model")

@@ -136,7 +136,7 @@ def trained(converted, size=37):
     layers = [keras.layers.Dense(size, "relu") for _ in range(3)]
     model = keras.Sequential([keras.Input((size,)), *layers])
     if converted:
-        kpe.convert(model)
+        kpe.convert(model, "delayed")
     model.compile("adam", "mse")
     x = normal(4, size)
     model.fit(x, x, verbose=0)

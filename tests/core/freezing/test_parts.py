@@ -81,10 +81,6 @@ def one_thread(monkeypatch):
         import torch
 
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    elif BACKEND == "tensorflow":
-        from keras_policy_ext.backends.tensorflow import stored_products
-
-        monkeypatch.setattr(stored_products, "_threads", lambda: 1)
     else:
         monkeypatch.setattr(parts, "cores", lambda: 1)
 
@@ -161,6 +157,37 @@ def test_the_gradient_of_the_inputs_is_that_of_the_whole(name, granularity):
     inputs, kernel, outputs = LAYERS[name][1].replace("->", ",").split(",")
     equation = f"{outputs},{kernel}->{inputs}"
     assert_near(found, exactly(layer, equation, outputs_grad))
+
+
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_a_gradient_is_differentiated_again(granularity):
+    """As in a gradient penalty: the second product is that of the outputs."""
+    layer, x = frozen("dense", granularity=granularity)
+    outputs_grad = normal(1, 500, seed=1)
+    if BACKEND == "jax":
+        import jax
+
+        found = jax.grad(
+            lambda g: (gradient(layer, x, g) ** 2).sum(),
+        )(outputs_grad)
+    elif BACKEND == "torch":
+        import torch
+
+        x = ops.convert_to_tensor(x).requires_grad_()
+        g = ops.convert_to_tensor(outputs_grad).requires_grad_()
+        total = (layer(x) * g).sum()
+        (once,) = torch.autograd.grad(total, x, create_graph=True)
+        (found,) = torch.autograd.grad((once**2).sum(), g)
+    else:
+        import tensorflow as tf
+
+        g = tf.constant(outputs_grad)
+        with tf.GradientTape() as tape:
+            tape.watch(g)
+            total = tf.reduce_sum(gradient(layer, x, g) ** 2)
+        found = tape.gradient(total, g)
+    once = exactly(layer, "ac,bc->ab", outputs_grad)
+    assert_near(numpy(found), 2 * exactly(layer, "ab,bc->ac", once))
 
 
 @pytest.mark.full_except("no part divides it-float8_e5m2")
@@ -264,13 +291,13 @@ def test_of_a_bank_only_the_matrices_that_are_asked_for_are_decoded(
     kernel = layer._kernel
     whole = numpy(kernel.value)
     framework, decoded = type(backends.current), []
-    plain = framework.dequantized
+    plain = framework.numbers
 
-    def dequantized(self, codes, *options):
+    def numbers(self, codes, format_name):
         decoded.append(int(np.prod(codes.shape)))
-        return plain(self, codes, *options)
+        return plain(self, codes, format_name)
 
-    monkeypatch.setattr(framework, "dequantized", dequantized)
+    monkeypatch.setattr(framework, "numbers", numbers)
     for index in (2, slice(1, 3), (1, slice(None), 5), Ellipsis):
         np.testing.assert_array_equal(numpy(kernel[index]), whole[index])
     if granularity != "block":  # Their blocks run across matrices.

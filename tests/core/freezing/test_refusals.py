@@ -319,7 +319,11 @@ def test_codes_that_mean_nothing_are_not_set():
 @pytest.mark.extension("calibrate")
 def test_calibrate_says_that_frozen_layers_see_no_amaxes():
     model = frozen(activations="dynamic")
-    way = "kpe.thaw(model)", "kpe.convert(model)", "activations='static'"
+    way = (
+        "kpe.thaw(model)",
+        "kpe.convert(model, 'delayed')",
+        "activations='static'",
+    )
     with unchanged(model, "frozen", *way):
         kpe.calibrate(model, normal(8, 6))
 
@@ -328,7 +332,7 @@ def test_calibrate_says_that_frozen_layers_see_no_amaxes():
 @pytest.mark.extension("calibrate")
 def test_the_way_to_input_scales_of_other_data_keeps_the_codes(granularity):
     model, options = two_layers(), dict(granularity=granularity)
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     kpe.calibrate(model, normal(8, 6))
     kpe.freeze(model, activations="static", **options)
     kernels = [layer._kernel for layer in model.layers]
@@ -337,7 +341,7 @@ def test_the_way_to_input_scales_of_other_data_keeps_the_codes(granularity):
     with pytest.raises(ValueError, match="thaw"):
         kpe.calibrate(model, other)
     kpe.thaw(model)
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     kpe.calibrate(model, other)
     kpe.freeze(model, activations="static", **options)
     first = numpy(model.layers[0]._kernel.inputs_scale)

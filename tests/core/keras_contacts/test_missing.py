@@ -18,6 +18,7 @@ from keras_policy_ext._keras import (
     versions,
     walking,
 )
+from keras_policy_ext.ext.delayed._keras import TellsItsValue
 from private_names import private_attributes, private_definitions
 from processes import run
 from steps import numpy
@@ -176,10 +177,10 @@ def test_a_used_optimizer_is_refused_and_a_new_one_goes_without(name):
         used = model()
         before = losses(used)
         with pytest.raises(ImportError) as error:
-            kpe.convert(used)
+            kpe.convert(used, "delayed")
         assert losses(used)[-1] < before[0]
         fresh = model()
-        kpe.convert(fresh)
+        kpe.convert(fresh, "delayed")
         losses(fresh)
     assert_names(error, name)
     assert "new optimizer" in str(error.value)
@@ -210,7 +211,7 @@ def test_freezing_and_thawing_are_refused(name):
 
 def test_adapters_are_refused_where_the_kernel_is_not_found():
     made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    kpe.convert(made)
+    kpe.convert(made, "delayed")
     made.layers[0].enable_lora(1)
     with (
         hidden(keras.layers.Dense, "_kernel"),
@@ -246,7 +247,7 @@ def test_a_layer_that_nothing_unlocks_is_refused():
 def test_states_learn_though_nobody_tells_that_they_were_made(
     monkeypatch, expected
 ):
-    monkeypatch.delattr(variable_values.TellsItsValue, "_initialize")
+    monkeypatch.delattr(TellsItsValue, "_initialize")
     np.testing.assert_array_equal(converted_losses()[0], expected)
 
 
@@ -307,8 +308,7 @@ def test_files_that_cannot_be_watched_are_said(monkeypatch):
     monkeypatch.setattr(saving_hooks, "_saving_lib", None)
     monkeypatch.setattr(versions, "WARNED_OF", set())
     with pytest.warns(UserWarning, match="saving_lib") as told:
-        saving_hooks.after_loading(None)
-        saving_hooks.before_loading(None)
+        saving_hooks.around_loading(None)
     assert len(told) == 1
     assert not put_around(keras.Model, "no_such_method", None)
 
@@ -331,7 +331,7 @@ import keras_policy_ext as kpe
 
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 model.compile("sgd", "mse", run_eagerly=True)
-kpe.convert(model)
+kpe.convert(model, "delayed")
 x, y = np.ones((2, 4), "float32"), np.ones((2, 2), "float32")
 losses = [float(np.ravel(model.train_on_batch(x, y))[0]) for _ in range(3)]
 kpe.revert(model)

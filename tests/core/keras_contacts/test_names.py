@@ -4,7 +4,6 @@ import keras
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext._keras import global_policy
 from public_api import functions_about
 
 
@@ -27,14 +26,3 @@ def test_keras_refuses_names_of_other_policies():
 
 def test_keras_has_no_public_registry_of_policy_names():
     assert functions_about("register_dtype", "register_policy") == []
-
-
-def test_keras_calls_no_layer_without_float8_under_its_own_float8_policy():
-    layer = keras.layers.LayerNormalization(dtype="float8_from_float32")
-    method = getattr(keras.layers.Layer, "_float8_call", None)
-    with pytest.raises(NotImplementedError):
-        if method is None:  # Keras 3.16.
-            strategy = global_policy._Strategy()
-            stock(type(strategy).call)(strategy, layer, 1.0)
-        else:
-            stock(method)(layer, 1.0)

@@ -47,7 +47,7 @@ def model():
 def test_totals_of_a_converted_model_are_those_of_its_weights(trained):
     converted = model()
     before = totals(converted)
-    kpe.convert(converted)
+    kpe.convert(converted, "delayed")
     counted = converted.count_params()
     if trained:
         converted.compile("sgd", "mse")
@@ -63,7 +63,7 @@ def test_totals_of_a_frozen_model_are_those_of_its_weights():
 
 def test_models_in_models_are_counted_alike():
     inner = model()
-    kpe.convert(inner)
+    kpe.convert(inner, "delayed")
     inputs = keras.Input((4,))
     outer = keras.Model(inputs, keras.layers.Dense(1)(inner(inputs)))
     lines = []

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_policy_ext._keras import calls, variable_values
+from keras_policy_ext.ext.delayed._keras import TellsItsValue
 from public_api import lists_with, members_about
 
 BACKEND = keras.backend.backend()
@@ -66,7 +67,7 @@ def test_variables_are_empty_while_the_jax_trainer_works_and_full_elsewhere():
     assert variable_values.has_value(model.layers[0].kernel)
 
 
-class Listens(variable_values.TellsItsValue, keras.Variable):
+class Listens(TellsItsValue, keras.Variable):
     """Counts what it is told of its value."""
 
     told = assigned = 0

@@ -17,8 +17,8 @@ from attention_layers import (
     mha,
     policy,
 )
+from keras_policy_ext.ext.delayed.observations import UNIT
 from keras_policy_ext.layers import class_swap
-from keras_policy_ext.numerics.observations import UNIT
 from saving_models import (
     assert_equal,
     assert_same_policies,

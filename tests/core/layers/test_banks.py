@@ -304,7 +304,7 @@ def test_a_product_of_two_activations_is_none_of_a_bank():
     assert contraction_of(layer, x, x) is Einsum
 
 
-@pytest.mark.extension("inspect")
+@pytest.mark.extension("inspect", "keras_float8")
 def test_what_is_shown_is_the_largest_of_the_experts():
     model, _ = model_of(DELAYED)
     one_step(model, X, G)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.layers import entries
+from keras_policy_ext.files import entries
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -18,14 +18,12 @@ def test_the_page_on_design_has_the_keys_of_the_schema():
     page = (ROOT / "docs/internals/design.md").read_text("utf-8")
     section = page.partition("### In a file")[2].partition("\n## ")[0]
     told = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
-    keys = entries.STATE.forms.keys() - {entries.KERAS_LENGTH}
+    keys = entries.STATE.forms.keys() - {entries.RECIPE}
     keys = {key.format(i="i", operand="<operand>") for key in keys}
     assert told == keys | {entries.HEADER}
 
 
-@pytest.mark.parametrize(
-    "schema", [entries.STATE, entries.KERAS, entries.FROZEN]
-)
+@pytest.mark.parametrize("schema", [entries.STATE, entries.FROZEN])
 def test_errors_have_all_parts(schema):
     group = entries.Group(schema, "model/dense", {})
     damaged = str(group.damaged("it lacks 'x'"))

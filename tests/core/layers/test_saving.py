@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
+from keras_policy_ext import reference
 from saving_models import (
     BUILDERS,
     assert_equal,
@@ -377,4 +378,4 @@ def test_a_merged_kernel_is_not_scaled_by_the_amax_of_the_old_one(tmp_path):
     path = tmp_path / "model.keras"
     model.save(path)
     loaded = keras.saving.load_model(path).predict(x, verbose=0)
-    assert kpe.reference.sqnr_db(exact, loaded) > 20
+    assert reference.sqnr_db(exact, loaded) > 20

@@ -7,7 +7,7 @@ import pytest
 import keras_policy_ext as kpe
 
 CHANGES = {
-    "float8": kpe.convert,
+    "float8": lambda m: kpe.convert(m, "delayed"),
     "frozen": kpe.freeze,
     "widened": lambda m: (kpe.freeze(m), kpe.widen(m)),
 }

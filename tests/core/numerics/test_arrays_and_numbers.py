@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-import keras_policy_ext as kpe
-from keras_policy_ext import numerics
+from keras_policy_ext import numerics, reference
 from steps import numpy
 
 F8 = "float8_e4m3fn"
@@ -109,7 +108,7 @@ def test_a_bfloat16_array_is_rounded_as_its_numbers():
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_codes_of_the_reference_are_dequantized(dtype):
-    codes = kpe.reference.quantize(X, 4.0, dtype)
+    codes = reference.quantize(X, 4.0, dtype)
     found = numpy(numerics.dequantize(codes, 4.0))
-    expected = kpe.reference.dequantize(codes, 4.0)
+    expected = reference.dequantize(codes, 4.0)
     np.testing.assert_array_equal(found, expected)

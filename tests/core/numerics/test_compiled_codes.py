@@ -13,11 +13,11 @@ import pytest
 from keras import ops
 
 from keras_policy_ext import reference
+from keras_policy_ext.ext.reference.scales import two_level_scales
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.numerics.tiles import scales_of
 from keras_policy_ext.recipes import Quantization, Tile
-from keras_policy_ext.reference.scales import two_level_scales
 from ways import BACKEND, COMPILERS, array, compiled
 
 E4M3, E5M2, E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"

@@ -10,8 +10,8 @@ import pytest
 from keras import ops
 
 from keras_policy_ext import backends, contractions, kernels, recipes, reference
+from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.observations import VALID_MARK
 from keras_policy_ext.numerics.quantized import quantize
 from keras_policy_ext.recipes import Quantization, Tile
 from ways import BACKEND, FASTEST, array, compiled, same_bits

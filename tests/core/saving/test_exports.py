@@ -145,7 +145,7 @@ def test_what_torch_export_traces_is_rounded_to_float8():
 @pytest.mark.full
 @needs_torch
 @pytest.mark.skipif(
-    "torch" not in inspect.getsource(keras.Model.export.__wrapped__),
+    "torch" not in inspect.getsource(inspect.unwrap(keras.Model.export)),
     reason=f"Keras {keras.__version__} has no such format yet",
 )
 def test_a_pt2_file_computes_the_same(tmp_path):

@@ -60,9 +60,11 @@ def test_lost_layers_are_counted_once_with_the_way_to_keep_them(name, saved):
 
 def test_what_is_loaded_is_what_keras_loads(saved):
     _, folder = saved
-    load = keras.src.saving.saving_lib.load_model
-    loaded, (_,) = complaints(load, folder / "model.keras")
-    plain, silence = complaints(load.__wrapped__, folder / "model.keras")
+    load = keras.src.saving.saving_lib._load_model_from_fileobj
+    for_all = None, True, True  # Custom objects, compile and safe mode.
+    with (folder / "model.keras").open("rb") as file:
+        loaded, (_,) = complaints(load, file, *for_all)
+        plain, silence = complaints(load.__wrapped__, file, *for_all)
     assert not silence
     for a, b in zip(loaded.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -178,7 +180,7 @@ def test_one_thread_that_uses_kpe_does_not_silence_another(saved, monkeypatch):
         keras_hooks.warn_of_lost_float8(stock("blocks"), folder / "model")
 
     monkeypatch.setattr(warnings, "warn", lambda *a, **k: found.append(a))
-    with keras_hooks.without_warning_of_lost_float8():
+    with keras_hooks.loading("another.keras"):
         load()
         assert not found
         thread = threading.Thread(target=load)

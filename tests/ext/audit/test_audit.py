@@ -145,7 +145,7 @@ def dense_model():
     model = keras.Sequential(
         [keras.Input((8,)), layers.Dense(4, name="a"), layers.Dense(2)]
     )
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     return model
 
 
@@ -189,7 +189,7 @@ def test_the_model_is_not_changed():
     model = keras.Sequential(
         [keras.Input((8,)), Noise(), layers.Dense(4), layers.Dropout(0.5)]
     )
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     x = normal(4, 8)
     with no_grad():
         model(x)

@@ -117,8 +117,8 @@ def test_wrong_arguments_get_one_line(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "seed", "specs"),
     [
-        ([], 0, ("delayed",)),
-        (["--seed", "3"], 3, ("delayed",)),
+        ([], 0, ("current",)),
+        (["--seed", "3"], 3, ("current",)),
         (["--recipe", "16"], 0, ("16",)),
         (["--compare"], 0, None),
     ],
@@ -338,7 +338,7 @@ def test_inspect_prints_one_screen_and_in_full_every_layer(
     layers = [keras.layers.Dense(4, name=f"dense_{n}") for n in range(30)]
     layers.append(keras.layers.LayerNormalization(name="norm"))
     model = keras.Sequential([keras.Input((4,)), *layers], name="model")
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     model.save(tmp_path / "model.keras")
     monkeypatch.setenv("COLUMNS", "100")
 

@@ -223,7 +223,7 @@ def test_nothing_changes_where_multiplications_are_counted():
     model = keras.Sequential([keras.Input((8, WIDTH)), Noted()])
     layer = model.layers[0]
     model(np.ones((2, 8, WIDTH), "float32"))
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     held = {k: v for k, v in vars(layer).items() if k != "_losses"}
     before = [ops.convert_to_numpy(v) for v in model.variables]
     seed = ops.convert_to_numpy(layer.seed.state)

@@ -236,7 +236,7 @@ def test_onnx_is_written_by_its_own_room(tmp_path, monkeypatch):
 
 def test_export_leaves_the_model_as_it_is(tmp_path):
     model = dense(3)
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     x = np.ones((2, 4), "float32")
     before = keras.ops.convert_to_numpy(model(x))
     kpe.export(model, tmp_path / "out", "safetensors")

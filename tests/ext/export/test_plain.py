@@ -152,7 +152,7 @@ def test_what_was_not_frozen_stays_in_floats(tmp_path):
 @pytest.mark.slow_except()
 def test_no_state_optimizer_or_adapter_is_in_the_file(tmp_path):
     live = model()
-    kpe.convert(live)
+    kpe.convert(live, "delayed")
     live.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
     live.train_on_batch(np.zeros((2, 6), "int32"), np.zeros((2, 3)))
     live.get_layer("dense").enable_lora(1)
@@ -194,7 +194,7 @@ def test_adapters_are_merged(frozen, name, tmp_path):
 @pytest.mark.full
 def test_static_scales_of_inputs_are_in_the_file(tmp_path):
     live = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    kpe.convert(live)
+    kpe.convert(live, "delayed")
     kpe.calibrate(live, [np.full((2, 4), 7.0, "float32")])
     kpe.freeze(live, activations="static")
     path = tmp_path / "model.safetensors"
@@ -211,7 +211,7 @@ def test_embeddings_beside_static_scales_need_none(tmp_path):
     live = keras.Model(
         inputs, keras.layers.Dense(3, name="head")(words(inputs))
     )
-    kpe.convert(live)
+    kpe.convert(live, "delayed")
     kpe.calibrate(live, np.arange(5))
     kpe.freeze(live, activations="static")
     path = tmp_path / "model.safetensors"

@@ -19,7 +19,7 @@ from foreign_loops import (
     update_weights,
     values_of,
 )
-from keras_policy_ext.numerics.observations import UNIT, UNSEEN
+from keras_policy_ext.ext.delayed.observations import UNIT, UNSEEN
 from steps import gradients, mean_square, no_grad, numpy, state_of
 
 torch_only = pytest.mark.skipif(
@@ -306,7 +306,7 @@ def test_the_average_of_observations_in_two_slots_is_not_entered():
 def test_kernels_may_grow_where_a_loop_clips_all_gradients():
     """No history that stands still cuts them."""
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     kernel = model.layers[0].kernel
     kernel.assign(16 * numpy(kernel))
     grads = gradients_of(model, batches(1)[0])

@@ -182,7 +182,7 @@ def test_without_a_policy_it_is_compared_with_convert():
     report = kpe.memory(model, BATCH)
     assert (
         report["converted"].layers
-        == kpe.memory(model, BATCH, "delayed")["delayed"].layers
+        == kpe.memory(model, BATCH, "current")["current"].layers
     )
     some = kpe.memory(model, BATCH, "delayed", exclude="first")["delayed"]
     assert {n: bool(row.state) for n, row in by_name(some).items()} == {

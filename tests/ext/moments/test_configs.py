@@ -56,7 +56,7 @@ def test_beside_an_ftrl_the_other_optimizers_are_quantized():
     )
     model.compile(made(ftrl, adam), "mse")
     with pytest.warns(UserWarning, match="'wide'.*Ftrl has no moments") as told:
-        kpe.convert(model, optimizer="float8")
+        kpe.convert(model, "delayed", optimizer="float8")
     assert sum("'wide'" in str(each.message) for each in told) == 1
     assert type(ftrl) is keras.optimizers.Ftrl
     assert isinstance(adam, QuantizedState)

@@ -7,8 +7,9 @@ from keras import ops
 
 from keras_policy_ext import reference
 from keras_policy_ext.ext.moments import codes as moments
+from keras_policy_ext.ext.reference import moments as judge
+from keras_policy_ext.ext.reference.moments import moment_key
 from keras_policy_ext.numerics.stochastic import key_of_use
-from keras_policy_ext.reference.moments import moment_key
 from steps import numpy
 
 FORMS = ("float8", "mx")
@@ -125,12 +126,12 @@ def test_the_reference_has_the_same_constants():
         "SMALLEST_NORMAL",
     )
     for name in names:
-        assert getattr(moments, name) == getattr(reference.moments, name)
+        assert getattr(moments, name) == getattr(judge, name)
     for kind in KINDS:
-        ours, judge = moments.KINDS[kind], reference.moments.KINDS[kind]
-        assert tuple(ours) == tuple(judge)
-        assert ours.dropped == judge.dropped
-        assert ours.largest == judge.largest
+        ours, theirs = moments.KINDS[kind], judge.KINDS[kind]
+        assert tuple(ours) == tuple(theirs)
+        assert ours.dropped == theirs.dropped
+        assert ours.largest == theirs.largest
 
 
 @pytest.mark.any_backend

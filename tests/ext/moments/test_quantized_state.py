@@ -9,9 +9,9 @@ import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import reference
 from keras_policy_ext.ext.moments.slots import QuantizedSlot
+from keras_policy_ext.ext.reference.moments import moment_key
 from keras_policy_ext.numerics import primitives
 from keras_policy_ext.optimizers import dequantize_state, quantize_state
-from keras_policy_ext.reference.moments import moment_key
 from refusals import refused
 from steps import no_grad, normal, numpy
 
@@ -283,7 +283,7 @@ def test_bfloat16_weights_beside_one_byte_go_on_from_a_file(tmp_path):
             quantize_state(rounding(OPTIMIZERS.Adam(1e-2), seed=1))
         )
     first = fitted(model)
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     model.save(tmp_path / "model.keras")
     loaded = kpe.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.optimizer, rounding)
@@ -338,7 +338,7 @@ def test_a_built_optimizer_keeps_its_state_and_gets_float32_back():
 def test_convert_stores_moments_and_revert_gives_float32_back():
     model = model_with(OPTIMIZERS.Adam(1e-2))
     first = fitted(model)
-    kpe.convert(model, optimizer="float8")
+    kpe.convert(model, "delayed", optimizer="float8")
     assert slots_of(model.optimizer)
     assert fitted(model) < first
     kpe.revert(model)

@@ -1,6 +1,7 @@
 """`kpe.plan`: times by counted bytes and multiplications, and their errors."""
 
 import dataclasses
+import pathlib
 
 import keras
 import numpy as np
@@ -30,12 +31,18 @@ def mlp():
 
 
 @pytest.mark.any_backend
-def test_the_page_has_the_errors_of_the_constants():
-    rows = list(published.rows())
-    found = published.PAGE.read_text("utf-8")
-    assert found == published.page(rows, estimate.FITTED), (
+def test_the_file_and_the_guide_have_the_errors_of_the_constants():
+    errors = published.errors(list(published.rows()), estimate.FITTED)
+    assert published.ERRORS.read_text("utf-8") == published.text_of(errors), (
         "run python integration/benchmarks/published.py"
     )
+    kept = errors["groups"]["kept out"]
+    assert 0.09 < kept["error"] < 0.105
+    assert 1 / 9 < 1 - kept["signs_right"] / kept["rows"] < 1 / 7
+    guide = pathlib.Path(published.__file__).parents[2] / "docs/see_and_act.md"
+    text = " ".join(guide.read_text("utf-8").split())
+    assert "the mean error of the speed-up is about 10 %" in text
+    assert "one estimate in eight is on the wrong side of 1" in text
 
 
 @pytest.mark.any_backend

@@ -6,8 +6,8 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from keras_policy_ext.ext.delayed.observations import UNIT
 from keras_policy_ext.layers.class_swap import to_float8_class, to_stock_class
-from keras_policy_ext.numerics.observations import UNIT
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS
 from recurrent import BATCH, FEATURES, STEPS, UNITS, assert_close

@@ -52,7 +52,7 @@ def model_of_one_dict():
     model = OfOneDict(name="model")
     model.build()
     model.compile("sgd")
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     return model
 
 
@@ -98,7 +98,7 @@ def test_a_model_with_frozen_kernels_is_replayed(left, tmp_path):
     )
     kpe.freeze(model, exclude=left or None)
     if left:
-        kpe.convert(model, include="head")
+        kpe.convert(model, "delayed", include="head")
     model.compile("adam", "mse")
     recorder = kpe.record(model, tmp_path / "run.zip")
     x, y = normal(8, 6), normal(8, 3, seed=1)

@@ -241,7 +241,7 @@ def test_a_batch_of_another_size_is_no_reason(size):
         [keras.Input((6,)), layers.Dense(8, name="up"), layers.Dense(3)]
     )
     model.compile("sgd", "mse")
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     options = {"batch_size": 48, "verbose": 0, "shuffle": False}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -217,7 +217,7 @@ def test_an_iterator_that_ends_is_named():
 def test_layers_are_shown_as_what_they_are():
     model = Experts()
     model(X)
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     model.head.trainable = False
     watch = kpe.watch(model, every=1)
     watch.step(X)

@@ -33,7 +33,7 @@ def model_of(nested):
     given = {"a": a, "b": b} if nested is dict else [a, b]
     outputs = layers.Dense(3, name="head")(Optional()(a, b))
     model = keras.Model(given, outputs, name="model")
-    kpe.convert(model)
+    kpe.convert(model, "delayed")
     return model
 
 

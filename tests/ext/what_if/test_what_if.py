@@ -151,7 +151,7 @@ def test_operands_are_those_of_the_step(is_converted):
     model = keras.Sequential([keras.Input((6,)), dense(3, name="down")])
     model.compile("sgd", "mse")
     if is_converted:
-        kpe.convert(model)
+        kpe.convert(model, "delayed")
     kernel, bias = (numpy(v) for v in model.layers[0].weights[:2])
     report = kpe.what_if(model, (X, Y), "current")
     outputs_grad = 2 * (X @ kernel + bias - Y) / Y.size
@@ -176,7 +176,7 @@ def test_nothing_of_the_model_changes(is_converted):
     twins[1].set_weights(twins[0].get_weights())
     for model in twins:
         if is_converted:
-            kpe.convert(model)
+            kpe.convert(model, "delayed")
         model.train_on_batch(X, Y)
     attributes = [set(vars(layer)) for layer in twins[0].layers]
     kinds = [type(layer) for layer in twins[0].layers]

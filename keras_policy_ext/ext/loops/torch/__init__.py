@@ -1,5 +1,7 @@
 """PyTorch: `fully_shard`, and amaxes that a backward pass has observed."""
 
-from keras_policy_ext.backends.torch.observations import enter as enter_observed
+from keras_policy_ext.ext.delayed.torch.observations import (
+    enter as enter_observed,
+)
 
 __all__ = ["enter_observed"]

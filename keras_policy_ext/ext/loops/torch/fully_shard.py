@@ -10,7 +10,6 @@ per element. A float8 layer multiplies the gathered codes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
@@ -23,8 +22,8 @@ from keras_policy_ext import backends, numerics
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import saved_dtype
-from keras_policy_ext.backends.torch import observations
 from keras_policy_ext.backends.torch.backend import GATHERS
+from keras_policy_ext.ext.delayed.torch import observations
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.numerics.quantized import quantize as quantize_matrix
 from keras_policy_ext.numerics.scale_sources import Amax, ScaleSource
@@ -110,14 +109,8 @@ class ShardCast:
         self, amax: Tensor, group: dist.ProcessGroup
     ) -> Tensor | None:
         """Return the scale that the state of the kernel gives."""
-        engine: Any = backends.engine
         source: Any = self._source
-        state = self._state.matrix()
-        states = engine.state_kernels_for(source, state)
-        read: Any = source.history_scales
-        if states is not None:
-            read = functools.partial(states.history_scales, source)
-        known = read(state.detach())
+        known = source.read(self._state.matrix().detach())
         # All processes have the same state, and so decide the same.
         unseen = known.unseen
         if unseen is None or backends.current.known_any(unseen) is False:

@@ -1,0 +1,1 @@
+"""Arithmetic in NumPy, slow and simple, by which tests judge kernels."""

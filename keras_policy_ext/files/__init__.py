@@ -1,0 +1,1 @@
+"""What files have of models: checked, opened, read by one schema, written."""
