@@ -197,19 +197,30 @@ def _traced(
 
 
 _MODELS = ("Functional", "Sequential")
+_GIVEN = ("activation", "recurrent_activation", "call")
+"""Attributes in which a layer may have a function of the user."""
 
 
 def _may_choose(layer: keras.Layer) -> bool:
     """Return True if other code than that of Keras's layers runs in a call."""
     # No stock layer looks for the largest entries of its inputs. In a graph
     # there may be operations; layers that hold only state compute nothing.
+    if isinstance(layer, Float8State):
+        return False
+    given = filter(None, map(vars(layer).get, _GIVEN))
+    if not all(map(_is_of_keras, (type(layer), *given))):
+        return True
     name = keras_class(layer).__name__
-    if not runs_stock_call(layer):
-        return not isinstance(layer, Float8State)
     if name in _MODELS:
         operations = getattr(layer, "operations", ())
         return not all(isinstance(x, keras.layers.Layer) for x in operations)
     return name in RUN_OTHER_CODE and name != "ReversibleEmbedding"
+
+
+def _is_of_keras(value: Any) -> bool:
+    """Return True for what Keras defines, or the package in its place."""
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package in ("keras", "keras_policy_ext")
 
 
 def _passes_on(scope: keras.Layer | Note) -> bool:

@@ -302,6 +302,19 @@ def test_a_choice_is_followed_through_layers_of_keras(layer):
     assert converted(report) == {"last"}
 
 
+@pytest.mark.parametrize("in_dense", [True, False])
+def test_a_choice_by_a_function_given_to_a_layer_of_keras_counts(in_dense):
+    chooses = DECIDES["argmax"]
+    gate = layers.Dense(
+        EXPERTS, activation=chooses if in_dense else None, name="gate"
+    )
+    behind = [] if in_dense else [layers.Activation(chooses)]
+    last = layers.Dense(2, name="last")
+    inputs = keras.Input((STEPS, WIDTH))
+    model = keras.Sequential([inputs, gate, *behind, last], name="model")
+    assert converted(kpe.convert(model, POLICY)) == {"model/last"}
+
+
 class Router(keras.layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
