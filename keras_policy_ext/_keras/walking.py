@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import inspect
 import itertools
@@ -128,16 +127,6 @@ def attributes(layer: keras.Layer) -> dict[str, Any]:
     return {k: v for k, v in held.items() if not k.startswith(tracking)}
 
 
-def uses_in_graph(model: keras.Layer) -> dict[int, int]:
-    """Return how often a Functional model's graph calls each layer, by id."""
-    # It is read from `_nodes_by_depth` (keras 3.0 to 3.15), because
-    # `model.layers` and `model.operations` list each layer once. Layers of
-    # other models count as called once.
-    levels = getattr(model, "_nodes_by_depth", None) or {}
-    nodes = itertools.chain.from_iterable(levels.values())
-    return collections.Counter(id(node.operation) for node in nodes)
-
-
 def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     """Return a layer's weights; `weights` has those of inner layers too."""
     inner = layers_within(layer)[1:]
@@ -160,7 +149,7 @@ def captured_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Return variables that a layer's functions read, untracked by Keras."""
     # These are closure variables, globals and defaults of its functions, such
     # as that of a `Lambda`, and arguments of operations in the graph of a
-    # Functional model (`_nodes_by_depth` as for `uses_in_graph`).
+    # Functional model (`_nodes_by_depth` as for `follow_graph`).
     values: list[Any] = []
     for function in filter(inspect.isfunction, vars(layer).values()):
         with contextlib.suppress(ValueError):  # A name that has no value yet.

@@ -39,16 +39,6 @@ def test_a_layer_on_torch_has_no_layer_among_its_attributes():
     assert walking.attributes(layer)["forward_layer"] is layer.forward_layer
 
 
-def test_keras_does_not_tell_how_often_a_model_calls_a_layer():
-    dense = keras.layers.Dense(2)
-    x = keras.Input((2,))
-    model = keras.Model(x, dense(dense(x)))
-    for operations in (model.layers, model.operations):
-        assert sum(each is dense for each in operations) == 1
-    assert members_about(type(model), "node", "graph", "call_count") == []
-    assert walking.uses_in_graph(model)[id(dense)] == 2
-
-
 def test_weights_of_a_layer_include_those_of_the_layers_in_it():
     layer = keras.layers.Bidirectional(keras.layers.SimpleRNN(1))
     layer.build((None, 2, 2))
