@@ -171,7 +171,10 @@ def _traced(
             except Exception:
                 if layer is model or not (may_skip and says_its_outputs(layer)):
                     raise
-            shapes = keras.tree.map_structure(described, (args, kwargs))
+            # A Functional model passes `training` to layers, and what the user
+            # has defined to say shapes may not take it.
+            named = {k: v for k, v in kwargs.items() if k != "training"}
+            shapes = keras.tree.map_structure(described, (args, named))
             outputs = layer.compute_output_spec(*shapes[0], **shapes[1])
             return keras.tree.map_structure(zeros, outputs)
 

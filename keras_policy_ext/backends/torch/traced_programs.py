@@ -198,41 +198,49 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         outputs = function(*args, **(kwargs or {}))
-        if self.entered[-1] is self:
+        results = _results(function, args, outputs)
+        # Most calls make no tensor: they read a shape or a dtype.
+        if results and self.entered[-1] is self:
             operands = keras.tree.flatten([*args, *(kwargs or {}).values()])
             if function in _KINDS:
                 product = _product_call(function, operands, outputs)
                 self.program.products.append(product)
-            self._add_step(function, operands, outputs)
+            is_pair = isinstance(outputs, tuple)
+            self._add_step(_kind(function, is_pair), operands, results)
         return outputs
 
     def _add_step(
-        self, function: Any, operands: list[Any], outputs: Any
+        self, kind: Kind, operands: list[Any], results: list[torch.Tensor]
     ) -> None:
-        """Record a call, if it has read and made tensors."""
+        """Record a call that has made tensors."""
         tensors = _tensors_in(operands)
-        results = _tensors_in(keras.tree.flatten(outputs))
-        if isinstance(outputs, tuple):  # Perhaps a leaf for `keras.tree`.
-            results = _tensors_in(outputs)
-        if function is torch.Tensor.__setitem__:  # It returns None.
-            results = tensors[:1]
-        if not results:
-            return
         read, made = ([*map(_memory_of, x)] for x in (tensors, results))
         self.program.kept.extend([*read, *made])
-        kind: Kind = "other"
-        if function in _KINDS:
-            kind = "product"
-        elif function in _CHOICES or (
-            function in _EXTREMES and isinstance(outputs, tuple)
-        ):
-            kind = "choice"
         scope = _SCOPES[-1] if _SCOPES else None
         dtypes = [str(x.dtype) for x in results]
         keys: list[tuple[Hashable, str]] = [
             *zip(map(id, made), dtypes, strict=True)
         ]
         self.program.steps.append(Step(kind, list(map(id, read)), keys, scope))
+
+
+def _results(
+    function: Any, args: tuple[Any, ...], outputs: Any
+) -> list[torch.Tensor]:
+    """Return the tensors that a call has made or changed."""
+    if function is torch.Tensor.__setitem__:  # It returns None.
+        return _tensors_in(args[:1])
+    return _tensors_in(
+        outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    )
+
+
+def _kind(function: Any, is_pair: bool) -> Kind:
+    """Return the kind of a call; `is_pair`: it returns values and positions."""
+    if function in _KINDS:
+        return "product"
+    is_choice = function in _CHOICES or (function in _EXTREMES and is_pair)
+    return "choice" if is_choice else "other"
 
 
 def _product_call(

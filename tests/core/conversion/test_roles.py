@@ -315,6 +315,24 @@ def test_a_choice_by_a_function_given_to_a_layer_of_keras_counts(in_dense):
     assert converted(kpe.convert(model, POLICY)) == {"model/last"}
 
 
+class Reading(keras.layers.Layer):
+    """Its call reads values; what says its outputs takes no `training`."""
+
+    def call(self, x, training=None):
+        return x * float(ops.max(x))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def test_a_layer_that_cannot_be_traced_hides_no_other():
+    gate, last = layers.Dense(EXPERTS, name="gate"), layers.Dense(2)
+    inputs = keras.Input((STEPS, WIDTH))
+    chosen = DECIDES["argmax"](gate(Reading()(inputs)))
+    report = kpe.convert(keras.Model(inputs, last(chosen)), POLICY)
+    assert set(left(report)) == {"gate"}
+
+
 class Router(keras.layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
