@@ -107,8 +107,10 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
     """
     device = "gpu" if torch.cuda.is_available() else "cpu"
     with torch.no_grad(), keras.device(device):
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            # What a variable is assigned is a fake, which only this block sees.
+            with fakes, keras.StatelessScope():
                 return _trace(function, inputs)
         # Code that reads values, and operations without a kernel for fakes,
         # raise errors of many types. Any other error is raised again.

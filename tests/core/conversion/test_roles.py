@@ -106,6 +106,19 @@ class Noisy(Experts):
         return self.one(x) + ops.softplus(self.other(x))
 
 
+class Drawing(Experts):
+    """Its router draws numbers, and updates their seed."""
+
+    def __init__(self, weigh, **kwargs):
+        super().__init__(weigh, **kwargs)
+        self.seed = keras.random.SeedGenerator(0)
+
+    def logits(self, x):
+        logits = self.one(x)
+        noise = keras.random.uniform(ops.shape(logits), seed=self.seed)
+        return logits + noise
+
+
 def model_of(*blocks):
     inputs = keras.Input((STEPS, WIDTH))
     x = layers.Dense(WIDTH, name="first")(inputs)
@@ -204,6 +217,14 @@ def test_what_computes_is_converted(name):
 def test_two_layers_decide_together():
     report = kpe.convert(model_of(Noisy(ROUTED, name="a")), POLICY)
     assert set(left(report)) == {"a/one", "a/other"}
+
+
+def test_a_layer_that_draws_numbers_decides():
+    block = Drawing(ROUTED, name="a")
+    model = model_of(block)
+    before = ops.convert_to_numpy(block.seed.state)
+    assert set(left(kpe.convert(model, POLICY))) == {"a/one"}
+    np.testing.assert_array_equal(block.seed.state, before)
 
 
 def compiled(function):
