@@ -220,12 +220,12 @@ class Tracer:
         self._kept_alive.append((args, kwargs))  # The key may have their ids.
         key = self._structure(layer), _hashable(args), _hashable(kwargs)
         if key not in self._calls:
-            found = self._traced_ordescribed(layer, args, kwargs)
+            found = self._traced_or_described(layer, args, kwargs)
             self._calls[key] = layer, found
         other, call = self._calls[key]
         return call if layer is other else _call_of_equal(call, other, layer)
 
-    def _traced_ordescribed(
+    def _traced_or_described(
         self, layer: keras.Layer, args: Any, kwargs: dict[str, Any]
     ) -> Call:
         """Trace a call; if it fails, ask the layer for its output spec."""
