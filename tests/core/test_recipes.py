@@ -189,12 +189,12 @@ def test_other_types_are_type_errors(wrong):
 
 
 def test_names_come_in_order_of_definition():
-    assert recipes.names()[:2] == ("current", "delayed")
+    assert recipes.names()[:2] == ("current", "rowwise")
 
 
 @pytest.mark.parametrize("name", ["unknown", "rowwise2", "none"])
 def test_unknown_names_are_answered_with_the_known_ones(name):
-    with pytest.raises(ValueError, match="current, delayed"):
+    with pytest.raises(ValueError, match="current, rowwise"):
         recipes.get(name)
 
 
@@ -288,9 +288,18 @@ def test_other_operands_are_refused(operand):
         DelayedScaling().format_of(operand)
 
 
-def test_history_length_is_zero_without_history():
-    assert DelayedScaling(amax_history_length=7).history_length == 7
-    assert CurrentScaling().history_length == 0
+@pytest.mark.parametrize(
+    ("name", "remembers"),
+    [
+        ("current", False),
+        ("mxfp8", False),
+        ("delayed", True),
+        ("nvfp4", True),
+        ("nvfp4(stochastic_rounding=False)", False),
+    ],
+)
+def test_a_recipe_says_whether_a_kernel_has_a_state(name, remembers):
+    assert recipes.get(name).remembers is remembers
 
 
 def test_scale_options_are_what_scale_from_amax_takes():
@@ -329,7 +338,7 @@ def test_a_new_recipe_is_one_dataclass(registry):
     assert recipes.parse(recipe.spec) == recipe
     assert recipes.get(recipes.serialize(recipe)) == recipe
     assert recipe.format_of("kernel") == "float8_e4m3fn"
-    assert recipe.history_length == 0
+    assert not recipe.remembers
 
 
 def test_two_recipes_cannot_share_a_name(registry):
