@@ -1,8 +1,8 @@
 """Float8 arithmetic in `keras.ops`, bit-identical on every backend.
 
 `casting` changes dtypes, `scaling` turns amaxes into scales, `tiles` and
-`quantized` make quantized tensors, `scale_sources` finds their scales,
-`errors` measures the quantization error. `reference` (NumPy) tests all.
+`quantized` make quantized tensors, `scale_sources` finds their scales.
+`reference` (NumPy) tests all.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 from keras_policy_ext import _extensions
 
 if TYPE_CHECKING:
+    from keras_policy_ext.ext.sampling.errors import (
+        sqnr_db,
+        underflow_fraction,
+    )
     from keras_policy_ext.ext.stochastic.rounding import (
         ROUNDABLE,
         key_of_use,
@@ -25,7 +29,6 @@ from keras_policy_ext.numerics.casting import (
     quantize_dequantize,
     view,
 )
-from keras_policy_ext.numerics.errors import sqnr_db, underflow_fraction
 from keras_policy_ext.numerics.scaling import (
     amax,
     round_up_to_power_of_two,
