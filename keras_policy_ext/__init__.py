@@ -42,7 +42,7 @@ from keras_policy_ext.policies import (
 if getattr(importlib.util.find_spec(f"{__name__}.ext"), "origin", None):
     from keras_policy_ext import ext
 
-    _extensions.add(ext.NAMES, ext.MODULES, ext.ON_DEMAND)
+    _extensions.add(ext.NAMES, ext.MODULES, ext.ON_DEMAND, ext.RECIPES)
     for _module in ext.REGISTERING:
         importlib.import_module(_module)
     # Now: to import the module of this name later would replace the function.

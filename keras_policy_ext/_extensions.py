@@ -13,12 +13,14 @@ from typing import Any
 _homes: dict[str, str] = {}
 _modules: set[str] = set()
 _on_demand: dict[str, str] = {}
+_recipes: dict[str, str] = {}
 
 
 def add(
     homes: Mapping[str, str],
     modules: Iterable[str],
     on_demand: Mapping[str, str] | None = None,
+    recipes: Mapping[str, str] | None = None,
 ) -> None:
     """Make names known.
 
@@ -27,10 +29,13 @@ def add(
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
         modules: Modules of the package that are names of extensions alone.
         on_demand: By what the core asks for, the module that registers it.
+        recipes: By the name of a recipe, the public name of its class, such as
+            `{"nvfp4": "recipes.NVFP4Scaling"}`.
     """
     _homes.update(homes)
     _modules.update(modules)
     _on_demand.update(on_demand or {})
+    _recipes.update(recipes or {})
 
 
 def import_for(demand: str) -> None:
@@ -42,6 +47,16 @@ def import_for(demand: str) -> None:
     if name is not None:
         importlib.import_module(name)
         _on_demand.pop(demand, None)  # Another thread may have done so.
+
+
+def recipes() -> Mapping[str, str]:
+    """Return the public names of the classes of recipes, by recipe."""
+    return _recipes
+
+
+def home(name: str) -> str:
+    """Return the name of the module that has a public name."""
+    return _homes[name]
 
 
 def has(name: str) -> bool:

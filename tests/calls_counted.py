@@ -151,15 +151,10 @@ def climbs_of_loading():
 
 
 def size_of_package():
-    """Return how many files and lines the package has, and its core."""
+    """Return how many files the package has, and its core."""
     files = list(ROOT.rglob("*.py"))
     core = [x for x in files if x.relative_to(ROOT).parts[0] not in NO_CORE]
-    return {
-        "files": len(files),
-        "lines": sum(map(lines_of, files)),
-        "core_files": len(core),
-        "core_lines": sum(map(lines_of, core)),
-    }
+    return {"files": len(files), "core_files": len(core)}
 
 
 NO_CORE = (
@@ -170,11 +165,6 @@ NO_CORE = (
     *("migration.py", "optimizers.py", "reference.py"),
 )
 """Extensions, and the modules of their names."""
-
-
-def lines_of(path):
-    """Return the number of lines of a file."""
-    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def share_of_any():

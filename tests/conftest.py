@@ -89,18 +89,37 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
+ASKS_FOR_AN_EXTENSION = re.compile(
+    r"without `keras_policy_ext\.ext`"
+    r"|No module named 'keras_policy_ext\.ext\."
+    r"|'(delayed|nvfp4)\b[^']*' is not a recipe"
+    r"|cannot import name '\w+' from 'keras_policy_ext\.(recipes|numerics)'"
+)
+WITHOUT_IT = "Skipped: it asks for an extension, such as delayed scaling"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Skip a file that asks for an extension, in the core alone."""
+    report = yield
+    asked = report.failed and ASKS_FOR_AN_EXTENSION.search(str(report.longrepr))
+    if asked and is_core_alone():
+        report.outcome = "skipped"
+        report.longrepr = str(collector.path), 0, WITHOUT_IT
+    return report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Skip a test that asks for an extension, in the core alone."""
     report = yield
-    asked = call.excinfo and "without `keras_policy_ext.ext`" in str(
-        call.excinfo.getrepr()
+    asked = call.excinfo and ASKS_FOR_AN_EXTENSION.search(
+        str(call.excinfo.getrepr())
     )
     if asked and report.failed and is_core_alone():
         report.outcome = "skipped"
         path, line, _ = item.location
-        reason = "Skipped: it asks for an extension, such as delayed scaling"
-        report.longrepr = path, line, reason
+        report.longrepr = path, line, WITHOUT_IT
     return report
 
 

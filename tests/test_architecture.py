@@ -263,6 +263,8 @@ FORWARDING = {
     "conversion/__init__.py",
     "conversion/filters.py",
     "layers/__init__.py",
+    "numerics/__init__.py",
+    "recipes/__init__.py",
 }
 """Modules of the core that show names of extensions too, to type checkers."""
 
@@ -299,6 +301,35 @@ def test_the_core_names_no_module_of_an_extension_in_a_string():
     # The package asks whether there are extensions. Their table names them,
     # and `_extensions.get` imports what it names.
     assert found == {"__init__.py": [".ext"]}
+
+
+OF_A_MEMORY = re.compile("histor|delayed", re.IGNORECASE)
+"""What names of delayed scaling have, which is an extension."""
+
+OF_KERAS = {
+    "amax_history_length": "an argument of Keras's policies",
+    "inputs_amax_history": "an attribute of Keras's layers",
+    "kernel_amax_history": "an attribute of Keras's layers",
+    "outputs_grad_amax_history": "an attribute of Keras's layers",
+}
+
+
+def names_of_a_memory(tree):
+    """The names that a module gives or uses, if they say what is remembered."""
+    names = set()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            name = getattr(node, field, None)
+            if isinstance(name, str) and OF_A_MEMORY.search(name):
+                names.add(name)
+    return sorted(names - OF_KERAS.keys())
+
+
+def test_the_core_has_no_name_of_delayed_scaling():
+    found = offenders(lambda name: names_of_a_memory(parse(name)), CORE)
+
+    # What it shows to type checkers under its public name.
+    assert found == {"recipes/__init__.py": ["DelayedScaling"]}
 
 
 def lines_of_asserts(name):

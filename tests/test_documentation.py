@@ -199,8 +199,8 @@ def test_every_recipe_has_a_section_with_its_call_and_is_in_the_overview():
     for name in ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"):
         recipe = recipes.get(name)
         section = by_title[f"`{name}`"]
-        (call,) = re.findall(r"kpe\.recipes\.(\w+\(\n.*?\n\))", section, re.S)
-        shown = eval(call, vars(recipes))
+        (call,) = re.findall(r"(kpe\.recipes\.\w+\(\n.*?\n\))", section, re.S)
+        shown = eval(call, {"kpe": kpe})
         assert shown == recipe
         for field in recipe.get_config():
             assert f"    {field}=" in call, (name, field)

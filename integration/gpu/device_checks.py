@@ -40,7 +40,7 @@ from keras_policy_ext import contractions
 from keras_policy_ext.ext.gain import auto
 from keras_policy_ext.ext.moments import codes as moments
 from keras_policy_ext.ext.reference import moments as moments_reference
-from keras_policy_ext.numerics.stochastic import key_of_use
+from keras_policy_ext.ext.stochastic.rounding import key_of_use
 
 CPU_LOSSES = pathlib.Path(__file__).parent / "cpu_losses.json"
 

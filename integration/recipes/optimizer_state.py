@@ -34,7 +34,7 @@ from keras_policy_ext.ext.moments.codes import (
     dequantize_moments,
     quantize_moments,
 )
-from keras_policy_ext.numerics.stochastic import (
+from keras_policy_ext.ext.stochastic.rounding import (
     key_of_use,
     random_bits,
     round_to_neighbour,

@@ -218,7 +218,7 @@ def test_a_step_has_the_bits_of_separate_casts(
 ):
     recipe = recipes.get(name)
     state = ()
-    if recipe.history_length:
+    if recipe.remembers:
         shape = source_of(recipe).state_shape
         matrix = torch.zeros(shape)
         matrix[:, 0] = VALID_MARK

@@ -304,7 +304,7 @@ class BoundPlan(BoundOperation):
         if not self._observes_amaxes:
             return state
         # A bank has an amax for each of its matrices.
-        is_bank = self.plan.histories > 1
+        is_bank = self.plan.states > 1
         amax = (self.kernel.amax if is_bank else scaling.amax)(kernel)
         return tuple(self._source.caught_up(amax, each) for each in state)
 

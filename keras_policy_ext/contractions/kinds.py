@@ -229,11 +229,11 @@ class EinsumOfBank(Einsum):
     Each matrix of its operands has a scale where a recipe has one per tensor.
 
     Attributes:
-        histories: The number of matrices with a history each, under delayed
-            scaling; 1 for a recipe without history.
+        states: The number of matrices with a state each; 1 for one state of
+            all, or none.
     """
 
-    histories: int = 1
+    states: int = 1
 
     def quantization(
         self, requested: Quantization | None
@@ -249,19 +249,19 @@ class EinsumOfBank(Einsum):
         return tile_amax(matrix, EACH_MATRIX)
 
 
-def with_bank(contraction: Contraction, histories: int = 1) -> Contraction:
+def with_bank(contraction: Contraction, states: int = 1) -> Contraction:
     """Return a contraction of a weight; `EinsumOfBank` if that is a bank.
 
     The weight is a bank of matrices if it has an axis that the inputs and the
     outputs have too, an axis of the outputs alone, and an axis that is summed.
-    For `histories` see `EinsumOfBank`.
+    For `states` see `EinsumOfBank`.
     """
     # A subclass reads its kernel in a way of its own, as `rnn.Gates` does.
     if type(contraction) is not Einsum:
         return contraction
     if not _bank_axes(contraction.equation):
         return contraction
-    return EinsumOfBank(contraction.equation, histories)
+    return EinsumOfBank(contraction.equation, states)
 
 
 def bank_axis(equation: str) -> int | None:

@@ -358,7 +358,7 @@ class BoundOperand:
         self._in_forward = self.first.matmul == "forward"
         self._framework = backends.current
         self._amax_of = self.first.amax_of
-        if plan.histories > 1:
+        if plan.states > 1:
             # One amax for each matrix of a bank.
             amaxes, as_first = plan.contraction.amaxes, self.first.quantization
             self._amax_of = functools.partial(
@@ -375,7 +375,7 @@ class BoundOperand:
         return False
 
     def amax(self, x: Tensor) -> Tensor:
-        """Compute the amax of an operand, a scalar or one per history."""
+        """Compute an operand's amax, a scalar or one per matrix of a bank."""
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:

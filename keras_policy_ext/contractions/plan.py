@@ -120,13 +120,13 @@ class Plan:
     @functools.cached_property
     def source(self) -> Any:
         """The object that computes the recipe's scales."""
-        return source_of(self.recipe, self.histories)
+        return source_of(self.recipe, self.states)
 
     @functools.cached_property
-    def histories(self) -> int:
-        """The number of histories of each operand; 1 but for a bank."""
+    def states(self) -> int:
+        """The number of states of a kernel; 1 but for a bank, or for none."""
         if isinstance(self.contraction, EinsumOfBank):
-            return self.contraction.histories
+            return self.contraction.states
         return 1
 
     def with_preference(self) -> Plan:

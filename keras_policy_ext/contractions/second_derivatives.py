@@ -121,6 +121,6 @@ class _Operands:
             # Crop the padding of the axis that it sums with the gradient.
             axis, summed = 1 if across else 2, 1 if operand == "inputs" else 2
             size = ops.shape(self.gradient.values)[summed]
-            values = quantized.inverse(values, size, axis)
+            values = quantized.extended().untransformed(values, size, axis)
         plain = quantized.passthrough(ops.cast(values, self._plan.inputs_dtype))
         return plain if across else self._plan.contraction.transposed(plain)

@@ -34,8 +34,16 @@ NAMES = {
         "layers.autocast_scope": "mixed.autocast",
         "layers.is_autocast_variable": "mixed.autocast",
         "memory": "memory.step_memory",
+        "numerics.ROUNDABLE": "stochastic.rounding",
+        "numerics.key_of_use": "stochastic.rounding",
+        "numerics.sqnr_db": "sampling.errors",
+        "numerics.stochastic_round": "stochastic.rounding",
+        "numerics.underflow_fraction": "sampling.errors",
         "plan": "plan.step_plan",
         "policies.LossScaleDTypePolicy": "mixed.loss_scales",
+        "recipes.DelayedScaling": "delayed.recipe",
+        "recipes.LARGEST_MARGIN": "delayed.recipe",
+        "recipes.NVFP4Scaling": "nvfp4.recipe",
         "record": "replay.flight_recorder",
         "replay": "replay.replay",
         "tune": "tune.tune",
@@ -44,6 +52,12 @@ NAMES = {
     }.items()
 }
 """By public name, the module that has it."""
+
+RECIPES = {
+    "delayed": "recipes.DelayedScaling",
+    "nvfp4": "recipes.NVFP4Scaling",
+}
+"""By the name of a recipe, the public name of its class."""
 
 MODULES = (
     "activations",
@@ -72,6 +86,10 @@ ON_DEMAND = {
     "counter": f"{_ROOT}.count.counter",
     # For the first recipe that remembers something: what keeps that.
     "memory": f"{_ROOT}.delayed.states",
+    # And what counts steps, for one that rounds at random.
+    "counting": f"{_ROOT}.stochastic.counting",
+    # For the first operand with scales on two levels, or rounded at random.
+    "quantizations": f"{_ROOT}.nvfp4.quantized",
     # For the first layer in Keras's own float8, in a model or a file.
     "keras_float8": f"{_ROOT}.keras_float8.taking_over",
     # For the first policy of Keras's own float8.

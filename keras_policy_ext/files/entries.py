@@ -7,7 +7,9 @@ A file has up to two groups of entries for a layer, each with its `Schema`:
   that is not frozen rejects them.
 
 `saved_layers` reads them. A key is a template, as in
-`SCALE.format(i=0, operand="inputs")`.
+`CODES_SCALE.format(name="kernel")`. What a recipe remembers of kernels has keys
+that begin with the number of the kernel, as in "0.steps"; the extension that
+keeps it has their forms.
 """
 
 from __future__ import annotations
@@ -19,13 +21,6 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext.files import input_files
-from keras_policy_ext.recipes import OPERANDS
-
-MOST_STEPS = 2.0**23
-"""The count of steps restarts at this number, which float32 holds exactly."""
-
-ROUNDING = 2.0**-20
-"""The largest error of the share of an average that observed something."""
 
 GROUP = "float8_state"
 """The name of the group of a state, beside that of the weights."""
@@ -35,12 +30,6 @@ POLICY = "policy"
 GIVEN = "given"  # The policy that `convert` was given.
 ATTENTION = "attention"
 RECIPE = "recipe"  # In place of a policy: the source is the layer's own.
-SCALE = "{i}.{operand}.scale"
-HISTORY = "{i}.{operand}.amax_history"
-PART = "{i}.{operand}.observed"  # The share of an average that observed it.
-EARLIER = "{i}.observed"  # By micro-batches before the next step.
-STEPS = "{i}.steps"  # The count of a state that counts steps.
-
 HEADER = "stored"
 CODES = "{name}"
 CODES_SCALE = "{name}.scale"
@@ -146,11 +135,6 @@ def is_amax(array: np.ndarray) -> np.ndarray:
 
 
 _TEXT = Form(np.uint8, 1)
-AMAXES = {
-    SCALE: Form(np.floating, (0, 1), is_amax),
-    HISTORY: Form(np.floating, (1, 2), is_amax),
-}
-_OPERANDS = f"each of {', '.join(OPERANDS)}"
 
 STATE = Schema(
     title="The float8 state of",
@@ -161,19 +145,10 @@ STATE = Schema(
         GIVEN: _TEXT,
         ATTENTION: _TEXT,
         RECIPE: _TEXT,
-        **AMAXES,
-        PART: Form(
-            np.floating, (0, 1), lambda x: abs(x - 0.5) <= 0.5 + ROUNDING
-        ),
-        EARLIER: Form(np.float32, 2, lambda x: x >= 0),
-        STEPS: Form(np.integer, 0, lambda x: (x >= 0) & (x < MOST_STEPS)),
     },
     allowed=(
         f"{VERSION!r}, {POLICY!r}, {GIVEN!r} and {ATTENTION!r} (UTF-8, may be "
-        f"missing), and, for each kernel i and {_OPERANDS}, a float scalar and "
-        "a float vector (i.<operand>.scale and i.<operand>.amax_history), "
-        "finite and >= 0, and maybe a float from 0 to 1 (i.<operand>.observed)"
-        f", or an integer (i.steps), from 0 to {MOST_STEPS - 1:.0f}"
+        "missing), and what the recipe remembers of each kernel"
     ),
     advice=(
         "Save the model again, or delete the group from the file; the layer "

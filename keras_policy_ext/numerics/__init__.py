@@ -1,10 +1,24 @@
 """Float8 arithmetic in `keras.ops`, bit-identical on every backend.
 
 `casting` changes dtypes, `scaling` turns amaxes into scales, `tiles` and
-`quantized` make quantized tensors, `scale_sources` finds their scales,
-`observations` keeps histories, `errors` measures the quantization error,
-`stochastic` rounds to 16 bits at random. `reference` (NumPy) tests all.
+`quantized` make quantized tensors, `scale_sources` finds their scales.
+`reference` (NumPy) tests all.
 """
+
+from typing import TYPE_CHECKING, Any
+
+from keras_policy_ext import _extensions
+
+if TYPE_CHECKING:
+    from keras_policy_ext.ext.sampling.errors import (
+        sqnr_db,
+        underflow_fraction,
+    )
+    from keras_policy_ext.ext.stochastic.rounding import (
+        ROUNDABLE,
+        key_of_use,
+        stochastic_round,
+    )
 
 from keras_policy_ext.numerics.casting import (
     cast,
@@ -15,16 +29,10 @@ from keras_policy_ext.numerics.casting import (
     quantize_dequantize,
     view,
 )
-from keras_policy_ext.numerics.errors import sqnr_db, underflow_fraction
 from keras_policy_ext.numerics.scaling import (
     amax,
     round_up_to_power_of_two,
     scale_from_amax,
-)
-from keras_policy_ext.numerics.stochastic import (
-    ROUNDABLE,
-    key_of_use,
-    stochastic_round,
 )
 
 __all__ = [
@@ -44,3 +52,13 @@ __all__ = [
     "underflow_fraction",
     "view",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if _extensions.has(f"numerics.{name}") or name in __all__:
+        return _extensions.get(f"numerics.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

@@ -4,73 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import keras
-import numpy as np
 from keras import ops
 
+from keras_policy_ext import _extensions
 from keras_policy_ext._types import Size, Tensor
-from keras_policy_ext.numerics import casting, primitives, scaling, tiles
+from keras_policy_ext.numerics import casting, scaling, tiles
 from keras_policy_ext.numerics.casting import Cast, Codec
-from keras_policy_ext.numerics.stochastic import random_bits, round_to_neighbour
 from keras_policy_ext.numerics.tiles import Scales, scales_of
 from keras_policy_ext.recipes import WHOLE, Quantization, Tile
-
-SIZE = 16
-
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The fixed signs that each block of sixteen elements is multiplied by.
-
-Source: Transformer Engine's NVFP4 recipe.
-"""
-
-
-def hadamard(matrix: Tensor, axis: int = 2) -> Tensor:
-    """Transform each block of 16 along an axis: `x · diag(signs) · H / 4`.
-
-    H is Sylvester's matrix, `H[i][j] = (-1)^popcount(i & j)`. With the factor
-    it is orthogonal, so a matmul of two operands that are both transformed
-    along the contracted axis is unchanged. It is computed in four stages of
-    additions, over distances of 1, 2, 4 and 8. They give the same bits on every
-    backend, unlike a matmul. The matrix is float32 (b, m, k); the axis is 1 or
-    2, its size a multiple of 16.
-    """
-    framework, shape = primitives.current, ops.shape(matrix)
-    if 0 in tuple(matrix.shape):  # No -1 can be inferred from zero numbers.
-        return matrix
-    size_after = 1 if axis == 2 else shape[2]
-    signs = ops.convert_to_tensor(np.array(SIGNS, "float32")[:, np.newaxis])
-    x = ops.reshape(matrix, (-1, SIZE, size_after)) * signs
-    # Each pass over memory does two stages: of `distance` and its double.
-    for distance in (1, 4):
-        quarters = (-1, 4 // distance, 4, distance, size_after)
-        fours = framework.reshape(x, quarters)
-        a, b, c, d = (fours[:, :, i] for i in range(4))
-        a, b, c, d = a + b, a - b, c + d, c - d
-        x = framework.stack([a + c, b + d, a - c, b - d], axis=2)
-    return framework.reshape(x, shape) * 0.25
-
-
-def inverse(matrix: Tensor, size: Size, axis: int = 2) -> Tensor:
-    """Undo `hadamard`; crop the axis to its size before it was padded."""
-    sixteens = ops.shape(matrix)[axis] // SIZE
-    signs = ops.tile(np.array(SIGNS, "float32"), sixteens)
-    signs = ops.reshape(signs, (1, -1, 1) if axis == 1 else (1, 1, -1))
-    # `H / 4` is its own inverse; the inner signs undo those of `hadamard`.
-    x = hadamard(matrix * signs, axis) * signs
-    return x[:, :size] if axis == 1 else x[:, :, :size]
-
-
-def padded(matrix: Tensor, axis: int = 2) -> Tensor:
-    """Pad an axis of (b, m, k) with zeros to a multiple of 16."""
-    size = ops.shape(matrix)[axis]
-    # In this form JAX sees of a symbolic size that it divides evenly.
-    over = (size + SIZE - 1) // SIZE * SIZE - size
-    if isinstance(over, int) and over == 0:
-        return matrix
-    around = [(0, 0), (0, 0), (0, 0)]
-    around[axis] = (0, over)
-    return ops.pad(matrix, around)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +173,50 @@ def passthrough(x: Tensor) -> Quantized:
     return Quantized(x, ops.ones((1, 1, 1), "float32"), None)
 
 
+class Extended(Protocol):
+    """What an extension computes for quantizations that are `extended`."""
+
+    def quantize(
+        self,
+        x: Tensor,
+        quantization: Quantization,
+        scale: Tensor | None,
+        cast: Cast,
+        whole_amax: Callable[[Tensor], Tensor],
+        key: Tensor | None,
+        across: bool,
+    ) -> tuple[Quantized, Tensor | None]:
+        """Quantize a matrix; see `quantize`."""
+
+    def untransformed(self, values: Tensor, size: Size, axis: int) -> Tensor:
+        """Undo the transform of an axis, whose size was `size` before it."""
+
+
+_extended: list[Extended] = []
+
+
+def register(extended: Extended) -> None:
+    """Register what computes quantizations that are `extended`."""
+    _extended.append(extended)
+
+
+def extended() -> Extended:
+    """Return what computes quantizations that are `extended`.
+
+    Raises:
+        ValueError: If no extension that is installed does.
+    """
+    _extensions.import_for("quantizations")
+    if not _extended:
+        raise ValueError(
+            "What computes scales on two levels, transforms and rounding at "
+            "random is not installed here. Received: the core alone, without "
+            "`keras_policy_ext.ext`. Allowed: recipes without these, such as "
+            "'mxfp8'. Install the whole package, or choose another recipe."
+        )
+    return _extended[0]
+
+
 def quantize(
     x: Tensor,
     quantization: Quantization,
@@ -254,48 +242,41 @@ def quantize(
 
     Returns:
         The quantized tensor, and the amaxes of its tiles if they were computed
-        here. With a Hadamard transform its contracted axis is padded.
+        here. With a transform its contracted axis is padded.
     """
-    if quantization.hadamard is not None:
-        axis = 1 if across else 2
-        x = padded(ops.cast(x, "float32"), axis)
-        x = hadamard(x, axis)
+    if quantization.is_extended:
+        return extended().quantize(
+            x, quantization, scale, cast, whole_amax, key, across
+        )
+    return scaled_and_cast(x, quantization, scale, cast, whole_amax, scales_of)
+
+
+def scaled_and_cast(
+    x: Tensor,
+    quantization: Quantization,
+    scale: Tensor | None,
+    cast: Cast,
+    whole_amax: Callable[[Tensor], Tensor],
+    scales_of: Callable[[Tensor, Quantization], Scales],
+) -> tuple[Quantized, Tensor | None]:
+    """Compute the scales of a matrix and cast it; see `quantize`.
+
+    `scales_of` computes the scales of tiles from their amaxes.
+    """
     tile, amax = quantization.tile, None
     has_one_scale = quantization.has_one_scale
     scales = Scales(scale)
     # With a constant scale the amaxes tell only what is not finite.
     if scale is None or quantization.constant_scale is not None:
         amax = whole_amax(x) if has_one_scale else tiles.tile_amax(x, tile)
-        if quantization.four_over_six:
-            x = ops.cast(x, "float32")
-            scales = tiles.four_over_six(x, amax, quantization)
-        else:
-            scales = scales_of(amax, quantization)
+        scales = scales_of(amax, quantization)
     is_factor = scales.factor is not None
     applied = scales.factor if is_factor else scales.scale
     if not has_one_scale:
         applied = tiles.spread(applied, tile, x)
-    if quantization.rounding == "stochastic":
-        wide = casting.scaled(x, applied, quantization.format, is_factor)
-        values = _at_random(wide, quantization.format, key, across)
-    else:
-        values = cast(x, applied, quantization.format, is_factor)
+    values = cast(x, applied, quantization.format, is_factor)
     scale = scales.scale[None, None, None] if has_one_scale else scales.scale
     return Quantized(values, scale, quantization, scales.tensor_scale), amax
-
-
-def _at_random(
-    x: Tensor, format_name: str, key: Tensor | None, across: bool
-) -> Tensor:
-    """Round each value up or down at random to a value of a format."""
-    if key is None:
-        raise ValueError(
-            "Stochastic rounding needs `key`. Received: key=None. Allowed: "
-            "an int32 scalar; one key gives the same bits on every backend. "
-            "Pass `key=`."
-        )
-    bits = random_bits(ops.shape(x), key, across)
-    return round_to_neighbour(x, bits, format_name)
 
 
 def swapped(matrix: Tensor) -> Tensor:

@@ -219,7 +219,8 @@ def source_of(recipe: Recipe, matrices: int = 1) -> Any:
         )
     check(recipe)
     if recipe.remembers:
-        _extensions.import_for("memory")
+        for what in ("memory", "counting"):
+            _extensions.import_for(what)
         for find in _FINDERS:
             source = find(recipe, matrices)
             if source is not None:
@@ -229,9 +230,9 @@ def source_of(recipe: Recipe, matrices: int = 1) -> Any:
     if recipe.remembers and source.state_shape is None:
         raise ValueError(
             f"Nothing keeps what {recipe!r} remembers. Received: a recipe "
-            f"with a history of {recipe.history_length}, or that rounds at "
-            "random. Allowed: a recipe that remembers nothing, or one derived "
-            "from `recipes.DelayedScaling`, with the whole package installed. "
+            "with `remembers=True` that is not installed as a whole. Allowed: "
+            "a recipe that remembers nothing, or one derived from "
+            "`recipes.DelayedScaling`, with the whole package installed. "
             "Derive from it, or register a class with "
             "`numerics.scale_sources.register`."
         )

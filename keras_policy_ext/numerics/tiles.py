@@ -10,21 +10,8 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import casting, primitives, scaling
-from keras_policy_ext.numerics.casting import round_to_format, view
+from keras_policy_ext.numerics.casting import view
 from keras_policy_ext.recipes import Quantization, Tile
-
-_LARGEST = float(np.finfo("float32").max)
-_E4M3 = "float8_e4m3fn"
-_E2M1 = "float4_e2m1fn"
-
-LARGEST_OF_SIX = 256.0
-"""The largest scale of a tile under four over six: 1.5 times it is exact too.
-
-Source: arXiv 2512.02010.
-"""
-
-FOUR, SIX = 4.0, 6.0
-"""The two values that the amax of a tile can become under four over six."""
 
 
 class Scales(NamedTuple):
@@ -46,8 +33,6 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
     """Compute a float32 scale per tile; an infinite amax counts as 0."""
     if quantization.constant_scale is not None:
         return Scales(ops.ones_like(amax) * quantization.constant_scale)
-    if quantization.has_tensor_scale:
-        return _two_level(amax, quantization)
     if quantization.scale_format == "float8_e8m0fnu":
         return _powers(amax, quantization)
     limit = formats.get(quantization.format).max
@@ -62,43 +47,6 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
         return Scales(scaling.scale_of_multiplier(amax, limit))
     up = rounding == "up"
     return Scales(scaling.scale_for_limit(amax, limit, power_of_two=up))
-
-
-def four_over_six(
-    x: Tensor, amax: Tensor, quantization: Quantization
-) -> Scales:
-    """Compute the scales of tiles of `x` whose amax becomes 4 or 6.
-
-    Each tile has the scale whose squared error is smaller, 6 if they are equal.
-    `four_over_six_scales` of the reference defines the error.
-    """
-    tile = quantization.tile
-    six = _two_level(amax, quantization, SIX)
-    four = _two_level(amax, quantization, FOUR)
-    is_four = _squared_errors(x, four, tile) < _squared_errors(x, six, tile)
-    is_four = ops.logical_and(is_four, scaling.is_positive_finite(amax))
-    return Scales(
-        ops.where(is_four, four.scale, six.scale),
-        ops.where(is_four, four.factor, six.factor),
-        six.tensor_scale,
-    )
-
-
-def _squared_errors(x: Tensor, scales: Scales, tile: Tile) -> Tensor:
-    """Return each tile's squared error of rounding to nearest in e2m1fn."""
-    product = ops.abs(x) * spread(scales.factor, tile, x)
-    scaled = ops.minimum(product, 8.0)  # So the sums below fit an int32.
-    values = round_to_format(ops.minimum(scaled, SIX), _E2M1)
-    # Compilers contract and reorder sums of floats, so the errors are integers,
-    # in units of 1 / 1024 of a scale. The largest sum, of 256 errors, is 2^30.
-    errors = _in_units(scaled) - _in_units(values)
-    sums = ops.sum(_blocks(errors * errors, tile), axis=(2, 4))
-    return ops.cast(sums, "float32") * (scales.scale * scales.scale)
-
-
-def _in_units(values: Tensor) -> Tensor:
-    """Return values in units of 1 / 1024, cut to integers."""
-    return ops.cast(values * 1024.0, "int32")
 
 
 def _powers(amax: Tensor, quantization: Quantization) -> Scales:
@@ -139,42 +87,6 @@ def _largest_of_byte_0(limit: float) -> float:
         amax = larger
 
 
-def _two_level(
-    amax: Tensor,
-    quantization: Quantization,
-    reach: float | None = None,  # What the amax of a tile becomes: 4 or 6.
-) -> Scales:
-    """Compute e4m3fn scales of tiles, and a float32 scale of the tensor."""
-    limit = formats.get(quantization.format).max
-    highest = formats.get(_E4M3).max
-    # The scale of the tile that has the amax of the tensor.
-    largest = highest if reach is None else LARGEST_OF_SIX
-    tensor_amax = scaling.amax(amax)
-    is_usable = scaling.is_positive_finite(tensor_amax)
-    tensor_amax = ops.where(is_usable, tensor_amax, 1.0)
-
-    # The order of operations is Transformer Engine's. XLA would turn a division
-    # by a constant into a multiplication, which differs in the last bit (JAX
-    # 0.10). So no divisor is a constant for the compiler.
-    def number(value: float) -> Tensor:
-        return ops.cast(ops.where(is_usable, value, 1.0), "float32")
-
-    # The inverse of the scale of the tensor.
-    multiplier = ops.divide(number(largest * limit), tensor_amax)
-    multiplier = ops.where(is_usable, ops.minimum(multiplier, _LARGEST), 1.0)
-    is_positive = multiplier > 0.0
-    divisor = ops.cast(ops.where(is_positive, reach or limit, 1.0), "float32")
-    finite = ops.where(scaling.is_positive_finite(amax), amax, 0.0)
-    unrounded = finite * ops.divide(multiplier, divisor)
-    scale = round_to_format(ops.minimum(unrounded, highest), _E4M3)
-    # Of a constant 1 TensorFlow's graphs approximate a reciprocal (TF 2.21).
-    one = ops.where(is_usable, 1.0, multiplier)
-    both_scales = scale * ops.divide(one, multiplier)
-    factor = ops.minimum(ops.divide(one, both_scales), _LARGEST)
-    tensor_scale = ops.divide(tensor_amax, number(largest * limit))
-    return Scales(scale, factor, tensor_scale)
-
-
 def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
     """Return the largest magnitude in each tile of a matrix (b, m, k).
 
@@ -186,7 +98,7 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
         sizes = ((1, tile.free), (2, tile.contracted))
         axes = tuple(axis for axis, size in sizes if size is None)
         return scaling.amax(matrix, axes, keepdims=True)
-    return scaling.amax(_blocks(matrix, tile), axis=(2, 4))
+    return scaling.amax(blocks(matrix, tile), axis=(2, 4))
 
 
 def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
@@ -200,7 +112,7 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
     return scale
 
 
-def _blocks(matrix: Tensor, tile: Tile) -> Tensor:
+def blocks(matrix: Tensor, tile: Tile) -> Tensor:
     """Pad a matrix; reshape it to (b, m', free, k', contracted)."""
     b, m, k = ops.shape(matrix)
     rows, free = _tiles_along(m, tile.free)

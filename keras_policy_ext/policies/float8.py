@@ -101,7 +101,7 @@ class Float8DTypePolicy(SourceMap):
     @property
     def amax_history_length(self) -> int | None:
         """The number of amaxes in the recipe's history; None without one."""
-        return self._recipe.history_length or None
+        return plain.length_of(self._recipe)
 
     @property
     def recipe(self) -> recipes.Recipe:
@@ -165,7 +165,7 @@ class Float8DTypePolicy(SourceMap):
 
     def __repr__(self) -> str:
         arguments = [repr(self._source_name)]
-        length = self._recipe.history_length
+        length = plain.length_of(self._recipe)
         if self._recipe.spec == str(length):  # No other field is changed.
             arguments.append(f"amax_history_length={length}")
         elif self._recipe.spec:

@@ -21,7 +21,7 @@ class DefaultLength(int):
     """An int type that marks the default history length as not given."""
 
 
-DEFAULT_LENGTH = DefaultLength(recipes.DelayedScaling().amax_history_length)
+DEFAULT_LENGTH = DefaultLength(1024)
 
 
 def mode_first(
@@ -62,11 +62,11 @@ def merge_recipes(
     given = [named] if named is not None else []
     explicit_length = not isinstance(length, DefaultLength)
     if explicit_length:
-        delayed = recipes.DelayedScaling(amax_history_length=length)
-        length = delayed.amax_history_length
-        # A length alone, or with "delayed", means delayed scaling.
-        if recipe == delayed.name or (recipe is None and named is None):
-            recipe = delayed
+        of_keras: Any = recipes.of_keras(amax_history_length=length)
+        length = of_keras.amax_history_length
+        # A length alone, or with the name of this recipe, means this recipe.
+        if recipe == of_keras.name or (recipe is None and named is None):
+            recipe = of_keras
     if recipe is not None:
         # A recipe that leaves `power_of_two` open gets that of the named one.
         power_of_two = getattr(named, "power_of_two", None)
@@ -76,14 +76,19 @@ def merge_recipes(
         given.append(other)
     given = [for_this_device(each) for each in given]
     if not given:
-        return recipes.DelayedScaling()
+        return recipes.of_keras()
     # The named recipe, the argument `recipe`, or both.
     first, last = given[0], given[-1]
-    if explicit_length and last.history_length != length:
+    if explicit_length and length_of(last) != length:
         raise ValueError(_conflict(given, length))
     if first != last:
         raise ValueError(_conflict(given, None))
     return first
+
+
+def length_of(recipe: recipes.Recipe) -> int | None:
+    """Return a recipe's `amax_history_length`; None if it has none."""
+    return getattr(recipe, "amax_history_length", None)
 
 
 def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:

@@ -12,11 +12,19 @@ policy names. A recipe that does not compute its scales from the tensor itself
 registers a scale source (`numerics.scale_sources`).
 """
 
+from typing import TYPE_CHECKING, Any
+
+from keras_policy_ext import _extensions
+
+if TYPE_CHECKING:
+    from keras_policy_ext.ext.delayed.recipe import (
+        LARGEST_MARGIN,
+        DelayedScaling,
+    )
+    from keras_policy_ext.ext.nvfp4.recipe import NVFP4Scaling
+
 # In the order of the list of names, of which the default is the first.
 from keras_policy_ext.recipes.current import CurrentScaling
-
-# isort: split
-from keras_policy_ext.recipes.delayed import LARGEST_MARGIN, DelayedScaling
 
 # isort: split
 from keras_policy_ext.recipes.rowwise import RowwiseScaling
@@ -26,9 +34,6 @@ from keras_policy_ext.recipes.block import BlockScaling
 
 # isort: split
 from keras_policy_ext.recipes.mxfp8 import MXFP8Scaling
-
-# isort: split
-from keras_policy_ext.recipes.nvfp4 import NVFP4Scaling
 
 # isort: split
 from keras_policy_ext.recipes.frozen import ACTIVATIONS, FrozenKernels
@@ -56,6 +61,7 @@ from keras_policy_ext.recipes.spec import (
     get,
     is_spec,
     names,
+    of_keras,
     parse,
     serialize,
 )
@@ -85,8 +91,19 @@ __all__ = [
     "is_spec",
     "matmuls_of",
     "names",
+    "of_keras",
     "parse",
     "read_transposed",
     "scales_whole_tensors",
     "serialize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if _extensions.has(f"recipes.{name}") or name in __all__:
+        return _extensions.get(f"recipes.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

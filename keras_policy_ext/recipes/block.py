@@ -48,7 +48,7 @@ class BlockScaling(Recipe):
 
         A scale per 128x128 elements would cover 128 keys, masked ones too.
         """
-        if self.is_stochastic:  # A subclass, which needs a state.
+        if self.remembers:  # A subclass, which needs a state.
             return super().for_activations
         return _BlocksOfRows(**self.get_config())
 

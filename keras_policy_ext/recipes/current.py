@@ -18,7 +18,7 @@ from keras_policy_ext.recipes.recipe import Recipe, quantizations_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurrentScaling(Recipe):
-    """One scale per tensor, from the tensor's current amax; no history.
+    """One scale per tensor, from the tensor's current amax.
 
     Source: Transformer Engine's `Float8CurrentScaling`, torchao's
     `tensorwise`. See `Recipe` for the fields that all recipes have.
@@ -36,8 +36,8 @@ class CurrentScaling(Recipe):
         >>> recipe = kpe.recipes.CurrentScaling(power_of_two=True)
         >>> recipe.spec
         'current(power_of_two=True)'
-        >>> recipe.history_length
-        0
+        >>> recipe.remembers
+        False
     """
 
     name: ClassVar[str] = "current"

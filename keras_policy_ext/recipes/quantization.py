@@ -200,6 +200,12 @@ class Quantization:
         return self.scale_format == "float8_e4m3fn"
 
     @functools.cached_property
+    def is_extended(self) -> bool:
+        """True if an extension computes it: `numerics.quantized.Extended`."""
+        at_random = self.rounding == "stochastic"
+        return self.has_tensor_scale or self.hadamard is not None or at_random
+
+    @functools.cached_property
     def scale_leaves_sum(self) -> bool:
         """True if no scale varies along the sum: it can multiply the output."""
         return self.tile.contracted is None

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-from keras_policy_ext import formats
+from keras_policy_ext import _extensions, formats
 from keras_policy_ext.recipes.quantization import (
     MATMULS,
     OPERANDS,
@@ -16,7 +16,10 @@ from keras_policy_ext.recipes.quantization import (
 )
 
 REGISTRY: dict[str, type[Recipe]] = {}
-"""The recipes by name, in the order of their definition."""
+"""The recipes by name, in the order of their definition.
+
+Those of an extension are in it after their first use.
+"""
 
 HIGH_PRECISION = "high_precision"
 """The value of a field for a matmul in the compute dtype."""
@@ -34,7 +37,7 @@ class Recipe:
     `__post_init__` calls the base's after its own checks.
 
     Attributes:
-        name: The name used in strings, e.g. `"delayed"`.
+        name: The name used in strings, e.g. `"current"`.
         granularity: Of the scales: `"tensorwise"`, `"rowwise"`, `"blockwise"`.
         trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
@@ -96,27 +99,32 @@ class Recipe:
             return None
         return Quantization(format=formats.ALIASES["e4m3"])
 
-    @property
-    def is_stochastic(self) -> bool:
-        """True if this recipe rounds an operand stochastically.
+    def unfit(self, matmul: str, *quantizations: Quantization | None) -> str:
+        """Return why quantizations contradict this recipe; "" if they do not.
 
-        The random bits are computed from the field `seed`, 0 if there is none,
-        and from a counter of steps, the state of a kernel.
+        Args:
+            matmul: `"forward"`, `"inputs_grad"` or `"kernel_grad"`.
+            *quantizations: Those of its two operands, either both or none None.
+        """
+        if self.in_high_precision(matmul) and any(
+            each is not None for each in quantizations
+        ):
+            return (
+                f"its `quantization` does not follow {matmul}='high_precision'"
+            )
+        return ""
+
+    @property
+    def remembers(self) -> bool:
+        """True if a kernel has a state, which training steps change.
+
+        To round at random, steps are counted. Recipes that remember something
+        else override this.
         """
         return any(
             each is not None and each.rounding == "stochastic"
             for each in quantizations_of(self)
         )
-
-    @property
-    def history_length(self) -> int:
-        """The number of amaxes in each operand's history; 0 without one."""
-        return 0
-
-    @property
-    def remembers(self) -> bool:
-        """True if a kernel has a state: a history, or the count of steps."""
-        return bool(self.history_length) or self.is_stochastic
 
     @property
     def scale_options(self) -> dict[str, Any]:
@@ -205,9 +213,8 @@ class Recipe:
     def spec(self) -> str:
         """The short string for this recipe in policy names; `parse` reads it.
 
-        `""` for the default (delayed, 1024), `"16"` for delayed scaling with
-        that history length, otherwise `name` or `name(field=value,…)` with
-        the fields that differ from their defaults, in field order.
+        It is `name` or `name(field=value,…)` with the fields that differ from
+        their defaults, in field order. `DelayedScaling` has shorter ones.
         """
         changed = [
             f"{name}={getattr(self, name)!r}" for name in self._changed_fields
@@ -233,13 +240,12 @@ def check(recipe: Recipe) -> None:
     Raises:
         ValueError: If one operand of a matmul is quantized and the other is
             not; a field excludes a matmul from float8 but `quantization` does
-            not; both operands are in e5m2; the Hadamard sizes differ; a recipe
-            with a history has tiles smaller than a tensor, or rounds
-            stochastically; or a quantization is not implemented.
+            not; both operands are in e5m2; the Hadamard sizes differ; `unfit`
+            of the recipe names a fault; or a quantization is not implemented.
     """
     found = iter(quantizations_of(recipe))
     for matmul, first, second in zip(MATMULS, found, found, strict=True):
-        fault = _fault(first, second) or _unfit(recipe, matmul, first, second)
+        fault = _fault(first, second) or recipe.unfit(matmul, first, second)
         if fault:
             allowed = ", ".join(
                 f"{name} {' or '.join(map(str, values))}"
@@ -269,21 +275,6 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
     return _unsupported(first) or _unsupported(second)
 
 
-def _unfit(
-    recipe: Recipe, matmul: str, *quantizations: Quantization | None
-) -> str:
-    """Return why a matmul's quantizations contradict their recipe, or ""."""
-    quantized = [each for each in quantizations if each is not None]
-    if recipe.in_high_precision(matmul) and quantized:
-        return f"its `quantization` does not follow {matmul}='high_precision'"
-    # It keeps its axes with one scale, if no code depends on its position.
-    if recipe.history_length and not all(q.keeps_axes for q in quantized):
-        return "a history has one amax for a tensor: Tile(), to nearest"
-    if recipe.history_length and any(q.constant_scale for q in quantized):
-        return "a history has no use where `constant_scale` is the scale"
-    return ""
-
-
 @functools.lru_cache(maxsize=256)
 def scales_whole_tensors(recipe: Recipe) -> bool:
     """Return True if a recipe that trains has one scale for each tensor."""
@@ -302,7 +293,7 @@ def scales_rows_apart(recipe: Recipe) -> bool:
     quantizations = [
         recipe.quantization(o, "forward") for o in MATMULS["forward"]
     ]
-    return not (recipe.history_length or recipe.is_stochastic) and all(
+    return not recipe.remembers and all(
         each is None or (each.tile.free == 1 and not each.has_tensor_scale)
         for each in quantizations
     )
@@ -340,6 +331,9 @@ def quantizations_of(recipe: Recipe) -> tuple[Quantization | None, ...]:
 def _register(cls: type[Recipe]) -> None:
     """Enter a recipe class by its name; raise if another has the name."""
     registered = REGISTRY.get(cls.name)
+    of_extension = _extensions.recipes().get(cls.name)
+    if of_extension and cls.__module__ != _extensions.home(of_extension):
+        registered = _extensions.get(of_extension)
     # As when a module is reloaded, or the cell of a notebook runs again.
     is_same_class = registered is not None and (
         (registered.__module__, registered.__qualname__)

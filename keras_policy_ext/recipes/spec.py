@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from keras_policy_ext import _extensions
 from keras_policy_ext.recipes.current import CurrentScaling
-from keras_policy_ext.recipes.delayed import DelayedScaling
 from keras_policy_ext.recipes.recipe import REGISTRY, Recipe, no_recipe
 
 DEFAULT = CurrentScaling.name
@@ -18,6 +18,9 @@ DEFAULT = CurrentScaling.name
 # The default, and torchao's name for it. Configs and files have its own name.
 _ALIASES = {"float8": DEFAULT, "tensorwise": DEFAULT}
 
+_OF_KERAS = "delayed"
+"""The recipe of float8 policies of Keras."""
+
 # Words that errors explain, in small letters without separators.
 _OF_OTHERS = {
     "fp8": ("float8", "current"),
@@ -25,9 +28,9 @@ _OF_OTHERS = {
     "mixedfp8": ("mixed_float8", "current"),
     "tensorwise": ("current",),
     "dynamic": ("current",),
-    "hybrid": ("delayed",),
-    "e4m3": ("delayed(fp8_format='e4m3')",),
-    "e4m3fn": ("delayed(fp8_format='e4m3')",),
+    "hybrid": ("current",),
+    "e4m3": ("current(fp8_format='e4m3')",),
+    "e4m3fn": ("current(fp8_format='e4m3')",),
     "mx": ("mxfp8",),
     "fp4": ("nvfp4",),
     "float4": ("nvfp4",),
@@ -35,7 +38,7 @@ _OF_OTHERS = {
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a hint such as `"Did you mean 'delayed'? "`, or ""."""
+    """Return a hint such as `"Did you mean 'current'? "`, or ""."""
     if not isinstance(word, str):
         return ""
     import difflib  # Only errors need it.
@@ -60,8 +63,10 @@ _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all recipes for training, such as `"delayed"`."""
-    return tuple(name for name, cls in REGISTRY.items() if cls.trains)
+    """Return the names of all recipes for training, such as `"current"`."""
+    later = _extensions.recipes()
+    first = [n for n, cls in REGISTRY.items() if cls.trains and n not in later]
+    return (*first, *later)
 
 
 def is_spec(text: object) -> bool:
@@ -80,8 +85,8 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
 
     Args:
         identifier: A recipe (returned unchanged), a name or spec string (see
-            `parse`), a config dict (`{"class_name": "DelayedScaling",
-            "config": {…}}` or `{"name": "delayed", …fields}`), or None for
+            `parse`), a config dict (`{"class_name": "CurrentScaling",
+            "config": {…}}` or `{"name": "current", …fields}`), or None for
             `CurrentScaling()`.
 
     Returns:
@@ -94,8 +99,8 @@ def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
     Examples:
         >>> kpe.recipes.get("rowwise") == kpe.recipes.RowwiseScaling()
         True
-        >>> kpe.recipes.get("delayed(margin=1)").margin
-        1
+        >>> kpe.recipes.get("current(power_of_two=True)").power_of_two
+        True
     """
     if identifier is None:
         return CurrentScaling()
@@ -130,6 +135,8 @@ def deserialize(config: Mapping[str, Any]) -> Recipe:
         raise TypeError(no_recipe(config))
     if "class_name" in config:
         classes = {cls.__name__: cls.name for cls in REGISTRY.values()}
+        for name, public in _extensions.recipes().items():
+            classes[public.rpartition(".")[2]] = name
         class_name = config["class_name"]
         cls = _class(classes.get(class_name, class_name))
         return cls.from_config(config.get("config") or {})
@@ -138,8 +145,8 @@ def deserialize(config: Mapping[str, Any]) -> Recipe:
         return _class(config["name"]).from_config(fields)
     raise ValueError(
         f"This dict names no recipe. Received: {dict(config)!r}. Allowed: "
-        "{'class_name': 'DelayedScaling', 'config': {…}} or {'name': "
-        "'delayed', …}. Add the recipe's class or name."
+        "{'class_name': 'CurrentScaling', 'config': {…}} or {'name': "
+        "'current', …}. Add the recipe's class or name."
     )
 
 
@@ -148,9 +155,9 @@ def parse(spec: str) -> Recipe:
 
     It is the inverse of `Recipe.spec`.
 
-    Grammar: `""` (delayed, 1024) | `"16"` (delayed, that length) | `name` |
-    `name(field=value,…)` with Python literals as values. `"float8"`, and
-    `"tensorwise"`, torchao's name, mean `"current"`.
+    Grammar: `""` and `"16"`, as Keras's names have them (see `of_keras`) |
+    `name` | `name(field=value,…)` with Python literals as values. `"float8"`,
+    and `"tensorwise"`, torchao's name, mean `"current"`.
 
     Args:
         spec: The string, e.g. `"current(power_of_two=True)"`.
@@ -167,7 +174,7 @@ def parse(spec: str) -> Recipe:
         raise TypeError(no_recipe(spec))
     match = _SPEC.fullmatch(spec.strip())
     # Any: mypy takes a class of frozen dataclasses for one without a hash.
-    cls: Any = DelayedScaling if match is None else _class(match["name"])
+    cls: Any = _keras_class() if match is None else _class(match["name"])
     return _recipe_of(spec, cls)
 
 
@@ -177,13 +184,39 @@ def _recipe_of(spec: str, cls: type[Recipe]) -> Recipe:
     # The class is an argument, since a notebook may define it again.
     text = spec.strip()
     if not text:
-        return DelayedScaling()
+        return of_keras()
     if re.fullmatch(r"[+-]?[0-9]+", text):
-        return DelayedScaling(amax_history_length=int(text))
+        return of_keras(amax_history_length=int(text))
     match = _SPEC.fullmatch(text)
     if match is None:
         raise ValueError(_grammar(spec))
     return cls.from_config(_literals(match["arguments"] or "", spec))
+
+
+def of_keras(**arguments: Any) -> Recipe:
+    """Return the recipe that a float8 policy of Keras means: delayed scaling.
+
+    Args:
+        **arguments: Arguments of Keras's policies: `amax_history_length`, an
+            integer >= 1.
+
+    Raises:
+        TypeError, ValueError: If the length is no such integer.
+    """
+    recipe: Recipe = _keras_class()(**arguments)
+    return recipe
+
+
+def _keras_class() -> Any:
+    """Return the class of recipes that Keras's float8 policies mean."""
+    if _OF_KERAS in _extensions.recipes():
+        return _class(_OF_KERAS)
+    raise ValueError(
+        "Float8 policies of Keras mean a recipe that is not installed here. "
+        f"Received: the core alone, without `{__package__.partition('.')[0]}"
+        f".ext`. Allowed: {', '.join(names())}. Install the whole package, or "
+        "choose a recipe."
+    )
 
 
 def _literals(arguments: str, spec: str) -> dict[str, Any]:
@@ -206,10 +239,10 @@ def _literals(arguments: str, spec: str) -> dict[str, Any]:
 
 def _grammar(spec: str) -> str:
     return (
-        f"Cannot read this as a recipe. Received: {spec!r}. Allowed: '' "
-        "(delayed, 1024), a history length such as '16', a name "
-        f"({', '.join(names())}), or a name with keyword literals such as "
-        "'delayed(amax_history_length=16,margin=1)'. Write it in one of "
+        f"Cannot read this as a recipe. Received: {spec!r}. Allowed: a name "
+        f"({', '.join(names())}), a name with keyword literals such as "
+        "'current(power_of_two=True)', or '' or an amax_history_length such "
+        "as '16', which mean delayed scaling as in Keras. Write it in one of "
         "these forms."
     )
 
@@ -217,7 +250,11 @@ def _grammar(spec: str) -> str:
 def _class(name: object) -> type[Recipe]:
     """Return the class of recipes with a name, perhaps one of `_ALIASES`."""
     for candidate in (name, _ALIASES.get(str(name))):
-        if isinstance(candidate, str) and candidate in REGISTRY:
+        if not isinstance(candidate, str):
+            continue
+        if candidate in _extensions.recipes():
+            _extensions.get(_extensions.recipes()[candidate])  # It registers.
+        if candidate in REGISTRY:
             return REGISTRY[candidate]
     raise ValueError(
         f"{name!r} is not a recipe. {did_you_mean(name, names())}Allowed: "

@@ -69,7 +69,7 @@ def test_a_float8_policy_in_a_map_of_keras_is_followed(policy):
     ]
     keras.Sequential([keras.Input((4,)), *layers], name="model")
     assert [x.quantization_mode for x in layers] == ["float8", None]
-    assert layers[0].float8_policy.recipe.history_length == 8
+    assert layers[0].float8_policy.amax_history_length == 8
     assert len(layers[0].float8_state.matrices) == 1
     assert layers[1].float8_policy is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +18,47 @@ from keras_policy_ext.ext.delayed.observations import (
 )
 from keras_policy_ext.ext.delayed.variable import StateVariable
 from keras_policy_ext.files import entries
+from keras_policy_ext.files.entries import Form, is_amax
 from keras_policy_ext.files.saved_layers import SavedState
 from keras_policy_ext.numerics.scale_sources import source_of
 from keras_policy_ext.recipes import OPERANDS, Recipe
+
+MOST_STEPS = 2.0**23
+"""The count of steps restarts at this number, which float32 holds exactly."""
+
+ROUNDING = 2.0**-20
+"""The largest error of the share of an average that observed something."""
+
+SCALE = "{i}.{operand}.scale"
+HISTORY = "{i}.{operand}.amax_history"
+PART = "{i}.{operand}.observed"  # The share of an average that observed it.
+EARLIER = "{i}.observed"  # By micro-batches before the next step.
+STEPS = "{i}.steps"  # The count of a state that counts steps.
+
+_AMAXES = {
+    SCALE: Form(np.floating, (0, 1), is_amax),
+    HISTORY: Form(np.floating, (1, 2), is_amax),
+}
+
+STATE = dataclasses.replace(
+    entries.STATE,
+    forms={
+        **entries.STATE.forms,
+        **_AMAXES,
+        PART: Form(
+            np.floating, (0, 1), lambda x: abs(x - 0.5) <= 0.5 + ROUNDING
+        ),
+        EARLIER: Form(np.float32, 2, lambda x: x >= 0),
+        STEPS: Form(np.integer, 0, lambda x: (x >= 0) & (x < MOST_STEPS)),
+    },
+    allowed=(
+        f"for each kernel i and each of {', '.join(OPERANDS)}, a float scalar "
+        "and a float vector (i.<operand>.scale and i.<operand>.amax_history), "
+        "finite and >= 0, and maybe a float from 0 to 1 (i.<operand>.observed)"
+        f", or an integer (i.steps), from 0 to {MOST_STEPS - 1:.0f}"
+    ),
+)
+"""The entries of a state, with those of its kernels."""
 
 
 class KernelState(NamedTuple):
@@ -46,6 +85,7 @@ def kernels(
     Raises:
         ValueError: If entries are incomplete, damaged, or too new.
     """
+    saved = dataclasses.replace(saved, schema=STATE)
     recipes = [r for r in recipes if r.remembers]
     if recipes and saved.store:
         saved.check_own_version()
@@ -68,12 +108,12 @@ def _matrix(
     # Views: what is written into them is in the matrix.
     scales, histories = layout.scale(matrix), layout.history(matrix)
     if not source.observes_amaxes:
-        if entries.STEPS.format(i=i) in saved.store:
-            histories[0, 0] = saved.read(entries.STEPS, i=i)
+        if STEPS.format(i=i) in saved.store:
+            histories[0, 0] = saved.read(STEPS, i=i)
         return matrix
     keys = [
         key.format(i=i, operand=operand)
-        for key in entries.AMAXES
+        for key in _AMAXES
         for operand in OPERANDS
     ]
     if not any(key in saved.store for key in keys):
@@ -82,13 +122,13 @@ def _matrix(
     for n, operand in enumerate(OPERANDS):
         rows = slice(n * count, (n + 1) * count)
         names = {"i": i, "operand": operand}
-        scales[rows] = _per_matrix(saved, count, entries.SCALE, names)
-        rings = _per_matrix(saved, count, entries.HISTORY, names, rank=1)
+        scales[rows] = _per_matrix(saved, count, SCALE, names)
+        rings = _per_matrix(saved, count, HISTORY, names, rank=1)
         histories[rows] = [_resized(x, layout.length) for x in rings]
         matrix[rows, 0] = [_mark_of(row) for row in matrix[rows]]
-        if entries.PART.format(**names) in saved.store:
+        if PART.format(**names) in saved.store:
             # An average of states, of which this part has observed.
-            part = _per_matrix(saved, count, entries.PART, names)
+            part = _per_matrix(saved, count, PART, names)
             matrix[rows, 0] = UNSEEN + part
     return matrix
 
@@ -96,9 +136,9 @@ def _matrix(
 def _matrices_in_file(saved: SavedState, i: int) -> int:
     """Return how many matrices of kernel `i` have a history in the file."""
     names = {"i": i, "operand": OPERANDS[0]}
-    if entries.SCALE.format(**names) not in saved.store:
+    if SCALE.format(**names) not in saved.store:
         return 1
-    return int(saved.read(entries.SCALE, **names).size)
+    return int(saved.read(SCALE, **names).size)
 
 
 def _per_matrix(
@@ -120,9 +160,9 @@ def _per_matrix(
 
 def _observed_before_step(saved: SavedState, i: int) -> np.ndarray | None:
     """Return what micro-batches observed since the last step, or None."""
-    if entries.EARLIER.format(i=i) not in saved.store:
+    if EARLIER.format(i=i) not in saved.store:
         return None
-    return saved.read(entries.EARLIER, i=i) * np.float32(UNIT)
+    return saved.read(EARLIER, i=i) * np.float32(UNIT)
 
 
 def arrays_for_file(
@@ -143,7 +183,7 @@ def arrays_for_file(
             uses = ops.convert_to_numpy(earlier) / np.float32(UNIT)
             # A file has no NaN. To a state it is the same as infinity.
             uses = np.nan_to_num(uses, nan=np.inf, posinf=np.inf)
-            arrays[entries.EARLIER.format(i=i)] = uses
+            arrays[EARLIER.format(i=i)] = uses
     return arrays
 
 
@@ -152,16 +192,16 @@ def _kernel_for_file(i: int, variable: StateVariable) -> dict[str, np.ndarray]:
     layout, matrix = variable.rows_layout, variable.trusted()
     scales, histories = layout.scale(matrix), layout.history(matrix)
     if not variable.observes_amaxes:  # A count is in place of the newest amax.
-        return {entries.STEPS.format(i=i): histories[0, 0].astype("int32")}
+        return {STEPS.format(i=i): histories[0, 0].astype("int32")}
     arrays = {}
     marks = np.array([_mark_of(row) for row in matrix], "float32")
     for operand in OPERANDS:
         names, rows = {"i": i, "operand": operand}, variable.rows_of(operand)
-        values = {entries.SCALE: scales[rows], entries.HISTORY: histories[rows]}
+        values = {SCALE: scales[rows], HISTORY: histories[rows]}
         # A reader infers the marks from scale and history. `PART` is for those
         # that differ: of an average, or of an operand that was all zeros.
         if (matrix[rows, 0] != marks[rows]).any():
-            values[entries.PART] = matrix[rows, 0] - UNSEEN
+            values[PART] = matrix[rows, 0] - UNSEEN
         for key, value in values.items():
             entry = value[0] if variable.matrix_count == 1 else value
             arrays[key.format(**names)] = entry

@@ -73,10 +73,11 @@ class DelayedSource:
 
     observes_amaxes = True
     is_straight = True
+    numbered = None  # One kernel's state is as good as another's.
 
     def __init__(self, recipe: Any):
         self.recipe = recipe
-        self.layout = StateLayout(recipe.history_length)
+        self.layout = StateLayout(recipe.amax_history_length)
         shape = len(OPERANDS), self.layout.width
         self.state_shape: tuple[int, int] | None = shape
         self.starts_from_current = recipe.initial_scale == "current"
@@ -268,7 +269,7 @@ class DelayedSourceOfBank(DelayedSource):
         super().__init__(recipe)
         self.matrices = matrices
         constant = np.repeat(self.layout.constant, matrices).tolist()
-        self.layout = StateLayout(recipe.history_length, tuple(constant))
+        self.layout = StateLayout(recipe.amax_history_length, tuple(constant))
         self.state_shape = len(constant), self.layout.width
         self.limits = np.repeat(self.limits, matrices).tolist()
 
@@ -310,7 +311,7 @@ class DelayedSourceOfBank(DelayedSource):
 
 def find(recipe: Recipe, matrices: int) -> DelayedSource | None:
     """Return the source of a recipe of delayed scaling; None for another."""
-    if recipe.is_stochastic or not isinstance(recipe, DelayedScaling):
+    if not isinstance(recipe, DelayedScaling):
         return None
     if matrices > 1:
         return DelayedSourceOfBank(recipe, matrices)

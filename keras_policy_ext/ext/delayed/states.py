@@ -15,12 +15,10 @@ from keras_policy_ext._keras.built_layers import scope_of_path
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.contractions import EinsumOfBank, bank_axis
 from keras_policy_ext.ext.delayed import (
-    counting,
     entries,
     frameworks,
     sources,
 )
-from keras_policy_ext.ext.delayed.counting import number_in_call, numbered_row
 from keras_policy_ext.ext.delayed.variable import (
     STEPS_SUFFIX,
     SUFFIX,
@@ -111,10 +109,8 @@ class States:
             matrix = variable.kept_up(value, matrix)
         if not backends.current.may_take_gradients() or training is False:
             return (matrix,), 0  # Nothing is observed: any slot will do.
-        if variable.counts_steps:
-            # Kernels of a call have numbers, to round differently; in a copy.
-            row = numbered_row(matrix.shape[1], number_in_call(variable))
-            matrix = ops.add(matrix, ops.convert_to_tensor([row], "float32"))
+        if variable.numbered is not None:
+            matrix = variable.numbered(matrix, variable)
         return (matrix,), variable.next_slot()
 
     def matrices_of(self, kernel: keras.Variable) -> int:
@@ -235,6 +231,5 @@ class Memory:
         entries.kernels(saved, recipes)
 
 
-scale_sources.register_finder(counting.find)
 scale_sources.register_finder(sources.find)
 state_of.register(Memory())

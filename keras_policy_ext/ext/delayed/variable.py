@@ -110,7 +110,8 @@ class StateVariable(
         self.bank_axis = bank_axis
         self.matrix_count = 1 if bank_axis is None else kernel.shape[bank_axis]
         self.uses = 0  # Of the kernel since the last assignment.
-        self.counts_steps = not source_of(recipe).observes_amaxes
+        # A function for each use of the kernel; torch.compile traces no cache.
+        self.numbered = getattr(source_of(recipe), "numbered", None)
         super().__init__(
             initializer=self._never_observed,
             shape=source_of(recipe, self.matrix_count).state_shape,
@@ -421,6 +422,11 @@ class StateVariable(
     def rows_layout(self) -> StateLayout:
         """The `StateLayout` of this state: which columns mean what."""
         return source_of(self.recipe, self.matrix_count).layout
+
+    @property
+    def counts_steps(self) -> bool:
+        """True if this state counts steps and records no amaxes."""
+        return self.numbered is not None
 
     @property
     def observes_amaxes(self) -> bool:

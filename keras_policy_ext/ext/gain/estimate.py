@@ -437,7 +437,7 @@ class Estimator:
                     "float8_e4m3fn"
                 )
                 rows = kind_of(each) == "rows"
-                amaxes += rows or (whole and not recipe.history_length)
+                amaxes += rows or (whole and not recipe.remembers)
             elements = matmuls.elements(operand)
             number += elements * (read * (passes + amaxes) + written)
             kernels += passes + amaxes

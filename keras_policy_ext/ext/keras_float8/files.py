@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from keras_policy_ext import policies
+from keras_policy_ext.ext.delayed.entries import HISTORY, SCALE
 from keras_policy_ext.files import (
     entries,
     input_files,
@@ -32,7 +33,7 @@ KERAS = entries.Schema(
         )
         for operand in OPERANDS
         # In the order of Keras.
-        for rank, key in enumerate((entries.SCALE, entries.HISTORY))
+        for rank, key in enumerate((SCALE, HISTORY))
     },
     allowed=(
         f"for each of {', '.join(OPERANDS)} a float scalar and a float vector, "
@@ -53,7 +54,7 @@ class KerasWeights:
     their variables by number: the kernel, the bias if there is one, and then
     for each of `recipes.OPERANDS` a scale and an amax history (keras 3.4 to
     3.15). The scale dequantizes. The history is a ring with the newest amax at
-    index 0, as in `numerics.observations`. An operand that Keras never
+    index 0, as in `ext.delayed.observations`. An operand that Keras never
     observed has the scale 1 and zeros.
     """
 
@@ -83,8 +84,8 @@ class KerasWeights:
         arrays = {key: np.asarray(item) for key, item in self.state.items()}
         for operand in OPERANDS:
             names = {"i": 0, "operand": operand}
-            scale = entries.SCALE.format(**names)
-            history = arrays[entries.HISTORY.format(**names)]
+            scale = SCALE.format(**names)
+            history = arrays[HISTORY.format(**names)]
             if arrays[scale] == 1.0 and not history.any():
                 arrays[scale] = np.zeros((), "float32")
         version = np.array(entries.STATE.version, "int32")

@@ -318,6 +318,9 @@ def described(cls: type) -> dict[str, Any]:
 @functools.cache
 def quantized_class(cls: type) -> Any:
     """Return the subclass of an optimizer class with QuantizedState."""
+    # From the first one on, a stock class may get configs and files of others.
+    _keras.around_loading(_load_float)
+    _keras.around_making(_made)
     members = {
         "stock_class": cls,
         "__module__": __name__,
@@ -406,9 +409,6 @@ def _load_float(
     stock(optimizer, values)
 
 
-_keras.around_loading(_load_float)
-
-
 def _made(
     stock: Any,
     cls: Any,
@@ -423,6 +423,3 @@ def _made(
     stored.pop("optimizer")
     made = stock(cls, config, custom_objects)
     return make_quantized(made, Settings.read(**stored))
-
-
-_keras.around_making(_made)

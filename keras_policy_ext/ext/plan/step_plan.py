@@ -362,7 +362,7 @@ class _Step:
         ]
         seconds = self._with_host(
             sum(times) + self.same,
-            "history" if recipe.history_length else "float8",
+            "history" if hasattr(recipe, "amax_history_length") else "float8",
         )
         every = set(MATMULS).intersection(*(n for n, _ in native.values()))
         reasons = dict.fromkeys(r for _, r in native.values() if r)

@@ -158,10 +158,6 @@ _MATMULS = {
 class Scaling(Protocol):
     """The methods of a recipe that the reference implementation uses."""
 
-    @property
-    def history_length(self) -> int:
-        """The length of the amax history; 0 for recipes without a history."""
-
     def quantization(self, operand: str, matmul: str) -> Asked | None:
         """Return how an operand of a matmul is quantized; None if it is not."""
 
@@ -170,7 +166,6 @@ class _OfBank(NamedTuple):
     """A recipe with a scale per matrix where it has one per tensor."""
 
     recipe: Scaling
-    history_length: int = 0
 
     def quantization(self, operand: str, matmul: str) -> Asked | None:
         asked = self.recipe.quantization(operand, matmul)
@@ -276,7 +271,7 @@ def einsum(
             history (see `DelayedLinear`), or rounds stochastically and there
             is no key.
     """
-    if recipe.history_length:
+    if hasattr(recipe, "amax_history_length"):
         raise ValueError(
             "`recipe` needs a history, and this function keeps no state "
             f"between steps. Received: {recipe!r}. Allowed: a recipe without "

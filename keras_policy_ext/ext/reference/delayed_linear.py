@@ -38,7 +38,7 @@ class DelayedLinear:
         self._known: set[str] = set()
         self.quantized: dict[str, Array] = {}
         for operand in ("inputs", "kernel", "outputs_grad"):
-            length = recipe.history_length
+            length = recipe.amax_history_length
             self.histories[operand] = np.zeros(length, np.float32)
             self.scales[operand] = np.float32(1)
 

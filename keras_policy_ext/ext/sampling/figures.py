@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.numerics.quantized import hadamard, padded
+from keras_policy_ext.ext.nvfp4.quantized import hadamard, padded
 from keras_policy_ext.numerics.quantized import quantize as quantize_matrix
 from keras_policy_ext.recipes import Quantization, matmuls_of
 

@@ -243,15 +243,11 @@ def test_a_matmul_with_finer_scales_says_why_it_is_not_native():
 # What cannot be carried out is refused where it is made
 
 
-def recipe_of(rule, history=0):
+def recipe_of(rule, base=recipes.Recipe):
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Refused(recipes.Recipe):
+    class Refused(base):
         def quantization(self, operand, matmul):
             return rule(operand, matmul)
-
-        @property
-        def history_length(self):
-            return history
 
     Refused.name = "refused"
     return Refused()
@@ -285,7 +281,7 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused(fault):
 )
 def test_a_history_goes_with_whole_tensors_to_nearest_only(fields):
     with pytest.raises(ValueError, match="one amax for a tensor"):
-        recipe_of(lambda o, m: asked(**fields), history=4)
+        recipe_of(lambda o, m: asked(**fields), recipes.DelayedScaling)
 
 
 def test_a_field_that_a_recipe_does_not_follow_is_refused():

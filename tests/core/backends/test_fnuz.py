@@ -12,8 +12,8 @@ import keras_policy_ext as kpe
 from conftest import visible_gpus
 from keras_policy_ext import backends, formats, kernels, recipes, reference
 from keras_policy_ext.backends import devices
+from keras_policy_ext.ext.stochastic.rounding import round_to_neighbour
 from keras_policy_ext.numerics import casting
-from keras_policy_ext.numerics.stochastic import round_to_neighbour
 from keras_policy_ext.recipes import CurrentScaling, DelayedScaling
 from steps import gradients, numpy
 from ways import run

@@ -221,7 +221,7 @@ def test_a_step_has_the_numbers_of_separate_casts(
 ):
     recipe = recipes.get(name)
     states = [()]
-    if recipe.history_length:
+    if recipe.remembers:
         shape = source_of(recipe).state_shape
         first = jnp.zeros(shape).at[:, 0].set(VALID_MARK)
         known = first.at[:, 10].set(jnp.asarray([3.0, 0.5, 7.0]))

@@ -10,8 +10,8 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext import recipes, reference
-from keras_policy_ext.ext.delayed.counting import number_in_call
-from keras_policy_ext.numerics.stochastic import key_of_use
+from keras_policy_ext.ext.stochastic.counting import number_in_call
+from keras_policy_ext.ext.stochastic.rounding import key_of_use
 from keras_policy_ext.recipes import Quantization, Tile
 from products import Contract
 from steps import gradients, no_grad, numpy

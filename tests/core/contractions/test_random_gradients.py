@@ -20,8 +20,8 @@ from keras_policy_ext import contractions, formats, recipes, reference
 from keras_policy_ext.contractions.operands import PassOptions
 from keras_policy_ext.ext.delayed.observations import VALID_MARK
 from keras_policy_ext.ext.reference.scales import spread
+from keras_policy_ext.ext.stochastic.rounding import key_of_use
 from keras_policy_ext.numerics.scale_sources import source_of
-from keras_policy_ext.numerics.stochastic import key_of_use
 from steps import gradients, no_grad, numpy
 from ways import BACKEND, array, compiled
 
@@ -79,7 +79,7 @@ def differentiated(equation, recipe, slot):
 
 def backward(equation, recipe, x, w, g, steps=0, slot=0):
     """Both gradients in a step."""
-    state = [counted(recipe, steps)] if recipe.is_stochastic else []
+    state = [counted(recipe, steps)] if recipe.remembers else []
     tensors = map(ops.convert_to_tensor, (x, w, g, *state))
     found = differentiated(equation, recipe, slot)(*tensors)
     return [array(each) for each in found]

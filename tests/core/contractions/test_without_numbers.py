@@ -105,6 +105,7 @@ def test_attention_without_queries_or_keys_is_that_of_stock_keras(recipe, case):
     assert_near(found, stock)
 
 
+@pytest.mark.extension("count")
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_a_converted_layer_without_numbers_is_not_said_to_be_unchanged(
     recipe, recwarn

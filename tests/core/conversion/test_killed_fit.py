@@ -129,6 +129,7 @@ def assert_same_run(model, losses, reference):
 
 @pytest.mark.nightly
 @pytest.mark.slow_except()
+@pytest.mark.extension("delayed")
 def test_fit_goes_on_from_its_last_checkpoint(killed, reference):
     folder, epoch = killed
     model, seen = last_whole(folder)
@@ -139,6 +140,7 @@ def test_fit_goes_on_from_its_last_checkpoint(killed, reference):
 
 
 @pytest.mark.nightly
+@pytest.mark.extension("delayed")
 def test_fit_goes_on_by_backup_and_restore(killed, reference):
     folder, epoch = killed
     model = model_in_float8()

@@ -38,13 +38,13 @@ def policies_of(report):
     ("word", "meant"),
     [
         ("curent", "current"),
-        ("delyaed", "delayed"),
+        ("rowwsie", "rowwise"),
         ("Current", "current"),
         ("mxfp_8", "mxfp8"),
         ("Tensorwise", "current"),
         ("blockwise", "block"),
-        ("hybrid", "delayed"),
-        ("e4m3", "delayed(fp8_format='e4m3')"),
+        ("hybrid", "current"),
+        ("e4m3", "current(fp8_format='e4m3')"),
         ("FP8", "float8"),
         ("mixed_fp8", "mixed_float8"),
     ],
@@ -140,7 +140,7 @@ def test_torchaos_name_of_a_recipe_is_read_and_never_written(word, meant):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "delayed", "recipe": "current"}, "both give a recipe"),
+        ({"policy": "rowwise", "recipe": "current"}, "both give a recipe"),
         ({"policy": CURRENT, "recipe": "rowwise"}, "disagree"),
         ({"policy": "float32", "recipe": "current"}, "'float32' is not"),
         ({"recipe": "fp8"}, "Did you mean 'current'"),

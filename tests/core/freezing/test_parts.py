@@ -261,6 +261,7 @@ def test_threads_do_not_share_the_memory_of_parts():
     assert not wrong
 
 
+@pytest.mark.extension("recurrent")
 @pytest.mark.full_except("LSTM")
 @pytest.mark.parametrize("name", ["GRU", "LSTM", "SimpleRNN"])
 def test_a_recurrent_kernel_is_decoded_once_a_sequence(name, monkeypatch):

@@ -75,6 +75,7 @@ def test_tensorflow_saves_no_list_whose_elements_were_replaced(
         checkpoint.save(tmp_path / "checkpoint")
 
 
+@pytest.mark.extension("delayed")
 def test_keras_names_states_without_gradients_and_we_leave_them_out():
     weight, state = variable("weight"), variable("state")
     state.overwrite_with_gradient = True

@@ -1,8 +1,5 @@
 """The schema of the entries of a layer: its keys and its errors."""
 
-import pathlib
-import re
-
 import h5py
 import keras
 import numpy as np
@@ -10,17 +7,6 @@ import pytest
 
 import keras_policy_ext as kpe
 from keras_policy_ext.files import entries
-
-ROOT = pathlib.Path(__file__).parents[3]
-
-
-def test_the_page_on_design_has_the_keys_of_the_schema():
-    page = (ROOT / "docs/internals/design.md").read_text("utf-8")
-    section = page.partition("### In a file")[2].partition("\n## ")[0]
-    told = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
-    keys = entries.STATE.forms.keys() - {entries.RECIPE}
-    keys = {key.format(i="i", operand="<operand>") for key in keys}
-    assert told == keys | {entries.HEADER}
 
 
 @pytest.mark.parametrize("schema", [entries.STATE, entries.FROZEN])

@@ -72,63 +72,68 @@ def no_subnormals(x):
 # Casting
 
 
-@both
-@WAYS
-def test_every_code_comes_back(dtype, way):
-    values = codes(dtype).astype("float32")
-    finite = np.isfinite(values) | np.isnan(values)
-    result = run(cast(dtype), way, values)
-    same_bits(result, reference.cast(values, dtype))
-    same_bits(run(cast(dtype), way, values[finite]), codes(dtype)[finite])
+def every_code(dtype):
+    return codes(dtype).astype("float32")
 
 
-@both
-@WAYS
-def test_every_tie_goes_to_the_even_code_and_its_neighbours_do_not(dtype, way):
-    x = beside(midpoints(dtype))
-    expected = reference.cast(x, dtype)
-    at_ties = expected[len(x) // 3 : 2 * len(x) // 3].view(np.uint8)
-    assert np.all(at_ties % 2 == 0)
-    same_bits(run(cast(dtype), way, x), expected)
-
-
-@both
-@WAYS
-def test_beyond_the_largest_number_saturates_and_nan_stays(dtype, way):
-    largest = formats.get(dtype).max
+def beyond_the_largest(dtype):
     x = [448, 449, 464, 465, 479, 480, 481, 1e4, 57344, 61439, 61440, 65536]
     x = np.array([*x, 3e38, np.inf], "float32")
-    x = np.concatenate([beside(x[:-2]), x, -x, [np.nan, -np.nan]])
-    x = x.astype("float32")
-    result = run(cast(dtype), way, x)
-    same_bits(result, reference.cast(x, dtype))
-    values = array(result).astype("float32")
-    assert np.nanmax(values) == largest
-    assert np.nanmin(values) == -largest
-    assert np.isnan(values).tolist() == np.isnan(x).tolist()
+    return np.concatenate([beside(x[:-2]), x, -x, [np.nan, -np.nan]])
 
 
-@both
-@WAYS
-def test_not_a_number_has_the_bits_of_ml_dtypes(dtype, way):
-    x = np.float32([np.nan, -np.nan, 1.0, -1.0])
-    expected = reference.cast(x, dtype).view("uint8")
-    assert (expected[0] != expected[1]) == (formats.get(dtype).nan_code != 0x80)
-    found = array(run(cast(dtype), way, x)).view("uint8")
-    np.testing.assert_array_equal(found, expected)
-
-
-@both
-@WAYS
-def test_subnormals_and_signed_zeros_are_kept(dtype, way):
+def subnormals(dtype):
     smallest = formats.get(dtype).smallest_subnormal
     multiples = np.arange(0, 2 * formats.get(dtype).mantissa_bits + 2)
     tiny = np.array([0, 1e-45, 1e-38, 2e-38, 1e-20, smallest * 0.49], "float32")
     x = np.concatenate([tiny, multiples * np.float32(smallest)])
-    x = np.concatenate([x, -x]).astype("float32")
-    same_bits(run(cast(dtype), way, x), reference.cast(x, dtype))
-    result = run(cast(dtype), way, np.array([-0.0, -1e-45], "float32"))
-    same_bits(result, np.array([-0.0, -0.0]).astype(formats.get(dtype).dtype))
+    return np.concatenate([x, -x])
+
+
+def random_bits(dtype):
+    random = np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint64)
+    return random.astype(np.uint32).view("float32")
+
+
+INPUTS = {
+    "every code": every_code,
+    "ties, and beside them": lambda dtype: beside(midpoints(dtype)),
+    "beyond the largest number": beyond_the_largest,
+    "NaN of both signs": lambda dtype: np.float32([np.nan, -np.nan, 1, -1]),
+    "subnormals and zeros of both signs": subnormals,
+    "any bits": random_bits,
+    "integers": lambda dtype: np.float32([-1000, -3, 0, 17, 449]),
+}
+
+
+@both
+@WAYS
+def test_a_cast_has_the_bits_of_the_reference(dtype, way):
+    inputs = [np.asarray(x(dtype), "float32") for x in INPUTS.values()]
+    found = array(run(cast(dtype), way, np.concatenate(inputs)))
+    ends = np.cumsum([len(x) for x in inputs])[:-1]
+    for name, x, got in zip(INPUTS, inputs, np.split(found, ends), strict=True):
+        expected = reference.cast(x, dtype).view("uint8")
+        np.testing.assert_array_equal(got.view("uint8"), expected, name)
+
+
+@both
+@pytest.mark.any_backend
+def test_the_reference_saturates_and_rounds_ties_to_even(dtype):
+    every = every_code(dtype)
+    finite = np.isfinite(every)
+    same_bits(reference.cast(every[finite], dtype), codes(dtype)[finite])
+    at_ties = reference.cast(midpoints(dtype), dtype).view("uint8")
+    assert np.all(at_ties % 2 == 0)
+    x = beyond_the_largest(dtype).astype("float32")
+    values = reference.cast(x, dtype).astype("float32")
+    largest = formats.get(dtype).max
+    assert np.nanmax(values) == largest and np.nanmin(values) == -largest
+    assert np.isnan(values).tolist() == np.isnan(x).tolist()
+    signs = reference.cast(np.float32([np.nan, -np.nan]), dtype).view("uint8")
+    assert (signs[0] != signs[1]) == (formats.get(dtype).nan_code != 0x80)
+    zeros = reference.cast(np.float32([-0.0, -1e-45]), dtype)
+    same_bits(zeros, np.array([-0.0, -0.0]).astype(formats.get(dtype).dtype))
 
 
 @both
@@ -148,24 +153,12 @@ def test_every_bfloat16_and_float16_number_is_cast_alike(dtype, source, way):
 
 
 @both
-@WAYS
-def test_random_float32_bits_are_cast_alike(dtype, way):
-    random = np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint64)
-    x = random.astype(np.uint32).view("float32").reshape(100, 5, 100)
-    same_bits(run(cast(dtype), way, x), reference.cast(x, dtype))
-
-
-@both
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
-def test_scalars_and_empty_tensors_are_cast(dtype, shape):
-    result = kpe.numerics.cast(ops.full(shape, 465.0), dtype)
-    same_bits(result, reference.cast(np.full(shape, 465.0), dtype))
-
-
-@both
-def test_integers_are_read_as_numbers(dtype):
-    x = np.array([-1000, -3, 0, 17, 449], "int32")
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (100, 5, 100)])
+@pytest.mark.parametrize("source", ["float32", "int32"])
+def test_a_cast_keeps_the_shape(dtype, source, shape):
+    x = np.full(shape, 465, source)
     result = kpe.numerics.cast(ops.convert_to_tensor(x), dtype)
+    assert tuple(result.shape) == shape
     same_bits(result, reference.cast(x, dtype))
 
 

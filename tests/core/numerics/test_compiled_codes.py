@@ -13,10 +13,10 @@ import pytest
 from keras import ops
 
 from keras_policy_ext import reference
+from keras_policy_ext.ext.nvfp4.quantized import two_level
 from keras_policy_ext.ext.reference.scales import two_level_scales
 from keras_policy_ext.numerics import scaling
 from keras_policy_ext.numerics.quantized import quantize
-from keras_policy_ext.numerics.tiles import scales_of
 from keras_policy_ext.recipes import Quantization, Tile
 from ways import BACKEND, COMPILERS, array, compiled
 
@@ -145,7 +145,7 @@ def scales_are_those_of_the_reference(way):
             up,
             scaling.scale_of_multiplier(amax, limit),
             scaling.scale_of_multiplier(amax, limit, margin=3),
-            *scales_of(blocks, ASKED["nv"])[:2],
+            *two_level(blocks, ASKED["nv"])[:2],
         )
 
     both = [ops.convert_to_tensor(x) for x in (amax, blocks)]

@@ -9,7 +9,7 @@ from keras import ops
 import keras_policy_ext as kpe
 from cases import SLOW, mostly
 from keras_policy_ext import recipes
-from keras_policy_ext.ext.delayed.counting import MOST_STEPS
+from keras_policy_ext.ext.delayed.entries import MOST_STEPS
 from keras_policy_ext.ext.delayed.observations import UNIT, VALID_MARK
 from keras_policy_ext.numerics.scale_sources import source_of
 from steps import gradients, mean_square, no_grad, normal, numpy

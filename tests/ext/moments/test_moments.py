@@ -9,7 +9,7 @@ from keras_policy_ext import reference
 from keras_policy_ext.ext.moments import codes as moments
 from keras_policy_ext.ext.reference import moments as judge
 from keras_policy_ext.ext.reference.moments import moment_key
-from keras_policy_ext.numerics.stochastic import key_of_use
+from keras_policy_ext.ext.stochastic.rounding import key_of_use
 from steps import numpy
 
 FORMS = ("float8", "mx")

@@ -89,7 +89,7 @@ def numbers(codes: Tensor, scale: Tensor, kind: str, form: str) -> Tensor:
 
 
 def moment_key(step: Tensor, number: int) -> Tensor:
-    """Return the key of a slot in a step; see `stochastic.key_of_use`.
+    """Return the key of a slot in a step; see `numerics.key_of_use`.
 
     Args:
         step: Int32 scalar.
@@ -271,7 +271,7 @@ def dequantize_kernel(
 
 @triton.jit
 def _mixed(x):
-    """Return the hash lowbias32 of a uint32; see `numerics.stochastic.mix`."""
+    """Return the hash lowbias32 of a uint32; see `rounding.mix`."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

@@ -12,23 +12,26 @@ from keras import ops
 from keras_policy_ext._keras import calls
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.ext.delayed import frameworks
+from keras_policy_ext.ext.delayed.entries import MOST_STEPS
 from keras_policy_ext.ext.delayed.observations import (
     FIRST,
     SLOTS,
     VALID_MARK,
     StateLayout,
 )
+from keras_policy_ext.ext.stochastic.rounding import (
+    key_of_matmul,
+    key_of_use,
+)
 from keras_policy_ext.numerics.scale_sources import (
     Amax,
     CurrentSource,
     ReadingAndRest,
     Slot,
+    register_finder,
 )
-from keras_policy_ext.numerics.stochastic import key_of_matmul, key_of_use
 from keras_policy_ext.recipes import MATMULS, Recipe
-
-MOST_STEPS = 2.0**23
-"""The count of steps restarts at this number, which float32 holds exactly."""
+from keras_policy_ext.recipes.recipe import quantizations_of
 
 #: Float32 holds all integers below this number.
 _EXACT_INTEGERS = 2**24
@@ -77,6 +80,32 @@ class Counting(StateLayout):
         return following(before)
 
 
+def numbered(matrix: Tensor, state: Any) -> Tensor:
+    """Return a copy of a counting state that has the number of its kernel.
+
+    Kernels of a call have numbers, to round differently.
+    """
+    kernel, width = number_in_call(state), matrix.shape[1]
+    row = [kernel if i == FIRST - 1 else 0 for i in range(width)]
+    return ops.add(matrix, ops.convert_to_tensor([row], "float32"))
+
+
+def number_in_call(state: Any) -> int:
+    """Return how many other kernels were used before in this call.
+
+    Outside of a call, return a hash of the kernel's path.
+    """
+    root = calls.root_of_call()
+    if root is None:
+        return zlib.crc32(state.kernel.path.encode()) % _EXACT_INTEGERS
+    # A tuple: torch.compile does not follow a dict that changes here.
+    used: tuple[int, ...] = getattr(root, _STATES_USED, ())
+    if id(state) not in used:
+        used = (*used, id(state))
+        setattr(root, _STATES_USED, used)
+    return used.index(id(state))
+
+
 class CountingSource(CurrentSource):
     """A source that uses a tensor's own amax, and a state that counts steps.
 
@@ -84,6 +113,7 @@ class CountingSource(CurrentSource):
     """
 
     is_straight = False
+    numbered = staticmethod(numbered)
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
@@ -150,14 +180,15 @@ class CountingSource(CurrentSource):
         return self.layout.settle(value, previous, no_scale)
 
 
+def rounds_at_random(recipe: Recipe) -> bool:
+    """Return True if a recipe rounds an operand at random."""
+    quantizations = quantizations_of(recipe)
+    return any(q and q.rounding == "stochastic" for q in quantizations)
+
+
 def find(recipe: Recipe, matrices: int) -> CountingSource | None:
     """Return the source of a recipe that rounds at random, or None."""
-    return CountingSource(recipe) if recipe.is_stochastic else None
-
-
-def numbered_row(width: int, kernel: int) -> list[int]:
-    """Return the row that, added to a `Counting` state, numbers its kernel."""
-    return [kernel if i == FIRST - 1 else 0 for i in range(width)]
+    return CountingSource(recipe) if rounds_at_random(recipe) else None
 
 
 def following(steps: Tensor) -> Tensor:
@@ -165,17 +196,4 @@ def following(steps: Tensor) -> Tensor:
     return ops.where(steps + 1.0 < MOST_STEPS, steps + 1.0, 0.0)
 
 
-def number_in_call(state: Any) -> int:
-    """Return how many other kernels were used before in this call.
-
-    Outside of a call, return a hash of the kernel's path.
-    """
-    root = calls.root_of_call()
-    if root is None:
-        return zlib.crc32(state.kernel.path.encode()) % _EXACT_INTEGERS
-    # A tuple: torch.compile does not follow a dict that changes here.
-    used: tuple[int, ...] = getattr(root, _STATES_USED, ())
-    if id(state) not in used:
-        used = (*used, id(state))
-        setattr(root, _STATES_USED, used)
-    return used.index(id(state))
+register_finder(find)

@@ -11,7 +11,7 @@ from keras import ops
 
 import keras_policy_ext as kpe
 from keras_policy_ext import reference
-from keras_policy_ext.numerics.stochastic import round_with_bits
+from keras_policy_ext.ext.stochastic.rounding import round_with_bits
 from ways import COMPILERS, WAYS, run, same_bits
 
 both = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -73,9 +73,19 @@ class DelayedScaling(Recipe):
         super().__post_init__()
 
     @property
-    def history_length(self) -> int:
-        """The number of amaxes in the history of each operand."""
-        return self.amax_history_length
+    def remembers(self) -> bool:
+        """True: a kernel has a history for each of its operands."""
+        return True
+
+    @override
+    def unfit(self, matmul: str, *quantizations: Quantization | None) -> str:
+        quantized = [each for each in quantizations if each is not None]
+        # It keeps its axes with one scale, if no code depends on its position.
+        if not all(each.keeps_axes for each in quantized):
+            return "a history has one amax for a tensor: Tile(), to nearest"
+        if any(each.constant_scale for each in quantized):
+            return "a history has no use where `constant_scale` is the scale"
+        return super().unfit(matmul, *quantizations)
 
     @property
     def scale_options(self) -> dict[str, Any]:
