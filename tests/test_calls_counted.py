@@ -20,7 +20,7 @@ print(json.dumps(calls_counted.all_counts()))
 FILES = 333
 """Of the package. Lower it when there are fewer."""
 
-CORE_FILES = 144
+CORE_FILES = 143
 """Of what is no extension."""
 
 SHARE_OF_ANY = 0.11
