@@ -73,6 +73,9 @@ class Companion:
     left_out = False
     """True if an optimizer was built for the variable, not for this object."""
 
+    watched: int | None = None
+    """The id of the variable that `watch` was called with last."""
+
     _optimizers: Any = None
 
     def handed_to(self, optimizer: keras.Optimizer) -> None:
@@ -93,10 +96,8 @@ class Companion:
         raise NotImplementedError
 
 
-_COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
-    weakref.WeakValueDictionary()
-)
-"""Companions by the id of their variable, which they keep alive."""
+_COMPANION = "_float8_companion"
+"""An attribute of variables: a weak reference to their companion."""
 
 _thread = threading.local()
 """`notes`: False in a block of `not_noted`."""
@@ -104,8 +105,9 @@ _thread = threading.local()
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
     """Notify `companion` from now on when its variable is assigned."""
-    # The entry goes with the companion, which the dict does not keep alive.
-    _COMPANIONS[id(variable)] = companion
+    # An attribute: torch.compile does not look into a weak dict.
+    setattr(variable, _COMPANION, weakref.ref(companion))
+    companion.watched = id(variable)
 
 
 @contextlib.contextmanager
@@ -137,7 +139,7 @@ def tell_companions() -> None:
 
 def _assign(stock: Stock, variable: keras.Variable, value: Any) -> Any:
     assigned = stock(variable, value)
-    companion = _COMPANIONS.get(id(variable))
+    companion = _companion_of(variable)
     if companion is not None and not is_without_notifying():
         companion.assigned_beside()
     return assigned
@@ -194,8 +196,17 @@ def _finalize(
 
 
 def _companions_of(variables: Sequence[keras.Variable]) -> list[Any]:
-    companions = (_COMPANIONS.get(id(variable)) for variable in variables)
+    companions = [_companion_of(variable) for variable in variables]
     return [each for each in companions if each is not None]
+
+
+def _companion_of(variable: keras.Variable) -> Any:
+    """Return the companion that watches a variable, or None."""
+    reference = getattr(variable, _COMPANION, None)
+    companion = None if reference is None else reference()
+    # A copy of a variable has the reference of the first one.
+    is_its_own = companion is not None and companion.watched == id(variable)
+    return companion if is_its_own else None
 
 
 class _AverageStandIn(keras.Variable):
