@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 330, 62_220
+FILES, LINES = 331, 62_520
 """Of the package. Lower them when it gets smaller."""
 
 CORE_FILES, CORE_LINES = 148, 33_968

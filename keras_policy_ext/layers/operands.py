@@ -34,8 +34,7 @@ def cached(function: Function) -> Function:
     known = functools.lru_cache(maxsize=4096)(function)  # It would warn.
 
     def call(*args: Any) -> Any:
-        compiling = backends.current.is_compiling()
-        return function(*args) if compiling else known(*args)
+        return (function if backends.current.is_compiling() else known)(*args)
 
     return functools.wraps(function)(call)  # type: ignore[return-value]
 

@@ -186,6 +186,24 @@ class StateVariable(
                 self.catch_up()
             return super().value
 
+    def accumulate_in_graph(
+        self, observation: Tensor, accumulator: keras.Variable, is_last: Tensor
+    ) -> bool:
+        """Keep an observation, or enter all of them, without a branch.
+
+        It does so only where a graph returns observations, and else returns
+        False. `is_last` says whether the optimizer updates weights now.
+        """
+        kept = self.observed
+        if kept is None or not backends.current.is_compiling():
+            return False
+        if kept.latest is not None or kept.earlier is not None:
+            return False
+        largest = ops.maximum(observation, accumulator)
+        self.assign(ops.where(is_last, largest, self.value))
+        accumulator.assign(ops.where(is_last, 0.0, largest))
+        return True
+
     def _count_assignment(self, settled: bool) -> None:
         """Record whether state or kernel was assigned ahead of the other."""
         self._assigned_since_look = True

@@ -301,6 +301,26 @@ def without_states_that_lack_gradients() -> None:
     put_around(keras.optimizers.Optimizer, name, _without_states)
 
 
+def _is_accumulated(optimizer: Any, gradient: Tensor, variable: Any) -> bool:
+    """Accumulate an observation in a graph of PyTorch; False elsewhere."""
+    # Keras takes three branches for each such variable, and each ends a graph
+    # (`_accumulated_gradients`, `_get_variable_index`, and `_iterations`, which
+    # counts batches, keras 3.12 to 3.16). Without these it goes on doing so.
+    accumulate = getattr(variable, "accumulate_in_graph", None)
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    has_names = all(
+        hasattr(optimizer, name)
+        for name in ("_accumulated_gradients", "_get_variable_index")
+    )
+    batches = getattr(optimizer, "_iterations", None)
+    if not (accumulate and steps and has_names) or batches is None:
+        return False
+    index = optimizer._get_variable_index(variable)
+    is_last = keras.ops.equal((batches + 1) % steps, 0)
+    accumulator = optimizer._accumulated_gradients[index]
+    return bool(accumulate(gradient, accumulator, is_last))
+
+
 def _without_states(
     stock: Stock, optimizer: Any, gradients: Any, variables: Any
 ) -> Any:
@@ -308,8 +328,10 @@ def _without_states(
     pairs = [
         (gradient, variable)
         for gradient, variable in zip(gradients, variables, strict=True)
-        if gradient is not None
-        or not getattr(variable, "overwrite_with_gradient", False)
+        if not getattr(variable, "overwrite_with_gradient", False)
+        or not (
+            gradient is None or _is_accumulated(optimizer, gradient, variable)
+        )
     ]
     if len(pairs) < len(variables):
         gradients = [gradient for gradient, _ in pairs]
