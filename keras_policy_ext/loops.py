@@ -16,6 +16,7 @@ for x, y in batches:
 """
 
 from keras_policy_ext.ext.loops.loops import (
+    cuda_graphs,
     follow_shards,
     gather_float8,
     is_state,
@@ -27,6 +28,7 @@ from keras_policy_ext.ext.loops.loops import (
 )
 
 __all__ = [
+    "cuda_graphs",
     "follow_shards",
     "gather_float8",
     "is_state",

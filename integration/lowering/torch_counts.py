@@ -22,7 +22,7 @@ from keras_policy_ext import backends, contractions, recipes
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.both_layouts import Both
 from keras_policy_ext.ext.delayed import frameworks
-from keras_policy_ext.ext.delayed.sources import HistoryScales, settling
+from keras_policy_ext.ext.delayed.sources import HistoryScales, Settling
 from keras_policy_ext.ext.delayed.torch import observations
 from keras_policy_ext.numerics.scale_sources import source_of
 
@@ -208,7 +208,7 @@ def _in_float8(x, g, w, bias, recipe):
         residuals, g, state, bias_shape=shape
     )
     if state:
-        settling(recipe)(observed[0], state[0])
+        Settling(recipe)(observed[0], state[0])
     return gradient, g.sum(0) if sums is None else sums
 
 

@@ -31,7 +31,6 @@ from keras_policy_ext.contractions.kinds import (
     Einsum,
     EinsumOfBank,
     bank_axis,
-    known_with_bank,
     with_bank,
 )
 from keras_policy_ext.contractions.plan import (
@@ -65,7 +64,6 @@ __all__ = [
     "dequantized",
     "fold",
     "frozen_plan",
-    "known_with_bank",
     "make_plan",
     "multiplies_codes",
     "prefer",

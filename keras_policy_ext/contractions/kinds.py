@@ -281,10 +281,6 @@ def _bank_axes(equation: str) -> list[int]:
     return [i for i, c in enumerate(second) if c in first and c in out]
 
 
-known_with_bank = functools.lru_cache(maxsize=4096)(with_bank)
-"""Return `with_bank`, cached: the same object for equal arguments."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Conv:
     """A convolution of rank 1, 2 or 3, with the arguments of `ops.conv`.

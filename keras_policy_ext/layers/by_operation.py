@@ -47,6 +47,7 @@ from keras_policy_ext.layers.operands import (
     MovedKernel,
     Shape,
     TensorNotes,
+    cached,
     contraction_of,
 )
 from keras_policy_ext.layers.stored_weights import StoredVariable
@@ -385,7 +386,7 @@ def _multiply(
             equation = contraction.equation
         note(layer, Noted(kernel, equation, is_moved=origin.moved is not None))
         return stock()
-    count = _COUNT.get()
+    count = None if backends.current.is_compiling() else _COUNT.get()
     if count is not None and isinstance(contraction, Einsum):
         count(contraction.equation, tuple(inputs.shape), operand.shape, kernel)
     dtype = keras.backend.result_type(*map(_dtype_of, (inputs, operand)))
@@ -444,7 +445,7 @@ def _multiply_activations(
         return stock(*args, **kwargs)
     equation, operands = operation
     ranks = tuple(len(getattr(x, "shape", ())) for x in operands)
-    explicit = _explicit(name, equation, ranks, swapped=False)
+    explicit = _explicit(name, equation, ranks, False)
     are_float = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
     if explicit is None or any(_origin_of(x) for x in operands):
         return stock(*args, **kwargs)
@@ -458,7 +459,7 @@ def _multiply_activations(
     return attention_products.multiply(layer, compute, explicit, operands)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def _is_bank(contraction: Einsum) -> bool:
     """Return True if the kernel is a bank, and the inputs are of no matrix."""
     # A bank has three axes or more. The first one, the number of the matrix,
@@ -467,7 +468,7 @@ def _is_bank(contraction: Einsum) -> bool:
     return len(second) > 2 and second[0] not in first and second[0] in out
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def _crosses_matrices(
     contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
 ) -> bool:
@@ -515,7 +516,7 @@ def _product_with_weight(
     if any(len(getattr(x, "shape", ())) == 0 for x in operands):
         return None
     ranks = len(first.shape), len(second.shape)
-    explicit = _explicit(name, equation, ranks, swapped=origins[1] is None)
+    explicit = _explicit(name, equation, ranks, origins[1] is None)
     if explicit is None:
         return None  # No einsum equation says what the operation computes.
     if origins[0] is not None:
@@ -534,7 +535,7 @@ def _product_with_weight(
     return first, second, origin, contraction
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def _without_broadcast(
     equation: str, inputs_shape: Shape, kernel_shape: Shape
 ) -> tuple[tuple[int, ...], str]:
@@ -583,7 +584,8 @@ def _per_axis(size: int | Sequence[int], rank: int) -> tuple[int, ...]:
     return (size,) * rank if isinstance(size, int) else tuple(size)
 
 
-def _with_kernel_last(
+@cached
+def _explicit(
     name: str, equation: str | None, ranks: tuple[int, ...], swapped: bool
 ) -> str | None:
     """Return the explicit equation of a product, the kernel second, or None."""
@@ -602,19 +604,6 @@ def _with_kernel_last(
     # and the amax in the state is that of the kernel.
     is_summed_alone = set(kernel) - set(inputs + out)
     return None if is_summed_alone else f"{inputs},{kernel}->{out}"
-
-
-_known_with_kernel_last = functools.lru_cache(maxsize=1024)(_with_kernel_last)
-
-
-def _explicit(
-    name: str, equation: str | None, ranks: tuple[int, ...], swapped: bool
-) -> str | None:
-    """Return what `_with_kernel_last` does, from a cache if there is one."""
-    # torch.compile leaves caches out, and warns of them.
-    if backends.current.is_compiling():
-        return _with_kernel_last(name, equation, ranks, swapped)
-    return _known_with_kernel_last(name, equation, ranks, swapped)
 
 
 def _dtype_of(x: object) -> str:

@@ -26,7 +26,7 @@ from keras_policy_ext.contractions.weighted_sum import (
     weighted_sum_of,
 )
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.operands import MovedKernel
+from keras_policy_ext.layers.operands import MovedKernel, cached
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.state_of import StateOf
 from keras_policy_ext.layers.stored_weights import StoredVariable
@@ -253,7 +253,7 @@ class Float8Controller:
         value = variable_values.value_without_autocast(kernel)
         states = layer.float8_state.states if self._remembers else None
         if self.scales_each_matrix(kernel):
-            contraction = self._of_bank(contraction, kernel, states, compiling)
+            contraction = self._of_bank(contraction, kernel, states)
         remembered, slot = (), 0  # What a state adds to the operands.
         if states is not None:
             remembered, slot = states.operands(
@@ -287,15 +287,10 @@ class Float8Controller:
         contraction: contractions.Contraction,
         kernel: keras.Variable,
         states: StateOf | None,
-        compiling: bool,
     ) -> Any:
         """Return the contraction of a bank; unchanged if the kernel is none."""
         matrices = 1 if states is None else states.matrices_of(kernel)
-        # torch.compile leaves caches out.
-        with_bank = contractions.with_bank
-        if not compiling:
-            with_bank = contractions.known_with_bank
-        product: Any = with_bank(contraction, matrices)
+        product: Any = _with_bank(contraction, matrices)
         if states is not None:
             states.check_bank(kernel, product)
         return product
@@ -384,6 +379,9 @@ class Float8Controller:
         self.layer.float8_state.last_call.plan = plan
         run = run or contractions.run
         return run(plan, ops.cast(first, dtype), ops.cast(second, dtype))
+
+
+_with_bank = cached(contractions.with_bank)
 
 
 @functools.cache

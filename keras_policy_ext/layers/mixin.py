@@ -40,6 +40,9 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.stored_kernels import Axes
 
+_STOCK_WEIGHTS: Any = keras.layers.Layer.weights.fget
+"""Keras's own: torch.compile does not follow `super` into a property."""
+
 
 class Float8Mixin(
     built_layers.QuantizedAsLeaf,
@@ -437,7 +440,7 @@ class Float8Mixin(
     @property
     def weights(self) -> list[Any]:
         """The layer's weights; stored kernels read as dequantized values."""
-        weights: list[Any] = super().weights
+        weights: list[Any] = _STOCK_WEIGHTS(self)
         return in_place_of_codes(self, weights) if self.is_frozen else weights
 
     def when_built(self) -> None:

@@ -26,6 +26,17 @@ class MovedKernel(NamedTuple):
 
 
 Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def cached(function: Function) -> Function:
+    """Return a function with a cache, which torch.compile leaves out."""
+    known = functools.lru_cache(maxsize=4096)(function)  # It would warn.
+
+    def call(*args: Any) -> Any:
+        return (function if backends.current.is_compiling() else known)(*args)
+
+    return functools.wraps(function)(call)  # type: ignore[return-value]
 
 
 class TensorNotes(Generic[Value]):

@@ -55,26 +55,26 @@ def _straight_of(bound: Any, for_gradients: bool) -> Any:
 
 def _registered_name(operation: Operation | FrozenOperation) -> str:
     """Register an operation; return its key in `_OPERATIONS`."""
-    return _name_of(_in_pieces(operation))
+    return _name_of(in_pieces(operation))
 
 
-def _in_pieces(value: Any) -> Any:
+def in_pieces(value: Any) -> Any:
     """Return a dataclass as class and fields, recursively; else the value."""
     # The compiler takes classes and tuples as constants of a graph, but not
     # objects of this package. `is_dataclass` would end the graph (torch 2.11).
     if not hasattr(value, "__dataclass_fields__"):
         return value
     names = [each.name for each in dataclasses.fields(value) if each.init]
-    return type(value), tuple([_in_pieces(getattr(value, n)) for n in names])
+    return type(value), tuple([in_pieces(getattr(value, n)) for n in names])
 
 
-def _from_pieces(pieces: Any) -> Any:
-    """Return the value of which `_in_pieces` made these pieces."""
+def from_pieces(pieces: Any) -> Any:
+    """Return the value of which `in_pieces` made these pieces."""
     kind = pieces[0] if isinstance(pieces, tuple) and pieces else None
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return pieces
     names = [each.name for each in dataclasses.fields(kind) if each.init]
-    return kind(**dict(zip(names, map(_from_pieces, pieces[1]), strict=True)))
+    return kind(**dict(zip(names, map(from_pieces, pieces[1]), strict=True)))
 
 
 _RESIDUALS_VERSION = 4
@@ -88,12 +88,17 @@ an operator's arguments. It assumes that the results are unchanged.
 @torch.compiler.assume_constant_result
 def _name_of(pieces: Any) -> str:
     """Register an operation; return a name that is equal in any process."""
-    operation = _from_pieces(pieces).with_preference()
+    operation = from_pieces(pieces).with_preference()
     # The name has the kernels, since a graph on a disk is for these alone.
     kernels = "; ".join([": ".join(choice) for choice in operation.choices])
-    name = text = f"{operation!r}, by {kernels}, kept as {_RESIDUALS_VERSION}"
-    number = 1
-    while _OPERATIONS.setdefault(name, operation) != operation:
+    text = f"{operation!r}, by {kernels}, kept as {_RESIDUALS_VERSION}"
+    return register(operation, text, _OPERATIONS)
+
+
+def register(value: Any, text: str, names: dict[str, Any]) -> str:
+    """Put a value into a dict of names in graphs; return its name."""
+    name, number = text, 1
+    while names.setdefault(name, value) != value:
         # The name is taken, by a recipe whose class is another of this name.
         number += 1
         name = f"{text} #{number}"

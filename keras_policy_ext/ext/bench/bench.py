@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,11 @@ class RecipeTime:
         quartiles: The lower and upper quartile of these ratios.
         layers: The number of layers in float8.
         emulated: Why matmuls of some of them are emulated; "" if none is.
+        graphs: The graphs of a step, and those of a plain one, if PyTorch
+            compiles it (`jit_compile=True`); else None.
+        breaks: How often such a graph ended before the step, likewise.
+        broken: Why it ended for the first time, where a plain one does not;
+            "" if it did not.
     """
 
     recipe: str
@@ -56,6 +62,9 @@ class RecipeTime:
     quartiles: tuple[float, float]
     layers: int
     emulated: str
+    graphs: tuple[int, int] | None = None
+    breaks: tuple[int, int] | None = None
+    broken: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -89,6 +98,15 @@ class BenchReport(RecipesReport[RecipeTime]):
             ],
             f"Training steps here, against {' and '.join(self.policies)}",
         )
+        for entry in self.recipes:
+            if entry.graphs and entry.breaks:
+                counts = zip(entry.graphs, entry.breaks, strict=True)
+                low, plain = (f"{n} and {broken}" for n, broken in counts)
+                reason = entry.broken and f" The first: {entry.broken}."
+                yield (
+                    f"Graphs of a compiled step, and breaks: {low} under "
+                    f"{entry.recipe}, {plain} in the plain model.{reason}"
+                )
         by_reason: dict[str, list[str]] = {}
         for entry in self.recipes:
             by_reason.setdefault(entry.emulated, []).append(entry.recipe)
@@ -161,7 +179,7 @@ def bench(
     plain = _copy_of(model)
     if layers_in_float8(plain):
         conversion.revert(plain)
-    take_plain_step = _step_of(plain, batch)
+    take_plain_step, plain_graphs = _counted_step(plain, batch)
     entries = []
     for recipe in wanted:
         twin = _copy_of(plain)
@@ -180,7 +198,8 @@ def bench(
                 f"`recipes` with {recipe.name!r}. `print(kpe.convert(model))` "
                 "says why of each layer."
             )
-        seconds = _in_turn(take_plain_step, _step_of(twin, batch), rounds)
+        take_step, graphs = _counted_step(twin, batch)
+        seconds = _in_turn(take_plain_step, take_step, rounds)
         choices = [layer.kernel_choice for layer in low]
         reasons = (c.reason for c in choices if c and c.kind == "emulated")
         plain_seconds, float8_seconds = np.median(seconds, axis=0)
@@ -197,6 +216,7 @@ def bench(
                 quartiles=(float(low_quartile), float(high_quartile)),
                 layers=len(low),
                 emulated="; ".join(dict.fromkeys(reasons)),
+                **_compared(graphs, plain_graphs),
             )
         )
     policies = dict.fromkeys(source_policy_of(x).name for x in low)
@@ -204,17 +224,22 @@ def bench(
 
 
 def bench_dense(
-    size: int, rows: int, recipes: Sequence[str], rounds: int
+    size: int,
+    rows: int,
+    recipes: Sequence[str],
+    rounds: int,
+    compiled: bool = False,
 ) -> BenchReport:
     """Return `bench` of a Dense layer of `size` inputs and outputs.
 
     It is in mixed_bfloat16; in float32 where a bfloat16 matmul is much slower.
+    `compiled` is for PyTorch, where Keras compiles a step only if it is told.
     """
     slow = machine.slowdown() >= machine.SLOW
     policy = "float32" if slow else "mixed_bfloat16"
     layer = keras.layers.Dense(size, dtype=policy)
     model = keras.Sequential([keras.Input((size,)), layer])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", jit_compile=compiled or "auto")
     x = keras.random.normal((rows, size), seed=0)
     return bench(model, (x, x), recipes, rounds=rounds)
 
@@ -260,6 +285,38 @@ def _step_of(model: keras.Model, batch: Batch) -> Callable[[], object]:
 
     step()
     return step
+
+
+_Graphs = tuple[int, Counter[str]] | None
+"""The graphs of a step, and how often each reason ended one."""
+
+
+def _counted_step(
+    model: keras.Model, batch: Batch
+) -> tuple[Callable[[], object], _Graphs]:
+    """Return `_step_of`, and the graphs that PyTorch made of two steps."""
+    is_compiled = model.jit_compile and not model.run_eagerly
+    if backends.current.name != "torch" or not is_compiled:
+        return _step_of(model, batch), None
+    from keras_policy_ext.ext.bench.torch import graphs_so_far
+
+    before, ended_before = graphs_so_far()
+    step = _step_of(model, batch)
+    step()  # A number that changes would make another graph.
+    after, ended = graphs_so_far()
+    return step, (after - before, ended - ended_before)
+
+
+def _compared(low: _Graphs, plain: _Graphs) -> dict[str, Any]:
+    """Return the fields of a `RecipeTime` that are about graphs."""
+    if low is None or plain is None:
+        return {}
+    others = [reason for reason in low[1] if reason not in plain[1]]
+    return {
+        "graphs": (low[0], plain[0]),
+        "breaks": (low[1].total(), plain[1].total()),
+        "broken": others[0].partition("\n")[0] if others else "",
+    }
 
 
 def _in_turn(

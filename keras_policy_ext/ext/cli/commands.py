@@ -262,7 +262,7 @@ def _bench(given: Given) -> Callable[[], object]:
     def run() -> None:
         for size in sizes:
             report = bench.bench_dense(
-                size, rows or size, chosen, given["rounds"]
+                size, rows or size, chosen, given["rounds"], "compile" in given
             )
             print(f"Dense {size} × {size}, {rows or size} rows")
             print(report.table(full=True))
@@ -502,6 +502,8 @@ def _commands() -> tuple[_Command, ...]:
                       "again. Without it, current and delayed", type=_recipe),
             _option("--rounds", "N", "times that each is measured",
                     type=_at_least(1), default=20),
+            _flag("--compile", "on PyTorch compile the steps, and print how "
+                  "many graphs they are"),
         )),
         _Command(_demo, _DEMO,
                  "train in float32, bfloat16 and float8 and compare", (

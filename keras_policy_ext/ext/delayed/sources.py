@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -324,34 +323,47 @@ def has_history_per_matrix(recipe: Recipe) -> bool:
     return of_tensors and type(source_of(recipe)) is DelayedSource
 
 
-@functools.cache
-def settling(recipe: Recipe, matrices: int = 1) -> Callable[[Any, Any], Any]:
-    """Return the function that turns a value assigned to a state into a state.
+@dataclasses.dataclass(frozen=True)
+class Settling:
+    """A function that turns a value assigned to a state into a state.
 
     It is `settle` of the source, by a kernel of the framework where there is
-    one. Equal arguments give the same object. `matrices` is the number of
-    matrices of the layer's kernel that have a history each.
-    """
-    source: Any = source_of(recipe, matrices)
+    one. It is data, so that a graph can name it.
 
-    def settle(value: Tensor, previous: Tensor) -> Any:
+    Attributes:
+        recipe: The recipe.
+        matrices: The number of matrices of the layer's kernel that have a
+            history each.
+    """
+
+    recipe: Recipe
+    matrices: int = 1
+
+    def __call__(self, value: Tensor, previous: Tensor) -> Any:
+        """Return the new state after `value` is assigned to `previous`."""
+        source = source_of(self.recipe, self.matrices)
         kernels = frameworks.current.kernels_for(source, previous)
         # An observation of several replicas is wider than the state.
         if kernels is None or value.shape != previous.shape:
             return source.settle(value, previous)
         return kernels.settle(source, value, previous)
 
-    return settle
 
+@dataclasses.dataclass(frozen=True)
+class CatchingUp:
+    """A function that raises a state's scale to fit a larger kernel.
 
-@functools.cache
-def catching_up(
-    recipe: Recipe, beyond: float = 1.0, matrices: int = 1
-) -> Callable[[Any, Any], Any]:
-    """Return a function that raises a state's scale to fit a larger kernel.
-
-    It takes the amax of the kernel and its state: see
-    `DelayedSource.caught_up`. Equal arguments give the same object.
+    Attributes:
+        recipe: The recipe.
+        matrices: As for `Settling`.
+        beyond: As for `DelayedSource.caught_up`.
     """
-    source = source_of(recipe, matrices)
-    return lambda amax, state: source.caught_up(amax, state, beyond)
+
+    recipe: Recipe
+    matrices: int = 1
+    beyond: float = 1.0
+
+    def __call__(self, amax: Tensor, previous: Tensor) -> Any:
+        """Return the state after the amax of the kernel is looked at."""
+        source = source_of(self.recipe, self.matrices)
+        return source.caught_up(amax, previous, self.beyond)

@@ -23,9 +23,9 @@ from keras_policy_ext.ext.delayed.observations import (
     newest_first,
 )
 from keras_policy_ext.ext.delayed.sources import (
-    catching_up,
+    CatchingUp,
+    Settling,
     has_history_per_matrix,
-    settling,
 )
 from keras_policy_ext.files.entries import is_amax
 from keras_policy_ext.layers.state_of import NoWeight
@@ -74,7 +74,6 @@ class StateVariable(
 
     # Observations since the last assignment, where a framework keeps them here.
     observed: Any = None
-    _watched_kernel: int  # The id of the kernel that `_watch` was called for.
 
     # Whether other code has changed this state: `warn_if_moved`.
     _checked_value: Any = None  # The value that was checked last.
@@ -121,7 +120,7 @@ class StateVariable(
             name=name,
             **on_every_device(2),
         )
-        self._watch()
+        _keras.watch(kernel, self)
 
     def _never_observed(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         # An initializer, which Keras gives the shape that the layout has.
@@ -188,10 +187,23 @@ class StateVariable(
                 self.catch_up()
             return super().value
 
-    def _watch(self) -> None:
-        """Have `assigned_beside` called when the kernel is assigned."""
-        _keras.watch(self.kernel, self)
-        self._watched_kernel = id(self.kernel)
+    def accumulate_in_graph(
+        self, observation: Tensor, accumulator: keras.Variable, is_last: Tensor
+    ) -> bool:
+        """Keep an observation, or enter all of them, without a branch.
+
+        It does so only where a graph returns observations, and else returns
+        False. `is_last` says whether the optimizer updates weights now.
+        """
+        kept = self.observed
+        if kept is None or not backends.current.is_compiling():
+            return False
+        if kept.latest is not None or kept.earlier is not None:
+            return False
+        largest = ops.maximum(observation, accumulator)
+        self.assign(ops.where(is_last, largest, self.value))
+        accumulator.assign(ops.where(is_last, 0.0, largest))
+        return True
 
     def _count_assignment(self, settled: bool) -> None:
         """Record whether state or kernel was assigned ahead of the other."""
@@ -232,8 +244,8 @@ class StateVariable(
 
     def look_at(self, kernel: Tensor) -> None:
         """Update the state if other code has changed the kernel's tensor."""
-        if self._watched_kernel != id(self.kernel):  # In a copy of a layer.
-            self._watch()
+        if self.watched != id(self.kernel):  # In a copy of a layer.
+            _keras.watch(self.kernel, self)
         framework = frameworks.current
         if framework.steps_take_values or not self._looks_at_kernel:
             self._given = None
@@ -280,7 +292,7 @@ class StateVariable(
                 vars(pending).update(observed)
             if was_up_to_date:  # The restored values have new versions.
                 self._note_versions()
-            self._watch()
+            _keras.watch(self.kernel, self)
 
         return put_back
 
@@ -330,7 +342,7 @@ class StateVariable(
         """Return a state with a scale for the kernel; see `catch_up`."""
         if not self.observes_amaxes:
             return matrix
-        fit = catching_up(self.recipe, beyond, self.matrix_count)
+        fit = CatchingUp(self.recipe, self.matrix_count, beyond)
         amax = self.amax_of(kernel)  # The same on all replicas.
         return frameworks.current.settle_here(fit, amax, matrix)
 
@@ -345,7 +357,7 @@ class StateVariable(
     @property
     def settling(self) -> Any:
         """The function that computes the new state from an assigned value."""
-        return settling(self.recipe, self.matrix_count)
+        return Settling(self.recipe, self.matrix_count)
 
     def settled(self, observation: Tensor, previous: Tensor) -> Tensor:
         """Return the state after an observation, by a loop that keeps it."""
@@ -512,6 +524,9 @@ class StateVariable(
     def next_slot(self) -> int:
         """Return the slot for this use of the kernel in the current step."""
         # It is modulo `SLOTS`, since each number needs a plan compiled for it.
+        slot = frameworks.current.number_of_use(self)
+        if slot is not None:
+            return slot % SLOTS
         slot = self.uses
         self.uses = (slot + 1) % SLOTS
         return slot

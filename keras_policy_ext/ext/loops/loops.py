@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 
 from keras_policy_ext import backends
+from keras_policy_ext._keras import versions
 from keras_policy_ext._keras.walking import layers_within
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers import state_of
@@ -256,6 +258,70 @@ def follow_shards(model: keras.Layer) -> None:
     from keras_policy_ext.ext.loops.torch import fully_shard
 
     fully_shard.follow(variables, _layers(model))
+
+
+@contextlib.contextmanager
+def cuda_graphs(model: keras.Model) -> Iterator[None]:
+    """In the block, `fit` runs compiled steps of a model as CUDA graphs.
+
+    A GPU then gets a whole step at once, and does not wait for the host. Enter
+    it before the first step of the model; steps that were compiled in it go on
+    as CUDA graphs after it. Each size of a batch is a graph of its own, with
+    memory of its own.
+
+    ```python
+    model.compile("adam", "mse", jit_compile=True)
+    with kpe.loops.cuda_graphs(model):
+        model.fit(x, y)
+    ```
+
+    Args:
+        model: A compiled model on PyTorch, whose step is one graph.
+
+    Raises:
+        ValueError: If its step cannot be a CUDA graph here; it says why.
+    """
+    reason = _why_no_cuda_graph(model)
+    if reason:
+        raise ValueError(
+            f"The steps of {model.name!r} cannot run as CUDA graphs. Received: "
+            f"{reason}. Allowed: the `fit` of Keras 3.16 on PyTorch and an "
+            "NVIDIA GPU, in one process, with jit_compile=True and an "
+            "optimizer that does not branch. Train without the block: the "
+            "numbers are the same."
+        )
+    from keras_policy_ext.ext.loops.torch import compiling_cuda_graphs
+
+    with compiling_cuda_graphs():
+        yield
+
+
+def _why_no_cuda_graph(model: keras.Model) -> str | None:
+    """Return why a model's step cannot be a CUDA graph; None if it can."""
+    name = backends.current.name
+    if name != "torch":
+        return f"the backend {name!r}"
+    from keras_policy_ext.ext.loops.torch import has_replicas
+
+    if backends.engine.device().maker != "nvidia":
+        return f"the device {backends.engine.device().title}"
+    # What lies between two graphs would read memory that a replay overwrites.
+    if (versions.number() or versions.NEWEST) < (3, 16):
+        return f"Keras {keras.__version__}, which takes gradients outside"
+    if type(model).train_step is not keras.Model.train_step:
+        return "a model with a `train_step` of its own"
+    if has_replicas():
+        return "a process of several, which exchange gradients"
+    if model.run_eagerly or not model.jit_compile:
+        return "a model that is not compiled with jit_compile=True"
+    if model.train_function is not None:
+        return "a model whose step is compiled already"
+    optimizer = model.optimizer
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    branches = ("gradient_accumulation_steps", "ema_overwrite_frequency")
+    if scales or any(getattr(optimizer, each, None) for each in branches):
+        return "an optimizer that branches on numbers, which ends the graph"
+    return None
 
 
 def _check_torch(function: str, instead: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import keras
 from keras import ops
 
-from keras_policy_ext import policies
+from keras_policy_ext import backends, policies
 from keras_policy_ext._keras import built_layers, quantization
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor, override
@@ -438,12 +438,17 @@ class _Float8Recurrent(BuiltUnderSavedPath, MixedInto):
         def step(projected: Tensor, states: Any) -> tuple[Tensor, Any]:
             return cell.float8_step(projected, states, training, kernel)
 
+        # The compiler of PyTorch ends a graph in Keras's other loop, as it
+        # compares numbers of tensors. With a mask and `go_backwards` Keras
+        # cannot unroll (keras 3.12 to 3.16).
+        compiling = mask is None and backends.current.is_compiling()
         return run_recurrent_loop(
             self,
             step,
             cell.float8_projection(sequences, training),
             initial_state,
             mask,
+            unroll=self.unroll or compiling,
         )
 
     def _check_cudnn(self) -> None:

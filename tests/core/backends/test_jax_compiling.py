@@ -15,7 +15,7 @@ import keras_policy_ext as kpe
 from jax_programs import gradient_step
 from keras_policy_ext import recipes
 from keras_policy_ext.ext.delayed import frameworks
-from keras_policy_ext.ext.delayed.sources import settling
+from keras_policy_ext.ext.delayed.sources import Settling
 from keras_policy_ext.numerics.scale_sources import source_of
 
 if jax.default_backend() != "cpu":
@@ -76,7 +76,7 @@ def test_a_gpu_may_fuse_a_product_with_what_follows():
 
 def test_settling_is_written_once_for_all_states_of_a_shape():
     recipe = recipes.DelayedScaling()
-    settle = settling(recipe)
+    settle = Settling(recipe)
     state = jnp.zeros(source_of(recipe).state_shape)
 
     def settled(*states):

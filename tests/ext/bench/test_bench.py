@@ -1,5 +1,7 @@
 """Training steps are timed in turn, on copies, and what is wrong is refused."""
 
+from collections import Counter
+
 import keras
 import numpy as np
 import pytest
@@ -165,3 +167,51 @@ def test_without_bfloat16_units_the_command_measures_float32(monkeypatch):
     report = benching.bench_dense(16, 8, ["current"], rounds=1)
 
     assert report.policies == ("float32",)
+
+
+ENDED = "Data-dependent branching\n  Explanation: of the compiler"
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch",
+    reason="only PyTorch has graphs that end before a step does",
+)
+def test_a_compiled_step_has_its_graphs_beside_those_of_the_plain_one(
+    batch, clock, monkeypatch
+):
+    from keras_policy_ext.ext.bench import torch as graphs
+
+    before, plain, low = Counter(old=1), Counter(old=2), Counter({ENDED: 3})
+    seen = [(3, before), (4, plain), (4, plain), (9, plain + low)]
+    monkeypatch.setattr(graphs, "graphs_so_far", lambda: seen.pop(0))
+    stock = benching._step_of
+
+    def step_of(model, batch):
+        step = stock(model, batch)
+
+        def quick():
+            return None
+
+        quick.is_plain = step.is_plain
+        return quick
+
+    monkeypatch.setattr(benching, "_step_of", step_of)
+    model = network(compiled=False)
+    model.compile("adam", "mse", jit_compile=True)
+
+    report = kpe.bench(model, batch, "current", rounds=1)
+
+    (entry,) = report
+    assert (entry.graphs, entry.breaks) == ((5, 1), (3, 1))
+    assert entry.broken == "Data-dependent branching"
+    text = " ".join(str(report).split())
+    assert (
+        "Graphs of a compiled step, and breaks: 5 and 3 under current, 1 and 1 "
+        "in the plain model. The first: Data-dependent branching." in text
+    )
+
+
+def test_an_eager_step_has_no_graphs(batch, clock):
+    report = kpe.bench(network(), batch, "current", rounds=1)
+    assert report["current"].graphs is None
+    assert "Graphs" not in str(report)

@@ -73,6 +73,9 @@ class Companion:
     left_out = False
     """True if an optimizer was built for the variable, not for this object."""
 
+    watched: int | None = None
+    """The id of the variable that `watch` was called with last."""
+
     _optimizers: Any = None
 
     def handed_to(self, optimizer: keras.Optimizer) -> None:
@@ -93,10 +96,8 @@ class Companion:
         raise NotImplementedError
 
 
-_COMPANIONS: weakref.WeakValueDictionary[int, Any] = (
-    weakref.WeakValueDictionary()
-)
-"""Companions by the id of their variable, which they keep alive."""
+_COMPANION = "_float8_companion"
+"""An attribute of variables: a weak reference to their companion."""
 
 _thread = threading.local()
 """`notes`: False in a block of `not_noted`."""
@@ -104,8 +105,9 @@ _thread = threading.local()
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
     """Notify `companion` from now on when its variable is assigned."""
-    # The entry goes with the companion, which the dict does not keep alive.
-    _COMPANIONS[id(variable)] = companion
+    # An attribute: torch.compile does not look into a weak dict.
+    setattr(variable, _COMPANION, weakref.ref(companion))
+    companion.watched = id(variable)
 
 
 @contextlib.contextmanager
@@ -137,7 +139,7 @@ def tell_companions() -> None:
 
 def _assign(stock: Stock, variable: keras.Variable, value: Any) -> Any:
     assigned = stock(variable, value)
-    companion = _COMPANIONS.get(id(variable))
+    companion = _companion_of(variable)
     if companion is not None and not is_without_notifying():
         companion.assigned_beside()
     return assigned
@@ -194,8 +196,17 @@ def _finalize(
 
 
 def _companions_of(variables: Sequence[keras.Variable]) -> list[Any]:
-    companions = (_COMPANIONS.get(id(variable)) for variable in variables)
+    companions = [_companion_of(variable) for variable in variables]
     return [each for each in companions if each is not None]
+
+
+def _companion_of(variable: keras.Variable) -> Any:
+    """Return the companion that watches a variable, or None."""
+    reference = getattr(variable, _COMPANION, None)
+    companion = None if reference is None else reference()
+    # A copy of a variable has the reference of the first one.
+    is_its_own = companion is not None and companion.watched == id(variable)
+    return companion if is_its_own else None
 
 
 class _AverageStandIn(keras.Variable):
@@ -290,6 +301,26 @@ def without_states_that_lack_gradients() -> None:
     put_around(keras.optimizers.Optimizer, name, _without_states)
 
 
+def _is_accumulated(optimizer: Any, gradient: Tensor, variable: Any) -> bool:
+    """Accumulate an observation in a graph of PyTorch; False elsewhere."""
+    # Keras takes three branches for each such variable, and each ends a graph
+    # (`_accumulated_gradients`, `_get_variable_index`, and `_iterations`, which
+    # counts batches, keras 3.12 to 3.16). Without these it goes on doing so.
+    accumulate = getattr(variable, "accumulate_in_graph", None)
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    has_names = all(
+        hasattr(optimizer, name)
+        for name in ("_accumulated_gradients", "_get_variable_index")
+    )
+    batches = getattr(optimizer, "_iterations", None)
+    if not (accumulate and steps and has_names) or batches is None:
+        return False
+    index = optimizer._get_variable_index(variable)
+    is_last = keras.ops.equal((batches + 1) % steps, 0)
+    accumulator = optimizer._accumulated_gradients[index]
+    return bool(accumulate(gradient, accumulator, is_last))
+
+
 def _without_states(
     stock: Stock, optimizer: Any, gradients: Any, variables: Any
 ) -> Any:
@@ -297,8 +328,10 @@ def _without_states(
     pairs = [
         (gradient, variable)
         for gradient, variable in zip(gradients, variables, strict=True)
-        if gradient is not None
-        or not getattr(variable, "overwrite_with_gradient", False)
+        if not getattr(variable, "overwrite_with_gradient", False)
+        or not (
+            gradient is None or _is_accumulated(optimizer, gradient, variable)
+        )
     ]
     if len(pairs) < len(variables):
         gradients = [gradient for gradient, _ in pairs]

@@ -10,6 +10,7 @@ import torch
 
 from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
+from keras_policy_ext.backends.torch import operators
 from keras_policy_ext.backends.torch.backend import is_real
 from keras_policy_ext.backends.torch.gradients import are_transforms_active
 from keras_policy_ext.ext.delayed.frameworks import Settle, States
@@ -27,17 +28,22 @@ class TorchStates(States):
     def seen_lately(self, state: Tensor) -> bool:
         return observations.seen_lately(state)
 
-    @torch.compiler.disable
     @override
     def settle_here(
         self, settle: Settle, value: Tensor, previous: Tensor
     ) -> Tensor:
         with torch.no_grad():
+            if torch.compiler.is_compiling():
+                name = _name_of(operators.in_pieces(settle))
+                return _settled(name, value, previous)
             return super().settle_here(settle, value, previous)
 
     @override
     def version(self, x: Tensor) -> int | None:
-        # Tensors of `torch.inference_mode` have no such counter.
+        # Tensors of `torch.inference_mode` have no such counter, and in a graph
+        # it counts nothing.
+        if torch.compiler.is_compiling():
+            return None
         has_counter = is_real(x) and not x.is_inference()
         return x._version if has_counter else None
 
@@ -56,16 +62,6 @@ class TorchStates(States):
     def assigned(
         self, variable: keras.Variable, value: Tensor
     ) -> Tensor | None:
-        # Only while compiling: eagerly the decorator takes longer than the
-        # update itself.
-        if torch.compiler.is_compiling():
-            return self._assigned_outside_graph(variable, value)
-        return self._assigned(variable, value)
-
-    def _assigned(
-        self, variable: keras.Variable, value: Tensor
-    ) -> Tensor | None:
-        """Return the settled state; None if it was changed in place."""
         with torch.no_grad():
             state = variable.value
             observed = observations.taken(variable, value)
@@ -76,10 +72,10 @@ class TorchStates(States):
             value = observations.merged(value, observed)
             return super().settle(variable.settling, value, state)
 
-    _assigned_outside_graph = torch.compiler.disable(_assigned)
-
     def _merge_in_place(self, variable: keras.Variable, state: Tensor) -> Any:
         """Return `TritonStates.merge` for a state's source; None without it."""
+        if torch.compiler.is_compiling():
+            return None  # A graph sees no change in place.
         # The first entry is `TritonStates`; tests interpret it on a CPU.
         first_kernels: Any = self.kernels[:1]
         if not (
@@ -128,6 +124,12 @@ class TorchStates(States):
         return StatePasses(source, interpreted)
 
     @override
+    def number_of_use(self, variable: keras.Variable) -> int | None:
+        if torch.compiler.is_compiling():
+            return _number_in_graph(id(variable))
+        return None
+
+    @override
     def know_replicas(self, state: Tensor, in_graph: bool) -> None:
         if in_graph:
             observations.know_replicas_in_graph()
@@ -136,3 +138,56 @@ class TorchStates(States):
 
 
 STATES = TorchStates()
+
+_FUNCTIONS: dict[str, Settle] = {}
+"""What computes new states in graphs, by names, as for `operators`."""
+
+
+@torch.compiler.assume_constant_result
+def _name_of(pieces: Any) -> str:
+    """Register what computes a state; return its name, equal in any process."""
+    settle = operators.from_pieces(pieces)
+    return operators.register(settle, repr(settle), _FUNCTIONS)
+
+
+@torch.library.custom_op("keras_policy_ext::settled", mutates_args=())
+def _settled(
+    name: str, value: torch.Tensor, previous: torch.Tensor
+) -> torch.Tensor:
+    """Return the new state after a value; see `Settling`, `CatchingUp`."""
+    settled = _FUNCTIONS[name](value, previous)
+    (settled,) = operators.unshared([settled], [value, previous])
+    return settled
+
+
+@_settled.register_fake
+def _(name: str, value: Tensor, previous: Tensor) -> Tensor:
+    return torch.empty_like(previous)
+
+
+_USES: dict[int, int] = {}
+"""How often the graph that is being made uses kernels, by ids of states."""
+
+_GRAPH: list[Any] = [None]
+"""What tells this graph from others."""
+
+
+@torch.compiler.assume_constant_result
+def _number_in_graph(state: int) -> int:
+    """Return how many uses of a kernel this graph has so far; count one.
+
+    An attribute that counts them would be guarded, and each number would be
+    another graph.
+    """
+    # The compiler runs this function, as it is. If it starts a graph anew, the
+    # id of the trace is another one (private, torch 2.11 to 2.13). Without it
+    # the numbers go on, and a graph that is compiled anew has other slots.
+    context = getattr(torch._guards, "CompileContext", None)
+    find = getattr(context, "current_trace_id", lambda: None)
+    graph = find()
+    if graph != _GRAPH[0]:
+        _GRAPH[0] = graph
+        _USES.clear()
+    number = _USES.get(state, 0)
+    _USES[state] = number + 1
+    return number

@@ -65,8 +65,9 @@ class Observed:
         # A loop that has cleared the gradient has discarded the earlier
         # backward pass, so the earlier observation is discarded too.
         is_same_pass = parameter.grad is self.gradient
-        if is_same_pass and self.latest is not None:
-            observation = self.latest + observation
+        if is_same_pass:
+            # No sum: passes of one graph all use the same slots.
+            observation = _larger(self.latest, observation)
         self.latest, self.gradient = observation, parameter.grad
 
     def keep(self) -> None:
@@ -134,13 +135,25 @@ def taken(variable: keras.Variable, value: Tensor) -> list[Tensor]:
         observed.keep()
         return []
     # Replicas that have not exchanged their observations do so now.
-    if observed.group is not None and not _is_settled(value):
-        observations = _over_replicas([variable], [observed.taken()])
+    if observed.group is not None:
+        observations = _taken_over_replicas(variable, value)
     else:
         observations = [observed.latest, observed.earlier]
         observed.latest = observed.earlier = observed.gradient = None
     observed.group = None
     return [each for each in observations if each is not None]
+
+
+# A collective ends a graph that is being made, which goes on behind it.
+@torch.compiler.disable
+def _taken_over_replicas(
+    variable: keras.Variable, value: Tensor
+) -> list[Tensor | None]:
+    """Return a state's observations on all replicas, and clear them."""
+    observed = variable.observed.taken()
+    if _is_settled(value):
+        return [observed]
+    return _over_replicas([variable], [observed])
 
 
 def merged(value: Tensor, observations: list[Tensor]) -> Tensor:

@@ -23,9 +23,15 @@ If they are missing, no subclass overrides them. Expires when they are public.
 class _WithCell:
     """A substitute for an RNN layer that has another cell."""
 
-    def __init__(self, layer: keras.layers.RNN, cell: Callable[..., object]):
+    def __init__(
+        self,
+        layer: keras.layers.RNN,
+        cell: Callable[..., object],
+        unroll: bool,
+    ):
         self._layer = layer
         self.cell = cell
+        self.unroll = unroll
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -37,6 +43,7 @@ def run_recurrent_loop(
     inputs: Tensor,
     initial_state: list[Tensor],
     mask: Tensor | None,
+    unroll: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run the loop of an RNN layer over time, with `step` as the cell.
 
@@ -51,10 +58,11 @@ def run_recurrent_loop(
         inputs: (batch, steps, ...).
         initial_state: A list of states.
         mask: None, or boolean (batch, steps).
+        unroll: Whether the loop is one of Python.
 
     Returns:
         The last outputs, all outputs, and the last states.
     """
     return keras.layers.RNN.inner_loop(
-        _WithCell(layer, step), inputs, initial_state, mask
+        _WithCell(layer, step, unroll), inputs, initial_state, mask
     )
