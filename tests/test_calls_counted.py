@@ -17,10 +17,10 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 330, 62_220
+FILES, LINES = 333, 63_640
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 148, 33_968
+CORE_FILES, CORE_LINES = 148, 34_510
 """Of what is no extension."""
 
 SHARE_OF_ANY = 0.11

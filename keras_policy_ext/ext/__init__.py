@@ -62,6 +62,7 @@ REGISTERING = (
     "keras_policy_ext.optimizers",
     f"{_ROOT}.mixed.following",
     f"{_ROOT}.moments.following",
+    f"{_ROOT}.qat.recipes",
     f"{_ROOT}.recurrent.rnn",
 )
 """The modules with classes that files name, forms of Keras's layers, and
@@ -72,6 +73,8 @@ ON_DEMAND = {
     "counter": f"{_ROOT}.count.counter",
     # For the first recipe that remembers something: what keeps that.
     "memory": f"{_ROOT}.delayed.states",
+    # For the first product of a layer that is trained for a grid.
+    "rounding": f"{_ROOT}.qat.rounding",
     # For the first layer in Keras's own float8, in a model or a file.
     "keras_float8": f"{_ROOT}.keras_float8.taking_over",
     # For the first policy of Keras's own float8.

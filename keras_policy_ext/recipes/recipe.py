@@ -14,6 +14,7 @@ from keras_policy_ext.recipes.quantization import (
     Quantization,
     matmuls_of,
 )
+from keras_policy_ext.stored_kernels import Grid
 
 REGISTRY: dict[str, type[Recipe]] = {}
 """The recipes by name, in the order of their definition."""
@@ -36,6 +37,7 @@ class Recipe:
     Attributes:
         name: The name used in strings, e.g. `"delayed"`.
         granularity: Of the scales: `"tensorwise"`, `"rowwise"`, `"blockwise"`.
+        family: The first word of the names of policies with this recipe.
         trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
         forward: `"float8"`, or `"high_precision"` for the compute dtype.
@@ -48,6 +50,7 @@ class Recipe:
 
     name: ClassVar[str]
     granularity: ClassVar[str] = "tensorwise"
+    family: ClassVar[str] = "float8"
     trains: ClassVar[bool] = True
 
     forward: str = "float8"
@@ -109,14 +112,29 @@ class Recipe:
         )
 
     @property
+    def counts_steps(self) -> bool:
+        """True if the state of a kernel is the count of steps."""
+        delays = self.grid is not None and self.grid.delay > 0
+        return self.is_stochastic or delays
+
+    @property
     def history_length(self) -> int:
         """The number of amaxes in each operand's history; 0 without one."""
         return 0
 
     @property
+    def grid(self) -> Grid | None:
+        """The grid on which kernels are multiplied; None if on none.
+
+        A recipe that has one trains for `freeze`, and multiplies in the compute
+        dtype. An extension rounds the operands; see `layers.on_grid`.
+        """
+        return None
+
+    @property
     def remembers(self) -> bool:
         """True if a kernel has a state: a history, or the count of steps."""
-        return bool(self.history_length) or self.is_stochastic
+        return bool(self.history_length) or self.counts_steps
 
     @property
     def scale_options(self) -> dict[str, Any]:

@@ -59,9 +59,19 @@ def _plain(word: str) -> str:
 _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all recipes for training, such as `"delayed"`."""
-    return tuple(name for name, cls in REGISTRY.items() if cls.trains)
+def names(family: str | None = "float8") -> tuple[str, ...]:
+    """Return the names of all recipes for training, such as `"delayed"`.
+
+    Args:
+        family: `"float8"`, or `"qat"` for those that train in floats for
+            kernels in few bits; None for all.
+    """
+    families = {None: ("float8", "qat")}.get(family, (family,))
+    return tuple(
+        name
+        for name, cls in REGISTRY.items()
+        if cls.trains and cls.family in families
+    )
 
 
 def is_spec(text: object) -> bool:
@@ -72,7 +82,7 @@ def is_spec(text: object) -> bool:
     if not isinstance(text, str):
         return False
     name = text.partition("(")[0]
-    return _ALIASES.get(name, name) in names()
+    return _ALIASES.get(name, name) in names(None)
 
 
 def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
@@ -208,7 +218,7 @@ def _grammar(spec: str) -> str:
     return (
         f"Cannot read this as a recipe. Received: {spec!r}. Allowed: '' "
         "(delayed, 1024), a history length such as '16', a name "
-        f"({', '.join(names())}), or a name with keyword literals such as "
+        f"({', '.join(names(None))}), or a name with keyword literals such as "
         "'delayed(amax_history_length=16,margin=1)'. Write it in one of "
         "these forms."
     )
@@ -219,8 +229,9 @@ def _class(name: object) -> type[Recipe]:
     for candidate in (name, _ALIASES.get(str(name))):
         if isinstance(candidate, str) and candidate in REGISTRY:
             return REGISTRY[candidate]
+    known = names(None)
     raise ValueError(
-        f"{name!r} is not a recipe. {did_you_mean(name, names())}Allowed: "
-        f"{', '.join(names())}. Use one of these, or derive a dataclass from "
+        f"{name!r} is not a recipe. {did_you_mean(name, known)}Allowed: "
+        f"{', '.join(known)}. Use one of these, or derive a dataclass from "
         "recipes.Recipe to add your own."
     )

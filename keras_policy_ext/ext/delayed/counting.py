@@ -151,8 +151,8 @@ class CountingSource(CurrentSource):
 
 
 def find(recipe: Recipe, matrices: int) -> CountingSource | None:
-    """Return the source of a recipe that rounds at random, or None."""
-    return CountingSource(recipe) if recipe.is_stochastic else None
+    """Return the source of a recipe that counts steps, or None."""
+    return CountingSource(recipe) if recipe.counts_steps else None
 
 
 def numbered_row(width: int, kernel: int) -> list[int]:
