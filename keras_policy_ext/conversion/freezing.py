@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import keras
 import numpy as np
 
 from keras_policy_ext import (
+    _extensions,
     backends,
     contractions,
     formats,
@@ -83,6 +84,7 @@ def freeze(
     activations: str | None = None,
     trained_scales: bool = False,
     scales: Literal["amax", "least_squares"] = "amax",
+    to: Literal["keras"] | None = None,
     include: PathPatterns | None = None,
     exclude: PathPatterns | None = None,
     filter: Callable[[Any], bool] | Literal["all"] | None = None,
@@ -124,6 +126,10 @@ def freeze(
             `"least_squares"`, the clip with the least squared error of the
             numbers that share it, which tells more of a kernel that was not
             trained for the format.
+        to: `"keras"` makes Keras's own layers in int8 and int4 of the frozen
+            ones, so that files of the model load without this package. It
+            has `Dense`, `EinsumDense` and `Embedding`, `"int8"` per channel,
+            and `"int4"` per channel or group. None keeps this package's.
         include: As for `convert`.
         exclude: As for `convert`.
         filter: `f(layer) -> bool`: whether to freeze a layer; or `"all"`. None
@@ -150,6 +156,7 @@ def freeze(
     """
     asked = _Asked(weights, granularity, activations, scales, trained_scales)
     asked.check()
+    writer = _writer(to)
     given: object = filter
     if given == "auto":  # Its class may be missing: it is an extension's.
         raise ValueError(_no_filter(given))
@@ -169,6 +176,8 @@ def freeze(
     stay = [Unconverted(eligible[n].layer, reasons[n]) for n in sorted(reasons)]
     _check_not_frozen(chosen)
     plans = [_plan(each, asked) for each in chosen]
+    if writer is not None:
+        writer.check([(plan.layer, plan.recipe) for plan in plans])
     stored: list[Stored] = []
     with training.changing(model) as retraced:
         # Embeddings that stay for this reason alone leave float8 too.
@@ -185,7 +194,7 @@ def freeze(
         layers = [plan.layer for plan in plans]
         in_floats = [x for layer in layers for x in _kernels_in_floats(layer)]
         holds = not in_floats and work.hold_for(layers)
-        return report_of(
+        report = report_of(
             FrozenReport,
             model,
             layers,
@@ -194,6 +203,41 @@ def freeze(
             work=work if holds else None,  # None: counted anew.
             stored=tuple(stored),
         )
+        if writer is not None:
+            writer.convert(model, layers)
+        return report
+
+
+class Writer(Protocol):
+    """What an extension registers to make other layers of frozen ones."""
+
+    def check(self, layers: Sequence[tuple[Any, FrozenKernels]]) -> None:
+        """Raise ValueError if a layer cannot be frozen so by its recipe."""
+
+    def convert(self, model: keras.Layer, layers: Sequence[Any]) -> None:
+        """Make other layers of frozen ones of a model, in place."""
+
+
+_writers: dict[str, Writer] = {}
+
+
+def register_writer(to: str, writer: Writer) -> None:
+    """Register what `freeze` calls for its argument `to`."""
+    _writers[to] = writer
+
+
+def _writer(to: object) -> Writer | None:
+    """Return what makes layers of another kind of frozen ones, or None."""
+    if to is None:
+        return None
+    _extensions.import_for("writers")
+    if to in _writers:
+        return _writers[str(to)]
+    known = ", ".join(map(repr, _writers))
+    raise ValueError(
+        f"`to` is no kind of layers. Received: to={to!r}. Allowed: {known}, or "
+        "None for frozen layers of this package. Pass one of them."
+    )
 
 
 def thaw(model: keras.Layer) -> Report:

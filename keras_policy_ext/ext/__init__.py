@@ -73,6 +73,8 @@ ON_DEMAND = {
     "counter": f"{_ROOT}.count.counter",
     # For the first recipe that remembers something: what keeps that.
     "memory": f"{_ROOT}.delayed.states",
+    # For `freeze(model, to=...)`.
+    "writers": f"{_ROOT}.qat.keras_layers",
     # For the first product of a layer that is trained for a grid.
     "rounding": f"{_ROOT}.qat.rounding",
     # For the first layer in Keras's own float8, in a model or a file.
