@@ -17,10 +17,10 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES, LINES = 333, 63_640
+FILES, LINES = 334, 64_060
 """Of the package. Lower them when it gets smaller."""
 
-CORE_FILES, CORE_LINES = 148, 34_510
+CORE_FILES, CORE_LINES = 148, 34_580
 """Of what is no extension."""
 
 SHARE_OF_ANY = 0.11
