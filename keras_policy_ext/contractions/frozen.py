@@ -194,11 +194,11 @@ class FrozenPlan:
         if reading is None:
             return None
         forward, blocks, part = matmul == "forward", None, BLOCK
-        matrices, m, n = reading.shape
+        matrices, _, n = reading.shape
         if tile is not None:
             # One row of scales for `part` entries of the axis that is cut.
             part, across = reversed(tile) if reading.sums == forward else tile
-            if part == 1 or (part != BLOCK and m % part):
+            if part == 1:
                 return None  # A row for each entry is no row for a part.
             rows = ops.transpose(scale) if reading.sums == forward else scale
             if across > 1:

@@ -491,10 +491,10 @@ class _Asked(NamedTuple):
             if activations is None and grid.inputs is not None:
                 activations = "dynamic"
         if per in (None, "group"):
-            otherwise = "channel" if per is None else "group32"
-            trained = grid is not None and grid.weights == weights
-            fits = trained and (per or "") in grid.granularity
-            per = grid.granularity if fits else otherwise
+            begins, per = per or "", "channel" if per is None else "group32"
+            if grid is not None and grid.weights == weights:
+                fits = grid.granularity.startswith(begins)
+                per = grid.granularity if fits else per
         return FrozenKernels(
             weights=weights or stored_kernels.WEIGHTS[0],
             per=per,
@@ -507,8 +507,9 @@ class _Asked(NamedTuple):
         """Return the clips that are tried for the scales of a kernel."""
         if self.scales == "least_squares":
             return stored_kernels.CLIPS
-        kept = grid is not None and grid[:2] == (recipe.weights, recipe.per)
-        return (grid.clip if kept else 1.0,)
+        if grid is None or grid[:2] != (recipe.weights, recipe.per):
+            return (1.0,)
+        return (grid.clip,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -265,8 +265,9 @@ class Float8Controller:
             )
         if self._grid is not None:
             axes = layer.float8_axes(layer, kernel)
-            given = contraction, inputs, value[...], axes, remembered
-            inputs, value = on_grid(self._grid, *given)
+            inputs, value = on_grid(
+                self._grid, contraction, inputs, value[...], axes, remembered
+            )
         if moved is not None:
             # Read: on TensorFlow the value is a variable, without `ndim`.
             value = moved.move(value[...])

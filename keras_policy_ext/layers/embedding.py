@@ -195,7 +195,7 @@ def _scale_of(
     if variable.granularity == "channel":
         return ops.take(scale, inputs, axis=0)
     # One scale for so many rows and columns of the table.
-    words, columns = tile_of(variable.granularity)
+    words, columns = tile_of(variable.granularity) or (1, 1)
     places = inputs if words == 1 else ops.floor_divide(inputs, words)
     rows = ops.take(scale, places, axis=0)
     per_entry = backends.current.repeat(rows, columns, -1)

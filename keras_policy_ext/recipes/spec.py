@@ -66,11 +66,10 @@ def names(family: str | None = "float8") -> tuple[str, ...]:
         family: `"float8"`, or `"qat"` for those that train in floats for
             kernels in few bits; None for all.
     """
-    families = {None: ("float8", "qat")}.get(family, (family,))
     return tuple(
         name
         for name, cls in REGISTRY.items()
-        if cls.trains and cls.family in families
+        if cls.trains and family in (None, cls.family)
     )
 
 

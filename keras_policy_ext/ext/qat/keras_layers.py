@@ -56,7 +56,7 @@ def check(layers: Iterable[tuple[Any, FrozenKernels]]) -> None:
 
 def _fault(layer: Any, recipe: FrozenKernels) -> str | None:
     """Return why Keras cannot hold a layer, or None."""
-    cls = original_of(type(layer)) or type(layer)
+    cls: Any = original_of(type(layer)) or type(layer)
     if cls not in CLASSES:
         return f"its class is {cls.__name__}"
     if "config" not in inspect.signature(cls.quantize).parameters:
