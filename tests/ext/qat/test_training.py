@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
+from keras_policy_ext import stored_kernels
 from steps import normal, numpy
 
 JIT = keras.backend.backend() == "jax"
@@ -200,3 +201,54 @@ def test_in_16_bits_what_is_trained_is_what_is_frozen(source):
     kpe.freeze(model)
     frozen = numpy(ops.cast(model(X), "float32"))
     assert np.abs(frozen - trained).max() < 2e-2 * np.abs(trained).max()
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="its optimizers are of PyTorch"
+)
+def test_a_loop_with_an_optimizer_of_torch_trains():
+    import torch
+
+    model = seeded()
+    kpe.convert(model, "int4(group=32)")
+    x, y = (ops.convert_to_tensor(each) for each in (X, Y))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    trained = numpy(model(X))
+    kpe.freeze(model)
+    np.testing.assert_allclose(numpy(model(X)), trained, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_of_this_package_follow_the_policy_by_name():
+    name = "qat/int4(group=32)_from_float32"
+    layer = kpe.layers.Dense(8, dtype=name)
+    layer(np.ones((2, 64), "float32"))
+    kernel = numpy(layer.kernel)
+    axes = stored_kernels.Axes((0,), (1,))
+    stored = stored_kernels.quantize(kernel, axes, "group32", "int4")
+    x = normal(3, 64)
+    np.testing.assert_allclose(
+        numpy(layer(x)), x @ stored.dequantized(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_attention_and_recurrent_layers_are_trained_for_it_too():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6, 32))
+    x = keras.layers.MultiHeadAttention(2, 16, name="attention")(inputs, inputs)
+    x = keras.layers.GRU(12, name="gru")(x)
+    model = keras.Model(inputs, x)
+    report = kpe.convert(model, "int4")
+    names = {each.class_name for each in report.converted}
+    assert names >= {"EinsumDense", "GRUCell"}
+    trained = numpy(model(X[:, :6]))
+    kpe.freeze(model)
+    frozen = numpy(model(X[:, :6]))
+    assert np.abs(frozen - trained).max() < 1e-5 * np.abs(trained).max()
