@@ -1,8 +1,9 @@
-"""Narrow floating-point formats, described as data.
+"""Narrow formats of numbers, described as data.
 
-Every constant is computed from `ml_dtypes`, from its `finfo` and from all
-codes of a format. None is typed in by hand. `docs/numerics.md` lists them. This
-module imports neither keras nor a framework.
+Every constant of a floating-point format is computed from `ml_dtypes`, from its
+`finfo` and from all codes of the format. None is typed in by hand.
+`docs/numerics.md` lists them. Integers are symmetric: -max to max. This module
+imports neither keras nor a framework.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["ALIASES", "FAMILIES", "Format", "get", "names"]
+__all__ = ["ALIASES", "FAMILIES", "INTEGERS", "Format", "get", "names"]
 
 _NAMES = (
     "float8_e4m3fn",
@@ -30,17 +31,23 @@ FAMILIES = {
     "fnuz": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
 }
 
+#: The formats of integers, of which kernels can be stored.
+INTEGERS = ("int8", "int4", "int3", "int2")
+
 #: Short names that recipe strings may use. Code uses the exact names.
 ALIASES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """The description of a narrow floating-point format, such as e4m3fn.
+    """The description of a narrow format, such as e4m3fn or int4.
+
+    An integer has no exponent bits, and all its values have full precision.
 
     Attributes:
-        name: The exact ml_dtypes name, e.g. `"float8_e4m3fn"`.
-        dtype: The NumPy dtype of that name.
+        name: The exact ml_dtypes name, e.g. `"float8_e4m3fn"`; `"int3"`, which
+            ml_dtypes has not.
+        dtype: The NumPy dtype of that name; int8 for `"int3"`.
         bits: The width of one value in bits.
         max: The largest finite value (a Python float).
         smallest_normal: The smallest positive value of full precision.
@@ -85,10 +92,15 @@ class Format:
         return next(families, None)
 
     @property
-    def numbers_per_byte(self) -> int:
-        """The number of values in a byte: 2 for four-bit formats, else 1.
+    def is_integer(self) -> bool:
+        """True if the values are the integers from -max to max."""
+        return self.name in INTEGERS
 
-        The first value is in the low four bits.
+    @property
+    def numbers_per_byte(self) -> int:
+        """The number of values in a byte: 2 for three and four bits, 4 for two.
+
+        The first value is in the lowest bits.
         """
         return 8 // self.bits
 
@@ -101,12 +113,13 @@ class Format:
         operations on float8, and none in loops. JAX and PyTorch disagree on
         the e8m0 code of 0, and only JAX has casts to four bits.
         """
-        own = self.name if self.has_sign and self.bits == 8 else "uint8"
+        is_float8 = self.has_sign and self.bits == 8 and not self.is_integer
+        own = self.name if is_float8 else "uint8"
         return {"jax": own, "torch": own, "tensorflow": "uint8"}
 
 
 def names() -> tuple[str, ...]:
-    """Return the exact names of formats, such as `"float8_e4m3fn"`."""
+    """Return the exact names of floating-point formats, such as e4m3fn's."""
     return _NAMES
 
 
@@ -114,8 +127,8 @@ def get(identifier: "str | np.dtype[Any] | type | Format") -> Format:
     """Return the `Format` of an ml_dtypes name or dtype.
 
     Args:
-        identifier: A name from `names()`, the NumPy dtype or scalar type of
-            that name, or a `Format` (returned unchanged).
+        identifier: A name from `names()` or `INTEGERS`, the NumPy dtype or
+            scalar type of that name, or a `Format` (returned unchanged).
 
     Returns:
         The `Format`.
@@ -127,12 +140,16 @@ def get(identifier: "str | np.dtype[Any] | type | Format") -> Format:
     Examples:
         >>> kpe.formats.get("float8_e4m3fn").max
         448.0
+        >>> kpe.formats.get("int4").max
+        7.0
     """
     if isinstance(identifier, str) and identifier in _NAMES:
         return _derive(identifier)
     if isinstance(identifier, Format):
         return identifier
     name = _name_of(identifier)
+    if name in INTEGERS:
+        return _integers(name)
     if name not in _NAMES:
         raise ValueError(_unknown(identifier, name))
     return _derive(name)
@@ -153,7 +170,7 @@ def _unknown(identifier: object, name: str) -> str:
     step = f"Write {hint!r}." if hint else "Use one of these exact names."
     return (
         f"Unknown number format. Received: {identifier!r}. "
-        f"Allowed: {', '.join(_NAMES)}. {step}"
+        f"Allowed: {', '.join(_NAMES + INTEGERS)}. {step}"
     )
 
 
@@ -185,4 +202,29 @@ def _derive(name: str) -> Format:
         nan_codes=nan_codes,
         nan_code=code_of_nan if nan_codes else None,
         finite_count=np.unique(values[np.isfinite(values)]).size,
+    )
+
+
+@functools.cache
+def _integers(name: str) -> Format:
+    """Return a symmetric format of integers: the lowest code is not used."""
+    dtype = np.dtype(getattr(ml_dtypes, name, np.int8))
+    bits = int(name.removeprefix("int"))
+    largest = 2 ** (bits - 1) - 1
+    return Format(
+        name=name,
+        dtype=dtype,
+        bits=bits,
+        max=float(largest),
+        smallest_normal=1.0,
+        smallest_subnormal=1.0,
+        has_inf=False,
+        mantissa_bits=bits - 1,
+        exponent_bits=0,
+        exponent_bias=0,
+        has_sign=True,
+        has_negative_zero=False,
+        nan_codes=(),
+        nan_code=None,
+        finite_count=2 * largest + 1,
     )

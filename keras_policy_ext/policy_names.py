@@ -2,13 +2,16 @@
 
 ```
 full name = "float8" ["/" spec] "_from_" source [";rules=" JSON]
+          | "qat/" spec "_from_" source [";rules=" JSON]
           | "mixed_float8" [";rules=" JSON]
 ```
 
 `spec` is a recipe's compact string (`Recipe.spec`); without it the recipe is
-delayed scaling, as in Keras. `mixed_float8` is short for
-`float8/current_from_mixed_bfloat16`. `source` is a plain policy name, and the
-JSON is a compact list of `[pattern, policy name or null]`.
+delayed scaling, as in Keras. The first word is the recipe's `family`: `qat`
+(quantization-aware training) rounds kernels that train in floats.
+`mixed_float8` is short for `float8/current_from_mixed_bfloat16`. `source` is a
+plain policy name, and the JSON is a compact list of `[pattern, policy name or
+null]`.
 Examples: `float8_from_mixed_bfloat16`, `float8/16_from_float32`,
 `float8/current_from_float32;rules=[["head",null],["emb.*","float32"]]`.
 """
@@ -24,8 +27,10 @@ MODE = "float8"
 ALIAS = "mixed_float8"
 _ALIAS_MEANS = "float8/current_from_mixed_bfloat16"
 
+QAT = "qat"
+
 _FULL_NAME = re.compile(
-    r"float8(?:/(?P<spec>[^;]+?))?_from_(?P<source>\w+)"
+    r"(?P<family>float8|qat(?=/))(?:/(?P<spec>[^;]+?))?_from_(?P<source>\w+)"
     r"(?:;rules=(?P<rules>.*))?",
     re.DOTALL,
 )
@@ -34,8 +39,9 @@ NamedRules = tuple[tuple[str, str | None], ...]
 
 
 class PolicyName(NamedTuple):
-    """The parts of a float8 policy's full name: recipe, source and rules."""
+    """The parts of a policy's full name: recipe, source and rules."""
 
+    family: str
     spec: str | None
     source: str
     rules: NamedRules
@@ -46,7 +52,7 @@ def is_full_name(name: str) -> bool:
     # `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
-    return name.startswith("float8/") or (
+    return name.startswith(("float8/", f"{QAT}/")) or (
         name.startswith("float8") and "_from_" in name
     )
 
@@ -73,6 +79,7 @@ def parse(name: str) -> PolicyName:
         raise ValueError(_malformed(name))
     rules = match["rules"]
     return PolicyName(
+        family=match["family"],
         spec=match["spec"],
         source=match["source"],
         rules=() if rules is None else _parse_rules(rules, name),
@@ -80,14 +87,17 @@ def parse(name: str) -> PolicyName:
 
 
 def render(
-    spec: str, source: str, rules: Iterable[tuple[str, str | None]] = ()
+    spec: str,
+    source: str,
+    rules: Iterable[tuple[str, str | None]] = (),
+    family: str = MODE,
 ) -> str:
     """Return the full name of a float8 policy, which `parse` can read.
 
     `spec` is `""` for delayed scaling with 1024 amaxes; rules are
     (pattern, name or None).
     """
-    mode = f"float8/{spec}" if spec else "float8"
+    mode = f"{family}/{spec}" if spec else family
     pairs = [list(rule) for rule in rules]
     if not pairs:
         return f"{mode}_from_{source}"
@@ -118,9 +128,10 @@ def _is_rule(pair: object) -> bool:
 def _malformed(name: str) -> str:
     return (
         f"Cannot read this as a float8 policy name. Received: {name!r}. "
-        "Allowed: 'mixed_float8', 'float8_from_<source>' or "
-        "'float8/<recipe>_from_<source>', where <source> is a plain policy "
-        "name and <recipe> a history length or a recipe, each with an "
+        "Allowed: 'mixed_float8', 'float8_from_<source>', "
+        "'float8/<recipe>_from_<source>' or 'qat/<recipe>_from_<source>', "
+        "where <source> is a plain policy name and <recipe> a history length "
+        "or a recipe, each with an "
         'optional \';rules=[["<path pattern>","<policy>" or null],…]\'. '
         "Write for instance 'float8/16_from_mixed_bfloat16'."
     )

@@ -1,4 +1,4 @@
-"""Float8 kernels with their scales, on the host, to freeze, save and export.
+"""Kernels in few bits with their scales, to freeze, save and export them.
 
 All code here is NumPy, so that a kernel has the same bytes on every backend.
 Only one kernel at a time is in float32.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,19 +20,35 @@ __all__ = [
     "GRANULARITIES",
     "WEIGHTS",
     "Axes",
+    "Grid",
     "StoredKernel",
     "as_matrix",
+    "clipped_scales",
     "of_matrix",
+    "pack",
     "quantize",
     "scale_shape",
     "spread_blocks",
+    "tile_of",
+    "unpack",
 ]
 
-GRANULARITIES = ("channel", "tensor", "block")
-"""One scale per output channel, per kernel, or per 128x128 block of it."""
+GRANULARITIES = (
+    "channel",
+    "tensor",
+    "block",
+    "group32",
+    "group64",
+    "group128",
+)
+"""One scale per output channel, per kernel, per 128x128 block of it, or per 32,
+64 or 128 elements that a matmul sums."""
 
-WEIGHTS = ("float8_e4m3fn", "float8_e5m2")
+WEIGHTS = ("float8_e4m3fn", "float8_e5m2", *formats.INTEGERS)
 """The formats that a kernel can be stored in."""
+
+CLIPS = tuple(np.linspace(1.0, 0.5, 51))
+"""The shares of an amax that `clipped_scales` tries as the largest value."""
 
 BLOCK = 128
 """The rows and columns of a block with one scale."""
@@ -58,17 +75,36 @@ class Axes(NamedTuple):
         return columns, math.prod([shape[axis] for axis in self.free])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredKernel:
-    """A kernel as float8 codes and scales, in NumPy arrays.
+class Grid(NamedTuple):
+    """The grid of numbers that kernels are trained for.
 
     Attributes:
-        codes: Uint8, in the shape of the kernel.
+        weights: The format of the numbers, one of `WEIGHTS`.
+        granularity: What has a scale, one of `GRANULARITIES`.
+        clip: The share of an amax that becomes the largest number.
+        inputs: The format to which inputs are rounded by token, or None.
+        delay: The steps before kernels are rounded.
+    """
+
+    weights: str
+    granularity: str
+    clip: float = 1.0
+    inputs: str | None = None
+    delay: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredKernel:
+    """A kernel as codes and scales, in NumPy arrays.
+
+    Attributes:
+        codes: Uint8, in the shape of the kernel; of integers the bits of int8.
         scale: Float32. Per channel or tensor it has the rank of the kernel,
             and size 1 along all axes that share a scale. Per block it is
-            (rows / 128, columns / 128), rounded up, of `matrix`.
-        weights: The ml_dtypes name of the format of the codes.
-        granularity: `"channel"`, `"tensor"` or `"block"`.
+            (rows / 128, columns / 128), rounded up, of `matrix`; per group
+            (rows, columns / size).
+        weights: The name of the format of the codes.
+        granularity: One of `GRANULARITIES`.
         axes: The summed and the free axes of the kernel.
     """
 
@@ -80,12 +116,13 @@ class StoredKernel:
 
     @property
     def nbytes(self) -> int:
-        """The size of the codes and scales in bytes."""
-        return self.codes.nbytes + self.scale.nbytes
+        """The size of the codes, packed, and of the scales in bytes."""
+        in_a_byte = formats.get(self.weights).numbers_per_byte
+        return -(-self.codes.size // in_a_byte) + self.scale.nbytes
 
     @property
     def values(self) -> Array:
-        """The codes as float8 values, in the ml_dtypes dtype of the format."""
+        """The codes as values, in the ml_dtypes dtype of the format."""
         return self.codes.view(formats.get(self.weights).dtype)
 
     def dequantized(self) -> Array:
@@ -94,10 +131,12 @@ class StoredKernel:
         Each element is `float32(value) * scale`, rounded once.
         """
         values = self.values.astype("float32")
-        if self.granularity != "block":
+        tile = tile_of(self.granularity)
+        if tile is None:
             return np.asarray(values * self.scale)
         # Reversed: `sizes` has the columns first.
-        spread = spread_blocks(self.scale, self.axes.sizes(values.shape)[::-1])
+        sizes = self.axes.sizes(values.shape)[::-1]
+        spread = spread_blocks(self.scale, sizes, tile)
         return of_matrix(
             as_matrix(values, self.axes) * spread, values.shape, self.axes
         )
@@ -109,8 +148,8 @@ class StoredKernel:
 
     @property
     def matrix_scale(self) -> Array:
-        """The scales of `matrix`: (rows, 1), (1, 1), or one per block."""
-        if self.granularity == "block":
+        """The scales of `matrix`: (rows, 1), (1, 1), or one per tile."""
+        if tile_of(self.granularity) is not None:
             return self.scale
         return as_matrix(self.scale, self.axes)
 
@@ -131,7 +170,7 @@ def quantize(
     Args:
         kernel: The kernel, of any floating dtype of NumPy or ml_dtypes.
         axes: The summed and the free axes of the kernel.
-        granularity: What shares a scale: `"channel"`, `"tensor"`, `"block"`.
+        granularity: What shares a scale, one of `GRANULARITIES`.
         weights: The format to quantize to.
         scale: The scale of the whole kernel, such as one from training, with
             `"tensor"`; or all scales, in their shape. None to compute them.
@@ -143,25 +182,29 @@ def quantize(
     kernel = np.asarray(kernel, "float32")
     if not np.all(np.isfinite(kernel)):
         raise ValueError(
-            "A kernel with NaN or infinity cannot be stored in float8. "
+            f"A kernel with NaN or infinity cannot be stored in {weights}. "
             f"Received: {int(np.sum(~np.isfinite(kernel)))} of its values. "
             "Allowed: finite values. Load the weights of an earlier "
             "checkpoint."
         )
     limit = np.float32(formats.get(weights).max)
+    tile = tile_of(granularity)
     if scale is None:
         scales = _scales(_amax(kernel, axes, granularity), limit)
     else:
         array = np.asarray(scale, "float32")
         scales = array if array.ndim else array.reshape((1,) * kernel.ndim)
-    if granularity == "block":
+    if tile is not None:
         matrix = as_matrix(kernel, axes)
-        divided = matrix / spread_blocks(scales, matrix.shape)
+        divided = matrix / spread_blocks(scales, matrix.shape, tile)
         divided = of_matrix(divided, kernel.shape, axes)
     else:
         divided = kernel / scales
     bounded = np.clip(divided, -limit, limit)
-    codes = bounded.astype(formats.get(weights).dtype).view("uint8")
+    if formats.get(weights).is_integer:
+        codes = np.rint(bounded).astype("int8").view("uint8")
+    else:
+        codes = bounded.astype(formats.get(weights).dtype).view("uint8")
     return StoredKernel(
         codes=codes,
         scale=scales,
@@ -169,6 +212,78 @@ def quantize(
         granularity=granularity,
         axes=axes,
     )
+
+
+def clipped_scales(
+    kernel: Array,
+    axes: Axes,
+    granularity: str,
+    weights: str,
+    clips: Sequence[float] = CLIPS,
+) -> Array:
+    """Return the scales, each by the clip that has the least squared error.
+
+    A clip is the share of an amax that becomes the largest value: larger
+    values are clipped, and all others are rounded to a finer grid. Of equal
+    errors the first clip counts. The arguments are those of `quantize`.
+    """
+    _check(granularity, weights)
+    kernel = np.asarray(kernel, "float32")
+    amax = _amax(kernel, axes, granularity)
+    limit = np.float32(formats.get(weights).max)
+    best, least = None, None
+    for clip in clips:
+        scale = _scales(amax * np.float32(clip), limit)
+        if len(clips) == 1:
+            return scale
+        stored = quantize(kernel, axes, granularity, weights, scale)
+        error = np.square(stored.dequantized() - kernel, dtype="float64")
+        sums = _reduced(np.sum, error, axes, granularity)
+        if best is None or least is None:
+            best, least = scale, sums
+        best, least = np.where(sums < least, (scale, sums), (best, least))
+    return np.asarray(best, "float32")
+
+
+def tile_of(granularity: str) -> tuple[int, int] | None:
+    """Return the rows and columns of a kernel's matrix that share a scale.
+
+    None if its scales have the rank of the kernel: per channel or tensor.
+    """
+    if granularity == "block":
+        return BLOCK, BLOCK
+    if granularity.startswith("group"):
+        return 1, int(granularity.removeprefix("group"))
+    return None
+
+
+def pack(codes: Array, weights: str) -> Array:
+    """Return codes as files have them: a vector of full bytes.
+
+    The first code is in the lowest bits. Codes of eight bits are unchanged.
+    """
+    count = formats.get(weights).numbers_per_byte
+    if count == 1:
+        return codes
+    bits, flat = 8 // count, codes.reshape(-1)
+    flat = np.pad(flat, (0, -flat.size % count)) & np.uint8((1 << bits) - 1)
+    shifts = np.arange(count, dtype="uint8") * np.uint8(bits)
+    return np.asarray(
+        np.bitwise_or.reduce(flat.reshape(-1, count) << shifts, axis=1)
+    )
+
+
+def unpack(packed: Array, shape: tuple[int, ...], weights: str) -> Array:
+    """Return the codes of which `pack` has made a vector, in their shape."""
+    count = formats.get(weights).numbers_per_byte
+    if count == 1:
+        return packed
+    bits = 8 // count
+    # Shifted left and back, so that the sign fills the upper bits.
+    shifts = np.arange(count - 1, -1, -1, dtype="uint8") * np.uint8(bits)
+    codes = (packed[:, None] << shifts).view("int8") >> np.int8(8 - bits)
+    flat = codes.reshape(-1)[: math.prod(shape)]
+    return flat.reshape(shape).view("uint8")
 
 
 def as_matrix(kernel: Array, axes: Axes) -> Array:
@@ -185,9 +300,15 @@ def of_matrix(matrix: Array, shape: tuple[int, ...], axes: Axes) -> Array:
     return np.ascontiguousarray(turned.transpose(np.argsort(order)))
 
 
-def spread_blocks(scale: Array, shape: tuple[int, ...]) -> Array:
-    """Expand block scales to one scale per element of a matrix."""
-    rows, columns = (np.arange(size) // BLOCK for size in shape)
+def spread_blocks(
+    scale: Array,
+    shape: tuple[int, ...],
+    tile: tuple[int, int] = (BLOCK, BLOCK),
+) -> Array:
+    """Expand scales of tiles to one scale per element of a matrix."""
+    rows, columns = (
+        np.arange(size) // part for size, part in zip(shape, tile, strict=True)
+    )
     return np.asarray(scale[rows[:, None], columns[None, :]])
 
 
@@ -203,24 +324,31 @@ def scale_shape(
             for axis, size in enumerate(shape)
         )
     columns, rows = axes.sizes(shape)
-    return -(-rows // BLOCK), -(-columns // BLOCK)
+    tile = tile_of(granularity) or (BLOCK, BLOCK)
+    return -(-rows // tile[0]), -(-columns // tile[1])
 
 
 def _amax(kernel: Array, axes: Axes, granularity: str) -> Array:
     """Return the amaxes of a kernel, in the shape of its scales."""
-    magnitude = np.abs(kernel)
-    if granularity == "tensor":
-        return np.asarray(magnitude.max(keepdims=True, initial=0.0))
-    if granularity == "channel":
-        return np.asarray(
-            magnitude.max(axis=axes.summed, keepdims=True, initial=0.0)
-        )
-    matrix = as_matrix(magnitude, axes)
-    around = [(0, -size % BLOCK) for size in matrix.shape]
-    padded = np.pad(matrix, around)
-    rows, columns = (size // BLOCK for size in padded.shape)
-    blocks = padded.reshape(rows, BLOCK, columns, BLOCK)
-    return np.asarray(blocks.max(axis=(1, 3), initial=0.0))
+    return _reduced(np.max, np.abs(kernel), axes, granularity)
+
+
+def _reduced(
+    reduce: Callable[..., Any], values: Array, axes: Axes, granularity: str
+) -> Array:
+    """Reduce non-negative values of a kernel to one for each scale."""
+    tile = tile_of(granularity)
+    if tile is None:
+        axis = None if granularity == "tensor" else axes.summed
+        return np.asarray(reduce(values, axis=axis, keepdims=True, initial=0.0))
+    matrix = as_matrix(values, axes)
+    sizes = zip(matrix.shape, tile, strict=True)
+    padded = np.pad(matrix, [(0, -size % part) for size, part in sizes])
+    rows, columns = (
+        size // part for size, part in zip(padded.shape, tile, strict=True)
+    )
+    blocks = padded.reshape(rows, tile[0], columns, tile[1])
+    return np.asarray(reduce(blocks, axis=(1, 3), initial=0.0))
 
 
 def _scales(amax: Array, limit: np.float32) -> Array:

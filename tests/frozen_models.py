@@ -11,8 +11,17 @@ from steps import numpy
 
 JIT = keras.backend.backend() == "jax"  # XLA takes longer than it saves.
 
-LARGEST = {"float8_e4m3fn": np.float32(448), "float8_e5m2": np.float32(57344)}
-GRANULARITIES = ("channel", "tensor", "block")
+LARGEST = {
+    "float8_e4m3fn": np.float32(448),
+    "float8_e5m2": np.float32(57344),
+    "int8": np.float32(127),
+    "int4": np.float32(7),
+    "int3": np.float32(3),
+    "int2": np.float32(1),
+}
+GRANULARITIES = ("channel", "tensor", "block", "group32")
+BITS = {"int8": 8, "int4": 4, "int3": 4, "int2": 2}
+"""How many a number takes in a file."""
 
 
 def groups_of(shape, summed, free, granularity):
@@ -28,6 +37,8 @@ def groups_of(shape, summed, free, granularity):
             column = column * shape[axis] + place[axis]
         if granularity == "channel":
             index[place] = row
+        elif granularity == "group32":
+            index[place] = row * 10**6 + column // 32
         else:
             index[place] = (row // 128) * 10**6 + column // 128
     return index
@@ -47,7 +58,6 @@ def rounded(kernel, summed, granularity="channel", weights="float8_e4m3fn"):
         summed, free = summed
     else:
         free = tuple(i for i in range(kernel.ndim) if i not in summed)
-    dtype = getattr(ml_dtypes, weights)
     index = groups_of(kernel.shape, summed, free, granularity)
     codes = np.zeros(kernel.shape, "uint8")
     scales = np.zeros(kernel.shape, "float32")
@@ -57,16 +67,28 @@ def rounded(kernel, summed, granularity="channel", weights="float8_e4m3fn"):
         scale = np.abs(numbers).max() / LARGEST[weights]
         if np.all(numbers == 0):
             scale = np.float32(1)
-        codes[chosen] = (numbers / scale).astype(dtype).view("uint8")
+        codes[chosen] = codes_of(numbers / scale, weights)
         scales[chosen] = scale
     return codes, scales
+
+
+def codes_of(numbers, weights):
+    """The codes of numbers in the range of a format, uint8."""
+    if weights in BITS:
+        return np.rint(numbers).astype("int8").view("uint8")
+    return numbers.astype(getattr(ml_dtypes, weights)).view("uint8")
+
+
+def numbers_of(codes, weights):
+    """The numbers of codes, float32."""
+    dtype = "int8" if weights in BITS else getattr(ml_dtypes, weights)
+    return codes.view(dtype).astype("float32")
 
 
 def dequantized(kernel, summed, granularity="channel", weights="float8_e4m3fn"):
     """What a kernel stands for once it is stored, float32."""
     codes, scales = rounded(kernel, summed, granularity, weights)
-    numbers = codes.view(getattr(ml_dtypes, weights)).astype("float32")
-    return numbers * scales
+    return numbers_of(codes, weights) * scales
 
 
 def rounded_inputs(x, axes=-1, scale=None):

@@ -17,7 +17,7 @@ import calls_counted, json
 print(json.dumps(calls_counted.all_counts()))
 """
 
-FILES = 334
+FILES = 338
 """Of the package. Lower it when there are fewer."""
 
 CORE_FILES = 143

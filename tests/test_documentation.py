@@ -56,6 +56,7 @@ PROGRAMS = [
     "index.md",
     "train.md",
     "serve.md",
+    "four_bits.md",
     "see_and_act.md",
     *(f"api/{name}.md" for name in OF_API),
 ]

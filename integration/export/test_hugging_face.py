@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import keras_policy_ext as kpe
 from keras_policy_ext.layers.stored_weights import StoredVariable
+from keras_policy_ext.stored_kernels import tile_of
 
 # The readers compute logits in floats, so that layer is left in floats here.
 HEAD = "token_embedding"
@@ -76,6 +77,56 @@ def in_floats(name, **sizes):
     return model
 
 
+PACKED = [
+    ("int4", "group"),
+    ("int4", "channel"),
+    ("int8", "channel"),
+    ("int8", "group"),
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen"])
+@pytest.mark.parametrize(("weights", "granularity"), PACKED)
+def test_integers_are_read_as_the_frozen_model_has_them(
+    name, weights, granularity, tmp_path
+):
+    sizes = {"width": 64, "inner": 96}  # Whole groups of 32.
+    model = in_floats(name, **sizes)
+    grid = f"{weights}(group=32)" if granularity == "group" else weights
+    kpe.convert(model, grid, exclude=HEAD)
+    kpe.freeze(
+        model,
+        weights=weights,
+        granularity=granularity,
+        exclude=HEAD,
+    )
+    report = kpe.export(model, tmp_path / "folder")
+    reader = readers.read(tmp_path / "folder")
+    ids = tiny.successors(8, tiny.LENGTH, seed=99)
+    expected, received = tiny.logits(model, ids), readers.logits(reader, ids)
+    assert_same_weights(reader, model, report)
+    whole = readers.sqnr_db(expected, received)
+    median = readers.median_token_db(expected, received)
+    print(f"whole {whole:.1f} dB, median token {median:.1f} dB")
+    assert min(median, whole) > 100
+    assert_same_text(reader, model)
+
+
+def test_what_a_packed_folder_cannot_hold_is_refused(tmp_path):
+    model = in_floats("llama")
+    kpe.convert(model, "int4", exclude=HEAD)
+    with pytest.raises(ValueError, match="trained for a grid"):
+        kpe.export(model, tmp_path / "folder")
+    kpe.freeze(model, weights="int3", exclude=HEAD)
+    with pytest.raises(ValueError, match="weights='int3'"):
+        kpe.export(model, tmp_path / "folder")
+    kpe.thaw(model)
+    kpe.freeze(model, weights="int4", activations="dynamic", exclude=HEAD)
+    with pytest.raises(ValueError, match="activations='dynamic' beside int4"):
+        kpe.export(model, tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("name", "format", "granularity", "inputs"), PROVED)
 def test_reader_computes_what_the_frozen_model_does(
     name, format, granularity, inputs, tmp_path
@@ -132,9 +183,11 @@ def short(name):
 
 
 def scale_of_rows(part):
-    if part.granularity != "block":
+    tile = tile_of(part.granularity)
+    if tile is None:
         return part.matrix_scale
-    rows, columns = (np.arange(size) // 128 for size in part.matrix.shape)
+    sizes = zip(part.matrix.shape, tile, strict=True)
+    rows, columns = (np.arange(size) // each for size, each in sizes)
     return part.matrix_scale[rows[:, None], columns[None, :]]
 
 

@@ -32,13 +32,14 @@ class StoredMatrix(NamedTuple):
     Attributes:
         codes: The codes in the kernel's own axes, uint8; or their numbers in
             float16.
-        blocks: None, or scales: one row for each 128 of `m`, and one column
+        blocks: None, or scales: one row for each `rows` of `m`, and one column
             for each of `n`.
         format: The name of the format of the codes.
         shape: `(matrices, m, n)`; the codes have this shape in memory.
         sums: True if the product adds up over `m`: rows `(matrices, rows, m)`
             give outputs `(matrices, rows, n)`. False if it adds up over `n`,
             and the outputs are `(matrices, rows, m)`.
+        rows: How many of `m` share a row of `blocks`.
     """
 
     codes: Tensor
@@ -46,6 +47,7 @@ class StoredMatrix(NamedTuple):
     format: str
     shape: tuple[int, int, int]
     sums: bool
+    rows: int = BLOCK
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -80,7 +82,7 @@ class StoredMatrix(NamedTuple):
             size = max(size, 256)
         elif rows == 1 and self.sums:
             size = one_row or size
-        return min(size, m if self.blocks is None else BLOCK, m)
+        return min(size, m if self.blocks is None else self.rows, m)
 
 
 def cores() -> int:
@@ -110,7 +112,7 @@ def in_loops(
             some = ops.slice(matrix, (start, 0), (count, n))
             wide = ops.cast(halves(some, kernel.format), "float32")
             if kernel.blocks is not None:
-                wide = wide * kernel.blocks[start // BLOCK]
+                wide = wide * kernel.blocks[start // kernel.rows]
             if not kernel.sums:
                 return ops.matmul(operand, ops.transpose(wide))
             columns = ops.slice(operand, (0, start), (rows, count))

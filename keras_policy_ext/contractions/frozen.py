@@ -1,4 +1,4 @@
-"""Contractions with a kernel that is stored in float8 and not trained."""
+"""Contractions with a kernel that is stored in few bits and not trained."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from keras_policy_ext.contractions.equations import shape_of
 from keras_policy_ext.contractions.kinds import Contraction, Einsum
 from keras_policy_ext.contractions.plan import preferred
 from keras_policy_ext.contractions.readings import reading_of
-from keras_policy_ext.numerics import quantized, scaling
+from keras_policy_ext.numerics import casting, quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import MATMULS, FrozenKernels, Quantization
-from keras_policy_ext.stored_kernels import BLOCK, Axes
+from keras_policy_ext.stored_kernels import BLOCK, Axes, tile_of
 
 Constants = tuple[Tensor, ...]
 
 _OPERANDS = {"forward": "inputs", "inputs_grad": "outputs_grad"}
 """What each matmul multiplies with the kernel."""
+
+_INT8 = "int8"
 
 _INPUTS = formats.ALIASES["e4m3"]
 _LARGEST_INPUT = formats.get(_INPUTS).max
@@ -36,7 +38,7 @@ _LARGEST_INPUT = formats.get(_INPUTS).max
 
 @dataclasses.dataclass(frozen=True)
 class FrozenPlan:
-    """The plan of a contraction with a stored float8 kernel; hashable data.
+    """The plan of a contraction with a stored kernel; hashable data.
 
     Its other operands are constants: the codes of the kernel, its scales, and
     the scale of the inputs if it is static.
@@ -74,6 +76,12 @@ class FrozenPlan:
     @property
     def choice(self) -> Choice:
         """Return the kind of kernel that runs the matmul, and the reason."""
+        if self._rounds_to_integers:
+            return Choice(
+                "emulated",
+                "inputs are rounded to int8, and integers are multiplied in "
+                "float32",
+            )
         if self._quantization("inputs") is None:
             return Choice(
                 "emulated",
@@ -93,7 +101,9 @@ class FrozenPlan:
         """
         codes, scale, *static_scale = constants
         shapes = shape_of(inputs), shape_of(codes)
-        if self._quantization("inputs") is None:
+        if self._rounds_to_integers:
+            x, dtype = rounded_by(self.contraction, inputs, _INT8), "float32"
+        elif self._quantization("inputs") is None:
             x, dtype = inputs, self.dtype
         elif (
             self._has_matrix and self._selection[1].native and _are_codes(codes)
@@ -178,16 +188,22 @@ class FrozenPlan:
         cuts = self._is_einsum and framework.cuts(math.prod(shape))
         if is_decoded or dtype == "float64" or not cuts:
             return None
-        form, in_blocks = self.contraction.form, self.recipe.per == "block"
+        form, tile = self.contraction.form, tile_of(self.recipe.per)
+        in_blocks = tile is not None
         reading = reading_of(form, self.axes, shape, in_blocks, matmul)
         if reading is None:
             return None
-        forward, blocks = matmul == "forward", None
+        forward, blocks, part = matmul == "forward", None, BLOCK
         matrices, _, n = reading.shape
-        if in_blocks:
-            # One row of scales for BLOCK entries of the axis that is cut.
+        if tile is not None:
+            # One row of scales for `part` entries of the axis that is cut.
+            part, across = reversed(tile) if reading.sums == forward else tile
+            if part == 1:
+                return None  # A row for each entry is no row for a part.
             rows = ops.transpose(scale) if reading.sums == forward else scale
-            blocks, scale = framework.repeat(rows, BLOCK, 1)[:, :n], 1.0
+            if across > 1:
+                rows = framework.repeat(rows, across, 1)[:, :n]
+            blocks, scale = rows, 1.0
         else:
             if tuple(scale.shape) != reading.scales:
                 scale = ops.broadcast_to(scale, reading.scales)
@@ -195,7 +211,12 @@ class FrozenPlan:
         operand, x = _OPERANDS[matmul], ops.cast(x, "float32")
         x = reading.operand.matrix(operand, reading.operand.summed(operand, x))
         kernel = StoredMatrix(
-            codes, blocks, self.recipe.weights, reading.shape, reading.sums
+            codes,
+            blocks,
+            self.recipe.weights,
+            reading.shape,
+            reading.sums,
+            part,
         )
         x = x if forward else x * scale
         y = framework.product_by_parts(x, kernel, dtype)
@@ -204,6 +225,12 @@ class FrozenPlan:
         y = y * scale if forward else y
         result = reading.result.result(matmul, y, form.sizes(*shapes))
         return ops.cast(result, self.dtype)
+
+    @property
+    def _rounds_to_integers(self) -> bool:
+        """True if inputs are rounded to int8, with a scale per token."""
+        recipe = self.recipe
+        return recipe.has_integers and recipe.activations is not None
 
     def _quantization(self, operand: str) -> Quantization | None:
         quantization = self.recipe.quantization(operand, "forward")
@@ -227,8 +254,8 @@ class FrozenPlan:
         summed, free = (
             "".join(form.second[axis] for axis in group) for group in self.axes
         )
-        if self.recipe.per == "block":
-            # Blocks are cut along the axes in this order.
+        if tile_of(self.recipe.per) is not None:
+            # Tiles are cut along the axes in this order.
             return (summed, free) == (form.contracted, form.columns)
         return set(summed) == set(form.contracted) and not form.batch
 
@@ -282,12 +309,28 @@ class FrozenPlan:
         form = self.contraction.form
         narrow = backends.current.as_float8(codes, self.recipe.weights)
         values = form.matrix("kernel", narrow)
-        if self.recipe.per == "block":
+        if tile_of(self.recipe.per) is not None:
             # Stored for the matrix, without its axis of batches.
             scale = scale[None]
         else:
             scale = form.matrix("kernel", scale)
         return Quantized(values, scale, self._quantization("kernel"))
+
+
+def rounded_by(
+    contraction: Contraction, inputs: Tensor, format_name: str
+) -> Tensor:
+    """Return the inputs of a contraction, rounded to integers times a scale.
+
+    There is one scale per token, or per example of a convolution: the amax over
+    the largest integer. The result is float32, and NaN where inputs that share
+    a scale are not all finite.
+    """
+    axes = contraction.summed_axes(len(inputs.shape))
+    amax = scaling.amax(inputs, axis=axes, keepdims=True)
+    scale = scaling.scale_for_limit(amax, formats.get(format_name).max)
+    scale = scale * (amax * 0.0 + 1.0)
+    return casting.round_to_integers(inputs, scale, format_name) * scale
 
 
 def dequantized(
@@ -304,8 +347,9 @@ def dequantized(
         numbers = backends.current.numbers(codes, recipe.weights)
     else:
         numbers = ops.cast(codes, "float32")
-    if recipe.per == "block":
-        scale = _spread(axes, scale, tuple(codes.shape))
+    tile = tile_of(recipe.per)
+    if tile is not None:
+        scale = spread(axes, scale, tuple(codes.shape), tile)
     return ops.cast(ops.multiply(numbers, scale), dtype)
 
 
@@ -325,11 +369,14 @@ def _are_codes(codes: Tensor) -> bool:
     return keras.backend.standardize_dtype(codes.dtype) == "uint8"
 
 
-def _spread(axes: Axes, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Expand a stored kernel's block scales to one scale per element."""
+def spread(
+    axes: Axes, scale: Tensor, shape: tuple[int, ...], tile: tuple[int, int]
+) -> Tensor:
+    """Expand the scales of tiles of a kernel to one scale per element."""
     columns, rows = axes.sizes(shape)
-    for axis in (0, 1):
-        scale = backends.current.repeat(scale, BLOCK, axis)
+    for axis, size in enumerate(tile):
+        if size > 1:
+            scale = backends.current.repeat(scale, size, axis)
     scale = scale[:rows, :columns]
     order = axes.free + axes.summed
     scale = ops.reshape(scale, [shape[axis] for axis in order])

@@ -1,16 +1,17 @@
-"""`freeze` and `thaw`: kernels of one byte per element, and back."""
+"""`freeze` and `thaw`: kernels of one byte or less an element, and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import keras
 import numpy as np
 
 from keras_policy_ext import (
+    _extensions,
     backends,
     contractions,
     formats,
@@ -78,15 +79,17 @@ def has_own_files(layer: keras.Layer) -> str | None:
 def freeze(
     model: keras.Layer,
     *,
-    weights: str = "float8_e4m3fn",
-    granularity: str = "channel",
+    weights: str | None = None,
+    granularity: str | None = None,
     activations: str | None = None,
     trained_scales: bool = False,
+    scales: Literal["amax", "least_squares"] = "amax",
+    to: Literal["keras"] | None = None,
     include: PathPatterns | None = None,
     exclude: PathPatterns | None = None,
     filter: Callable[[Any], bool] | Literal["all"] | None = None,
 ) -> FrozenReport:
-    """Store the kernels of a model in float8, in place: one byte per element.
+    """Store the kernels of a model in few bits, in place.
 
     Kernels of Dense, EinsumDense, convolutions, attention, recurrent cells and
     embeddings become codes with scales, and the floating-point weights are
@@ -97,13 +100,21 @@ def freeze(
 
     Args:
         model: A built model or layer, in float8 or not, trained or not.
-        weights: The format: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        weights: The format: `"float8_e4m3fn"` or `"float8_e5m2"`, or integers:
+            `"int8"`, `"int4"`, `"int3"` or `"int2"`. A code is one byte in
+            memory; files have two in a byte of four or three bits, and four of
+            two bits. None stores each kernel as it was trained for, by a recipe
+            such as `"int4"`, and others in `"float8_e4m3fn"`.
         granularity: What has a scale: `"channel"` (each output of a kernel,
-            each row of an embedding), `"tensor"`, or `"block"` (128 by 128
-            elements of the kernel as a matrix).
+            each row of an embedding), `"tensor"`, `"block"` (128 by 128
+            elements of the kernel as a matrix), or `"group32"`, `"group64"`,
+            `"group128"` (so many elements that a matmul sums). None, and
+            `"group"`, mean what a kernel was trained for, and otherwise
+            `"channel"` and `"group32"`.
         activations: None leaves the inputs of matmuls unquantized.
-            `"dynamic"` quantizes them to e4m3fn too, with a scale per token,
-            or per example of a convolution. `"static"` uses one scale for all,
+            `"dynamic"` quantizes them too, with a scale per token, or per
+            example of a convolution: to e4m3fn, and to int8 beside kernels of
+            integers. `"static"` uses one scale for all,
             from the amaxes that delayed scaling observed in training or in
             `calibrate`. With either, embeddings that also compute logits, such
             as `ReversibleEmbedding`, stay in floats unless `include` names
@@ -111,6 +122,14 @@ def freeze(
         trained_scales: Whether kernels that were trained under delayed
             scaling keep their scale instead of getting a new one; only with
             `granularity="tensor"`.
+        scales: How a scale is found: `"amax"`, by which nothing is clipped; or
+            `"least_squares"`, the clip with the least squared error of the
+            numbers that share it, which tells more of a kernel that was not
+            trained for the format.
+        to: `"keras"` makes Keras's own layers in int8 and int4 of the frozen
+            ones, so that files of the model load without this package. It
+            has `Dense`, `EinsumDense` and `Embedding`, `"int8"` per channel,
+            and `"int4"` per channel or group. None keeps this package's.
         include: As for `convert`.
         exclude: As for `convert`.
         filter: `f(layer) -> bool`: whether to freeze a layer; or `"all"`. None
@@ -135,10 +154,9 @@ def freeze(
         >>> stored.bytes_before, stored.bytes_after  # 32 * 8 codes, 8 scales
         (1024, 288)
     """
-    recipe = FrozenKernels(
-        weights=weights, per=granularity, activations=activations
-    )
-    _check_trained(trained_scales, granularity)
+    asked = _Asked(weights, granularity, activations, scales, trained_scales)
+    asked.check()
+    writer = _writer(to)
     given: object = filter
     if given == "auto":  # Its class may be missing: it is an extension's.
         raise ValueError(_no_filter(given))
@@ -158,7 +176,9 @@ def freeze(
     chosen = [each for n, each in enumerate(eligible) if n not in reasons]
     stay = [Unconverted(eligible[n].layer, reasons[n]) for n in sorted(reasons)]
     _check_not_frozen(chosen)
-    plans = [_plan(each, recipe, trained_scales) for each in chosen]
+    plans = [_plan(each, asked) for each in chosen]
+    if writer is not None:
+        writer.check([(plan.layer, plan.recipe) for plan in plans])
     stored: list[Stored] = []
     with training.changing(model) as retraced:
         # Embeddings that stay for this reason alone leave float8 too.
@@ -175,7 +195,7 @@ def freeze(
         layers = [plan.layer for plan in plans]
         in_floats = [x for layer in layers for x in _kernels_in_floats(layer)]
         holds = not in_floats and work.hold_for(layers)
-        return report_of(
+        report = report_of(
             FrozenReport,
             model,
             layers,
@@ -184,6 +204,41 @@ def freeze(
             work=work if holds else None,  # None: counted anew.
             stored=tuple(stored),
         )
+        if writer is not None:
+            writer.convert(model, layers)
+        return report
+
+
+class Writer(Protocol):
+    """What an extension registers to make other layers of frozen ones."""
+
+    def check(self, layers: Sequence[tuple[Any, FrozenKernels]]) -> None:
+        """Raise ValueError if a layer cannot be frozen so by its recipe."""
+
+    def convert(self, model: keras.Layer, layers: Sequence[Any]) -> None:
+        """Make other layers of frozen ones of a model, in place."""
+
+
+_writers: dict[str, Writer] = {}
+
+
+def register_writer(to: str, writer: Writer) -> None:
+    """Register what `freeze` calls for its argument `to`."""
+    _writers[to] = writer
+
+
+def _writer(to: object) -> Writer | None:
+    """Return what makes layers of another kind of frozen ones, or None."""
+    if to is None:
+        return None
+    _extensions.import_for("writers")
+    if to in _writers:
+        return _writers[str(to)]
+    known = ", ".join(map(repr, _writers))
+    raise ValueError(
+        f"`to` is no kind of layers. Received: to={to!r}. Allowed: {known}, or "
+        "None for frozen layers of this package. Pass one of them."
+    )
 
 
 def thaw(model: keras.Layer) -> Report:
@@ -406,6 +461,58 @@ def _float8_class(layer: keras.Layer) -> Any:
         return None
 
 
+class _Asked(NamedTuple):
+    """The arguments of `freeze` that say how kernels are stored."""
+
+    weights: str | None
+    granularity: str | None
+    activations: str | None
+    scales: str
+    trained_scales: bool
+
+    def check(self) -> None:
+        """Raise ValueError if an argument is wrong."""
+        self.recipe(None)
+        _check_trained(self.trained_scales, self.granularity)
+        if self.scales not in ("amax", "least_squares"):
+            raise ValueError(
+                "`scales` is no way to find scales. Received: "
+                f"scales={self.scales!r}. Allowed: 'amax' or 'least_squares'. "
+                "Pass one of them."
+            )
+
+    def recipe(self, grid: stored_kernels.Grid | None) -> FrozenKernels:
+        """Return how a kernel is stored that was trained for a grid, or none.
+
+        What was not asked for is as it was trained for.
+        """
+        weights, per, activations = self[:3]
+        if weights is None and grid is not None:
+            weights = grid.weights
+            if activations is None and grid.inputs is not None:
+                activations = "dynamic"
+        if per in (None, "group"):
+            begins, per = per or "", "channel" if per is None else "group32"
+            if grid is not None and grid.weights == weights:
+                fits = grid.granularity.startswith(begins)
+                per = grid.granularity if fits else per
+        return FrozenKernels(
+            weights=weights or stored_kernels.WEIGHTS[0],
+            per=per,
+            activations=activations,
+        )
+
+    def clips(
+        self, recipe: FrozenKernels, grid: stored_kernels.Grid | None
+    ) -> tuple[float, ...]:
+        """Return the clips that are tried for the scales of a kernel."""
+        if self.scales == "least_squares":
+            return stored_kernels.CLIPS
+        if grid is None or grid[:2] != (recipe.weights, recipe.per):
+            return (1.0,)
+        return (grid.clip,)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """The recipe and the scales with which `freeze` stores one layer."""
@@ -414,6 +521,7 @@ class _Plan:
     recipe: FrozenKernels
     inputs_scales: dict[str, float]  # Static ones, by the path of the kernel.
     scales: dict[str, float]  # Trained ones of kernels; others are computed.
+    clips: tuple[float, ...]  # See `stored_kernels.clipped_scales`.
 
     @property
     def layer(self) -> Any:
@@ -429,25 +537,27 @@ class _Plan:
         form: Any = self.candidate.form
         for kernel in stored_weights.kernels_to_store(self.layer, form):
             value = stored_weights.float_value(kernel)
+            axes = form.float8_axes(self.layer, kernel)
+            how = self.recipe.per, self.recipe.weights
+            scale: Any = self.scales.get(kernel.path)
             try:
-                each = stored_kernels.quantize(
-                    value,
-                    form.float8_axes(self.layer, kernel),
-                    granularity=self.recipe.per,
-                    weights=self.recipe.weights,
-                    scale=self.scales.get(kernel.path),
-                )
+                if scale is None and self.clips != (1.0,):
+                    scale = stored_kernels.clipped_scales(
+                        value, axes, *how, self.clips
+                    )
+                each = stored_kernels.quantize(value, axes, *how, scale)
             except ValueError as error:
                 raise ValueError(f"{kernel.path!r}: {error}") from error
             stored.append(Stored.of(kernel, value, each))
             yield kernel, each, self.inputs_scales.get(kernel.path)
 
 
-def _plan(
-    candidate: Candidate, recipe: FrozenKernels, trained_scales: bool
-) -> _Plan:
+def _plan(candidate: Candidate, asked: _Asked) -> _Plan:
     """Return the `_Plan` of a layer, with the scales recorded in its state."""
     layer: Any = candidate.layer
+    policy = float8_policy_of(layer)
+    grid = None if policy is None else policy.recipe.grid
+    recipe = asked.recipe(grid)
     inputs: dict[str, float] = {}
     scales: dict[str, float] = {}
     form: Any = candidate.form
@@ -464,9 +574,10 @@ def _plan(
                 raise ValueError(_unseen(layer))
             inputs[kernel.path] = amax / formats.get("float8_e4m3fn").max
         scale, _ = rows.get("kernel", none_seen)
-        if trained_scales and scale > 0:
+        if asked.trained_scales and scale > 0:
             scales[kernel.path] = float(scale)
-    return _Plan(candidate, recipe, inputs, scales)
+    clips = asked.clips(recipe, grid)
+    return _Plan(candidate, recipe, inputs, scales, clips)
 
 
 def _unseen(layer: keras.Layer) -> str:
@@ -481,12 +592,13 @@ def _unseen(layer: keras.Layer) -> str:
     )
 
 
-def _check_trained(trained_scales: bool, granularity: str) -> None:
+def _check_trained(trained_scales: bool, granularity: str | None) -> None:
     if trained_scales and granularity != "tensor":
         raise ValueError(
             "trained_scales=True needs granularity='tensor': scales from "
             "training are those of whole kernels. Received: "
-            f"trained_scales=True and granularity={granularity!r}. Allowed: "
+            "trained_scales=True and "
+            f"granularity={granularity or 'channel'!r}. Allowed: "
             "granularity='tensor'. Pass that, or leave out "
             "trained_scales=True to compute new scales."
         )

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+from keras_policy_ext import policy_names
 from keras_policy_ext.reports import (
     BaseReport,
     Column,
@@ -37,13 +38,18 @@ class Totals:
     # Multiplications of one sample; 0 if not counted, as the two that follow.
     multiplications: int
     multiplications_in_float8: int  # Those that are in float8.
-    multiplications_of_stored: int  # Those in floats, with stored kernels.
+    # Those in floats, with kernels that are stored, or rounded in each step.
+    multiplications_of_stored: int
     parameters: int  # Entries of all weights.
     # Entries of kernels in float8, and of tables that are stored in it.
     parameters_in_float8: int
     sizes_known: bool  # Whether no size was unknown.
     partly_stored: int  # How many kernels stay in floats beside stored ones.
     is_counted: bool  # Whether multiplications are counted.
+    # How many layers of these in float8 are trained for a grid instead.
+    on_grid: int = 0
+    # What kernels are stored as, in words.
+    stored_as: str = "in float8"
 
     @classmethod
     def of(cls, entries: Iterable[Any], parameters: int) -> Totals:
@@ -67,7 +73,9 @@ class Totals:
             multiplications=multiplications_of(multiplying),
             multiplications_in_float8=multiplications_of(in_float8)
             - sum(e.plain_multiplications or 0 for e in in_float8),
-            multiplications_of_stored=multiplications_of(stored),
+            multiplications_of_stored=multiplications_of(
+                [*stored, *filter(_is_on_grid, in_float8)]
+            ),
             # Of a tied table two layers have an entry.
             parameters=parameters or sum(e.parameters for e in entries),
             parameters_in_float8=sum(
@@ -79,6 +87,8 @@ class Totals:
             partly_stored=len(kernels)
             + sum(e.plain_parameters > 0 for e in stored),
             is_counted=all(e.multiplications is not None for e in entries),
+            on_grid=sum(_is_on_grid(e) for e in in_float8),
+            stored_as=_stored_as(stored),
         )
 
     def head(self) -> list[str]:
@@ -106,9 +116,15 @@ class Totals:
             elif self.stored == self.layers:
                 which = "All kernels"
             return [
-                f"{which} are stored in float8, {weights} of the parameters. "
-                "Matmuls run in floats.",
+                f"{which} are stored {self.stored_as}, {weights} of the "
+                "parameters. Matmuls run in floats.",
                 f"{layers} with a kernel; {numbers}",
+            ]
+        if self.on_grid and self.on_grid == self.in_float8:
+            return [
+                f"Kernels are rounded in each step, {weights} of the "
+                "parameters. Matmuls and gradients are in floats.",
+                f"{self.on_grid} of {layers} with a kernel; {numbers}",
             ]
         sentences = [
             f"{products}{weights} of the parameters are in float8",
@@ -118,7 +134,13 @@ class Totals:
             stored = counted(self.stored, "layer")
             sentences.append(
                 f"The matmuls of {stored} run in floats, with kernels that "
-                "are stored in float8"
+                f"are stored {self.stored_as}"
+            )
+        if self.on_grid:
+            rounded = counted(self.on_grid, "layer")
+            sentences.append(
+                f"The matmuls of {rounded} run in floats, with kernels that "
+                "are rounded in each step"
             )
         return sentences
 
@@ -131,6 +153,19 @@ class Totals:
             "or how often a layer is called. They count as 1 in the "
             "multiplications."
         ]
+
+
+def _is_on_grid(entry: Any) -> bool:
+    """Return True if a layer is trained in floats for a grid of few bits."""
+    return str(entry.policy).startswith(f"{policy_names.QAT}/")
+
+
+def _stored_as(entries: Iterable[Any]) -> str:
+    """Return what the kernels of frozen layers are stored as, in words."""
+    are_integers = {"weights='int" in str(each.policy) for each in entries}
+    if are_integers == {True}:
+        return "as integers"
+    return "as integers or in float8" if True in are_integers else "in float8"
 
 
 class LayersReport(BaseReport):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import keras
 import numpy as np
 
-from keras_policy_ext import user_code
+from keras_policy_ext import policy_names, user_code
 from keras_policy_ext.conversion import layers_report, roles, saved_input_bytes
 from keras_policy_ext.conversion.candidates import (
     NOT_BUILT,
@@ -102,8 +102,8 @@ class Converted(Work):
 
     @property
     def in_float8(self) -> bool:
-        """True if the layer's new policy is a float8 policy."""
-        return self.policy.startswith("float8")
+        """True if the layer's new policy is a policy of this package."""
+        return policy_names.is_full_name(self.policy)
 
     @property
     def frozen(self) -> bool:

@@ -76,6 +76,7 @@ REGISTERING = (
     "keras_policy_ext.optimizers",
     f"{_ROOT}.mixed.following",
     f"{_ROOT}.moments.following",
+    f"{_ROOT}.qat.recipes",
     f"{_ROOT}.recurrent.rnn",
 )
 """The modules with classes that files name, forms of Keras's layers, and
@@ -90,6 +91,10 @@ ON_DEMAND = {
     "counting": f"{_ROOT}.stochastic.counting",
     # For the first operand with scales on two levels, or rounded at random.
     "quantizations": f"{_ROOT}.nvfp4.quantized",
+    # For `freeze(model, to=...)`.
+    "writers": f"{_ROOT}.qat.keras_layers",
+    # For the first product of a layer that is trained for a grid.
+    "rounding": f"{_ROOT}.qat.rounding",
     # For the first layer in Keras's own float8, in a model or a file.
     "keras_float8": f"{_ROOT}.keras_float8.taking_over",
     # For the first policy of Keras's own float8.

@@ -200,6 +200,16 @@ def _are_summed(value: object, header: Mapping[str, Any]) -> bool:
     return are_axes and set(value) <= set(header["names"])
 
 
+def _are_shapes(value: object, header: Mapping[str, Any]) -> bool:
+    """Return True if a header's entry has shapes of kernels."""
+    if not isinstance(value, dict) or not set(value) <= set(header["summed"]):
+        return False
+    if not all(isinstance(each, list) for each in value.values()):
+        return False
+    sizes = [size for each in value.values() for size in each]
+    return all(type(size) is int and size >= 0 for size in sizes)
+
+
 def _is_lora(value: object, _header: Mapping[str, Any]) -> bool:
     """Return True for the rank and alpha of adapters, or None without."""
     if not isinstance(value, dict):
@@ -212,6 +222,7 @@ HEADER_FIELDS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "names": _are_names,
     "summed": _are_summed,
     "lora": _is_lora,
+    "shapes": _are_shapes,
 }
 """The check of each JSON field, in an order in which later ones rely on earlier
 ones. The recipe of kernels checks its own fields."""

@@ -29,6 +29,7 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.recipes.fields import counterpart
+from keras_policy_ext.stored_kernels import pack
 
 
 def texts_for_file(layer: keras.Layer) -> dict[str, str]:
@@ -117,7 +118,7 @@ def _is_in_keras_float8(layer: keras.Layer, store: Mapping[str, Any]) -> bool:
     # Only a layer whose stock form knows float8 can have been in such a file.
     if "float8" not in layer.stock_serialization_spec() or not layer.built:
         return False
-    if layer.quantization_mode not in (None, "float8"):
+    if layer.quantization_mode not in (None, "float8", "qat"):
         return False
     return keras_float8.is_store(store)
 
@@ -135,13 +136,16 @@ def save_frozen(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
     if getattr(layer, "lora_enabled", False):
         lora = {"rank": layer.lora_rank, "alpha": layer.lora_alpha}
     names = [each.name for each in weights]
-    store[entries.HEADER] = header_for_file(recipe, names, summed, lora)
+    shapes = None
+    if formats.get(recipe.weights).numbers_per_byte > 1:
+        shapes = {v.name: tuple(v.shape) for v in weights if v.name in summed}
+    store[entries.HEADER] = header_for_file(recipe, names, summed, lora, shapes)
     for each in weights:
         if not isinstance(each, ComputedVariable):
             store[each.name] = variable_values.value_without_autocast(each)
             continue
         stored = each.stored
-        store[each.name] = stored.codes
+        store[each.name] = pack(stored.codes, stored.weights)
         store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
         if each.inputs_scale is not None:
             # It raises if someone has cast the scale to another dtype.

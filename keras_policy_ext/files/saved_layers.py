@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,18 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from keras_policy_ext import formats
 from keras_policy_ext.files import entries, input_files
 from keras_policy_ext.files.entries import FROZEN, STATE, Group
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.recipes import FrozenKernels
-from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
+from keras_policy_ext.stored_kernels import (
+    Axes,
+    StoredKernel,
+    scale_shape,
+    unpack,
+)
 
 
 class SavedState(Group):
@@ -133,6 +140,8 @@ class FrozenWeights(Group):
     # The summed axes of each kernel, by name.
     summed: Mapping[str, tuple[int, ...]]
     lora: Mapping[str, Any] | None  # Rank and alpha of LoRA; None without.
+    # The shapes of kernels, by name, if their codes are packed.
+    shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, store: Mapping[str, Any], path: str) -> FrozenWeights:
@@ -141,6 +150,7 @@ class FrozenWeights(Group):
         header = _header_of(group)
         group.check_version(header["version"])
         try:
+            header.setdefault("shapes", {})  # Of codes that are not packed.
             for field, is_valid in entries.HEADER_FIELDS.items():
                 if field not in header or not is_valid(header[field], header):
                     raise ValueError(f"{field!r} is {header.get(field)!r}")
@@ -148,9 +158,12 @@ class FrozenWeights(Group):
             recipe = FrozenKernels(**{key: header[key] for key in fields})
         except (ValueError, KeyError, TypeError) as error:
             raise group.damaged(f"in {entries.HEADER!r}: {error}") from error
-        summed = {key: tuple(axes) for key, axes in header["summed"].items()}
+        summed, shapes = (
+            {key: tuple(sizes) for key, sizes in header[field].items()}
+            for field in ("summed", "shapes")
+        )
         names, lora = header["names"], header["lora"]
-        return cls(FROZEN, path, store, recipe, names, summed, lora)
+        return cls(FROZEN, path, store, recipe, names, summed, lora, shapes)
 
     def array(self, name: str) -> np.ndarray:
         """Return a weight that is no kernel; bfloat16 becomes float32."""
@@ -164,7 +177,7 @@ class FrozenWeights(Group):
     def kernel(self, name: str) -> StoredKernel:
         """Return the codes and scales of a kernel; ValueError for damage."""
         recipe, summed = self.recipe, self.summed[name]
-        codes = self.read(entries.CODES, name=name)
+        codes = self._codes(name)
         free = tuple(axis for axis in range(codes.ndim) if axis not in summed)
         if len(summed) + len(free) != codes.ndim:
             fault = f"{name!r} has {codes.ndim} axes, and sums over {summed}"
@@ -183,6 +196,26 @@ class FrozenWeights(Group):
         if not np.all(np.isfinite(stored.values.astype("float16"))):
             raise self.damaged(f"{name!r} has codes of NaN")
         return stored
+
+    def _codes(self, name: str) -> np.ndarray:
+        """Return the codes of a kernel in its shape, one a byte."""
+        codes, weights = (
+            self.read(entries.CODES, name=name),
+            self.recipe.weights,
+        )
+        count = formats.get(weights).numbers_per_byte
+        if count == 1:
+            return codes
+        shape = self.shapes.get(name)
+        if shape is None:
+            raise self.damaged(
+                f"{entries.HEADER!r} lacks the shape of {name!r}"
+            )
+        if codes.shape != (-(-math.prod(shape) // count),):
+            raise self.damaged(
+                f"{name!r} has {codes.shape} bytes for the shape {shape}"
+            )
+        return unpack(codes, shape, weights)
 
 
 def _header_of(group: Group) -> dict[str, Any]:
@@ -232,8 +265,12 @@ def header_for_file(
     names: Sequence[str],
     summed: Mapping[str, Sequence[int]],
     lora: Mapping[str, Any] | None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> np.ndarray:
-    """Return the header that `FrozenWeights` reads."""
+    """Return the header that `FrozenWeights` reads.
+
+    It has the shapes of kernels if their codes are packed.
+    """
     header = {
         "version": FROZEN.version,
         "weights": recipe.weights,
@@ -242,5 +279,6 @@ def header_for_file(
         "names": names,
         "summed": summed,
         "lora": lora,
+        **({} if shapes is None else {"shapes": shapes}),
     }
     return np.frombuffer(json.dumps(header).encode(), "uint8")

@@ -26,13 +26,14 @@ from keras_policy_ext.contractions.weighted_sum import (
     weighted_sum_of,
 )
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.operands import MovedKernel, cached
+from keras_policy_ext.layers.operands import MovedKernel, cached, on_grid
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.state_of import StateOf
 from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
 from keras_policy_ext.recipes import Recipe, scales_whole_tensors
+from keras_policy_ext.stored_kernels import Grid
 
 
 class Float8Controller:
@@ -63,6 +64,8 @@ class Float8Controller:
         # Of the recipe: whether each matrix of a bank may have a scale, and
         # whether kernels have a state.
         self._scales_each_matrix = self._remembers = False
+        # The grid on which operands are rounded before they are multiplied.
+        self._grid: Grid | None = None
         # No path: the first look resolves the policy.
         self._path: str | None = ""
 
@@ -96,6 +99,7 @@ class Float8Controller:
             self.limit_of_values,
         ) = recipes_of_activations(recipe) if follows else (None, None, None)
         self._remembers = follows and recipe.remembers
+        self._grid = recipe.grid if follows else None
         self._scales_each_matrix = follows and scales_whole_tensors(recipe)
         self._path = self.layer.path
 
@@ -259,9 +263,15 @@ class Float8Controller:
             remembered, slot = states.operands(
                 kernel, value, training, compiling
             )
+        if self._grid is not None:
+            axes = layer.float8_axes(layer, kernel)
+            inputs, value = on_grid(
+                self._grid, contraction, inputs, value[...], axes, remembered
+            )
         if moved is not None:
             # Read: on TensorFlow the value is a variable, without `ndim`.
             value = moved.move(value[...])
+        is_as_held = moved is None and self._grid is None
         plan = contractions.make_plan(
             contraction,
             policy.recipe,
@@ -269,7 +279,7 @@ class Float8Controller:
             kernel_dtype=keras.backend.standardize_dtype(value.dtype),
             training=training,
             slot=slot,
-            gathering=framework.gathering_of(kernel) if moved is None else None,
+            gathering=framework.gathering_of(kernel) if is_as_held else None,
         )
         layer.float8_state.last_call.plan = plan
         run = run or contractions.run

@@ -12,7 +12,7 @@ from keras_policy_ext._keras import variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers.drop_in import drop_in
 from keras_policy_ext.layers.mixin import Float8Mixin
-from keras_policy_ext.stored_kernels import BLOCK, Axes
+from keras_policy_ext.stored_kernels import Axes, tile_of
 
 
 @drop_in
@@ -194,7 +194,9 @@ def _scale_of(
         return ops.reshape(scale, ())
     if variable.granularity == "channel":
         return ops.take(scale, inputs, axis=0)
-    # "block": one scale for BLOCK by BLOCK entries of the table.
-    rows = ops.take(scale, ops.floor_divide(inputs, BLOCK), axis=0)
-    per_entry = backends.current.repeat(rows, BLOCK, -1)
+    # One scale for so many rows and columns of the table.
+    words, columns = tile_of(variable.granularity) or (1, 1)
+    places = inputs if words == 1 else ops.floor_divide(inputs, words)
+    rows = ops.take(scale, places, axis=0)
+    per_entry = backends.current.repeat(rows, columns, -1)
     return per_entry[..., : variable.shape[1]]

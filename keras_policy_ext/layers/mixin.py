@@ -131,10 +131,12 @@ class Float8Mixin(
 
     @property
     def quantization_mode(self) -> str | None:
-        """`"float8"` for a layer in float8, else the mode set by Keras."""
-        if self.float8_policy is not None:
-            return "float8"
-        return quantization.other_mode(self)
+        """The mode of the policy that this layer follows, or Keras's mode.
+
+        It is `"float8"`, or `"qat"` for a layer that is trained for integers.
+        """
+        policy = self.float8_policy
+        return quantization.other_mode(self) if policy is None else policy.mode
 
     def convert_input(self, x: Tensor) -> Tensor:
         """Cast a floating tensor to the compute dtype; leave others unchanged.
@@ -506,7 +508,9 @@ class Float8Mixin(
         None for a layer that Keras cannot quantize.
         """
         spec = self.stock_serialization_spec()
-        return {**spec, "float8": spec[None]} if spec else None
+        if not spec:
+            return None
+        return {**spec, "float8": spec[None], "qat": spec[None]}
 
     def stock_serialization_spec(self) -> dict[str | None, list[str]]:
         """Return which weights the stock layer saves in each mode, or {}."""
@@ -578,7 +582,7 @@ class Float8Mixin(
 
     def quantized_build(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing in float8: `add_weight` has created the state."""
-        if self.quantization_mode != "float8":
+        if self.float8_policy is None:
             super().quantized_build(*args, **kwargs)
 
 

@@ -1,20 +1,54 @@
-"""Checks of a float8 layer's operands."""
+"""Checks of a float8 layer's operands, and the seam for rounding them."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import keras
 
-from keras_policy_ext import backends
+from keras_policy_ext import _extensions, backends
 from keras_policy_ext._types import Tensor
-from keras_policy_ext.contractions import Einsum, equations
+from keras_policy_ext.contractions import Contraction, Einsum, equations
+from keras_policy_ext.stored_kernels import Axes, Grid
 
 Shape = tuple[Any, ...]
 """A shape; an unknown size is None, or symbolic."""
+
+
+class Rounding(Protocol):
+    """What an extension registers to round operands that train for a grid."""
+
+    def __call__(
+        self,
+        grid: Grid,
+        contraction: Contraction,
+        inputs: Tensor,
+        kernel: Tensor,
+        axes: Axes,
+        state: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Return inputs and kernel, rounded, in the dtypes that they have.
+
+        They have gradients. `axes` are those of the kernel, which has the order
+        of its variable. `state` is that of the kernel, if it has one.
+        """
+
+
+_roundings: list[Rounding] = []
+
+
+def register_rounding(rounding: Rounding) -> None:
+    """Register what rounds operands under recipes that have a grid."""
+    _roundings.append(rounding)
+
+
+def on_grid(*given: Any) -> tuple[Tensor, Tensor]:
+    """Return the operands of a contraction on a grid; see `Rounding`."""
+    _extensions.import_for("rounding")
+    return _roundings[0](*given)
 
 
 class MovedKernel(NamedTuple):

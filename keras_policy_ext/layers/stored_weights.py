@@ -24,7 +24,12 @@ from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.layers.operands import is_floating
 from keras_policy_ext.layers.state_of import NoWeight, is_state
 from keras_policy_ext.recipes import FrozenKernels
-from keras_policy_ext.stored_kernels import Axes, StoredKernel, scale_shape
+from keras_policy_ext.stored_kernels import (
+    Axes,
+    StoredKernel,
+    scale_shape,
+    tile_of,
+)
 
 SCALE = "_scale"
 INPUTS_SCALE = "_inputs_scale"
@@ -146,7 +151,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         is_first = type(index) is int or (
             ops.is_tensor(index) and _name_of(index.dtype) in ("int32", "int64")
         )
-        if not is_first or self.granularity == "block":
+        if not is_first or tile_of(self.granularity) is not None:
             return self.value[index]
         codes, scale, *_ = self._numbers_and_scales
         scale = scale[0] if scale.shape[0] == 1 else scale[index]
@@ -183,7 +188,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def weights(self) -> str:
-        """The name of the kernel's float8 format."""
+        """The name of the format of the kernel's codes."""
         return self.recipe.weights
 
     @property

@@ -154,6 +154,12 @@ def round_to_format(x: Tensor, dtype: str) -> Tensor:
     return view(ops.bitwise_or(rounded, sign), "float32")
 
 
+def round_to_integers(x: Tensor, scale: Tensor, format_name: str) -> Tensor:
+    """Divide by a scale, clip, and round to integers, in float32; no -0."""
+    # `+ 0.0` makes 0 of -0, which an integer has not.
+    return ops.round(scaled(x, scale, format_name)) + 0.0
+
+
 @functools.cache
 def grid_constants(dtype: str) -> tuple[int, int]:
     """Return two integers with which `round_to_format` finds the spacing.

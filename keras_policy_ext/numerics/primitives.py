@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_policy_ext import formats
 from keras_policy_ext._types import Size, Tensor
 
 HALVES = {"float8_e4m3fn": (7, 256.0), "float8_e5m2": (8, 1.0)}
@@ -23,10 +24,15 @@ A code is shifted left by this many bits to a float16, which is multiplied by
 the factor. It does not hold for NaN of e4m3fn, which no stored kernel has.
 """
 
-DECODED = {**HALVES, "float8_e4m3fnuz": (7, 128.0)}
+DECODED = {
+    **HALVES,
+    "float8_e4m3fnuz": (7, 128.0),
+    **dict.fromkeys(formats.INTEGERS, (0, 1.0)),
+}
 """The same for all formats that are decoded by way of float16.
 
-`float8_e5m2fnuz` is none of them: float16 has infinities where it has numbers.
+Integers are the bits of int8, and are cast. `float8_e5m2fnuz` is none of them:
+float16 has infinities where it has numbers.
 """
 
 NAMES = ("tensorflow", "jax", "torch")
@@ -152,6 +158,8 @@ def halves(codes: Tensor, format_name: str) -> Tensor:
     if keras.backend.standardize_dtype(codes.dtype) == "float16":
         return codes
     shift, _ = DECODED[format_name]
+    if shift == 0:
+        return ops.cast(view(codes, "int8"), "float16")
     # A conversion from int8 repeats the sign bit in all higher bits, so that
     # the sign of the shifted code is where float16 has it. The bit below is
     # cleared: a shift by 7 makes it equal to the sign.

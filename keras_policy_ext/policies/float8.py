@@ -96,7 +96,10 @@ class Float8DTypePolicy(SourceMap):
     def full_name(self) -> str:
         """A name from which `get` builds an equal policy."""
         rules = _with_names(self._rules)
-        return policy_names.render(self._recipe.spec, self._source_name, rules)
+        recipe = self._recipe
+        return policy_names.render(
+            recipe.spec, self._source_name, rules, recipe.family
+        )
 
     @property
     def amax_history_length(self) -> int | None:
@@ -115,14 +118,14 @@ class Float8DTypePolicy(SourceMap):
 
     @property
     def mode(self) -> str:
-        """The string `"float8"`, as in Keras's quantized policies."""
-        return "float8"
+        """The family of the recipe: `"float8"`, as in Keras, or `"qat"`."""
+        return self._recipe.family
 
     @property
     def quantization_mode(self) -> None:
         """None, so that Keras does not treat every layer as quantized.
 
-        The layers in float8 report `"float8"` themselves.
+        The layers that follow it report its `mode` themselves.
         """
         return None
 
@@ -266,9 +269,9 @@ def of_file(name: str) -> keras.DTypePolicy:
     if not policy_names.is_full_name(name):
         return get(name)
     parts = policy_names.parse(name)
-    recipe = None
-    if parts.spec is not None:
-        recipe = settled(recipes.parse(parts.spec), power_of_two=True)
+    recipe = _recipe_of(name, parts)
+    if recipe is not None:
+        recipe = settled(recipe, power_of_two=True)
     rules = _rules_of_file(parts.rules)
     return Float8DTypePolicy(parts.source, recipe=recipe, rules=rules)
 
@@ -413,7 +416,7 @@ def _read_source(identifier: object) -> _Given:
     """Split the source argument of a policy into its parts."""
     if _is_full_name(identifier):
         name = policy_names.parse(identifier)
-        recipe = None if name.spec is None else recipes.parse(name.spec)
+        recipe = _recipe_of(identifier, name)
         source = _plain_source(name.source)
         return _Given(source, recipe, _read_rules(name.rules))
     try:
@@ -429,6 +432,24 @@ def _read_source(identifier: object) -> _Given:
     if identifier is None:  # Only the source of a global policy counts.
         return _Given(policy.source_policy)
     return _Given(policy.source_policy, policy.recipe, policy.rules)
+
+
+def _recipe_of(
+    full_name: str, parts: policy_names.PolicyName
+) -> recipes.Recipe | None:
+    """Return the recipe that a full name has; None for the default one."""
+    if parts.spec is None:
+        return None
+    recipe = recipes.parse(parts.spec)
+    if recipe.family == parts.family:
+        return recipe
+    allowed = policy_names.render(
+        recipe.spec, parts.source, parts.rules, recipe.family
+    )
+    raise ValueError(
+        f"A policy name has another first word with this recipe. Received: "
+        f"{full_name!r}. Allowed: {allowed!r}. Write that."
+    )
 
 
 def _plain_source(identifier: object) -> keras.DTypePolicy:

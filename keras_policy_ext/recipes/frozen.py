@@ -1,4 +1,4 @@
-"""Kernels that are stored in float8 and not trained."""
+"""Kernels that are stored in few bits and not trained."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, REGISTRY, Recipe
-from keras_policy_ext.stored_kernels import BLOCK, GRANULARITIES, WEIGHTS
+from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS, tile_of
 
 ACTIVATIONS = (None, "dynamic", "static")
 """How inputs are quantized: not at all, or with one of two kinds of scale."""
 
-_TILES = {"channel": Tile(free=1), "tensor": WHOLE, "block": Tile(BLOCK, BLOCK)}
+_TILES = {"channel": Tile(free=1), "tensor": WHOLE}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenKernels(Recipe):
-    """Kernels that are stored in float8 and not trained.
+    """Kernels that are stored in few bits and not trained.
 
     `keras_policy_ext.freeze` gives this recipe to layers. A kernel has the
     values that it was rounded to. Gradients pass through its matmul in the
@@ -27,12 +27,16 @@ class FrozenKernels(Recipe):
     for its scales.
 
     Attributes:
-        weights: Their format: `"float8_e4m3fn"` or `"float8_e5m2"`.
+        weights: Their format: `"float8_e4m3fn"`, `"float8_e5m2"`, or integers
+            from `"int8"` to `"int2"`.
         per: The granularity of the scales: `"channel"` (one per output of the
-            kernel), `"tensor"` or `"block"` (one per 128x128 elements).
-        activations: How inputs are quantized to e4m3fn: `"dynamic"` with one
-            scale per token, `"static"` with one fixed scale. None does not
-            quantize them.
+            kernel), `"tensor"`, `"block"` (one per 128x128 elements), or
+            `"group32"`, `"group64"` or `"group128"` (one per so many elements
+            that a matmul sums).
+        activations: How inputs are quantized: `"dynamic"` with one scale per
+            token, `"static"` with one fixed scale, which integers have not.
+            They are in e4m3fn, and in int8 if the kernel has integers. None
+            does not quantize them.
 
     Raises:
         ValueError: If a field has another value.
@@ -51,13 +55,26 @@ class FrozenKernels(Recipe):
         _check(self, "weights", WEIGHTS)
         _check(self, "per", GRANULARITIES)
         _check(self, "activations", ACTIVATIONS)
+        if self.has_integers and self.activations == "static":
+            raise ValueError(
+                "A kernel of integers has no static scale of its inputs. "
+                f"Received: weights={self.weights!r} and activations='static'. "
+                "Allowed: None, or 'dynamic', with which inputs are in int8 by "
+                "token. Pass one of them."
+            )
         super().__post_init__()
+
+    @property
+    def has_integers(self) -> bool:
+        """True if kernels are stored as integers."""
+        return formats.get(self.weights).is_integer
 
     @property
     def for_activations(self) -> Recipe:
         """The recipe for two activations: with `"dynamic"` a scale per row.
 
-        Otherwise each tensor is scaled by its own amax, if at all.
+        Otherwise each tensor is scaled by its own amax, if at all. Beside
+        integers two activations are not quantized.
         """
         rounds = not self.in_high_precision("forward")
         if self.activations != "dynamic" or not rounds:
@@ -74,10 +91,13 @@ class FrozenKernels(Recipe):
         # Where inputs are not quantized, the kernel is widened and multiplied.
         if matmul != "forward" or self.activations is None:
             return None
+        if self.has_integers:  # No device has a matmul of these here.
+            return None
         if self.in_high_precision(matmul):
             return None
         if operand == "kernel":
-            return Quantization(format=self.weights, tile=_TILES[self.per])
+            tile = _TILES.get(self.per) or Tile(*(tile_of(self.per) or ()))
+            return Quantization(format=self.weights, tile=tile)
         is_static = self.activations == "static"
         tile = WHOLE if is_static else Tile(free=1)
         return Quantization(format=formats.ALIASES["e4m3"], tile=tile)

@@ -14,6 +14,7 @@ from keras_policy_ext.recipes.quantization import (
     Quantization,
     matmuls_of,
 )
+from keras_policy_ext.stored_kernels import Grid
 
 REGISTRY: dict[str, type[Recipe]] = {}
 """The recipes by name, in the order of their definition.
@@ -39,6 +40,7 @@ class Recipe:
     Attributes:
         name: The name used in strings, e.g. `"current"`.
         granularity: Of the scales: `"tensorwise"`, `"rowwise"`, `"blockwise"`.
+        family: The first word of the names of policies with this recipe.
         trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
         forward: `"float8"`, or `"high_precision"` for the compute dtype.
@@ -51,6 +53,7 @@ class Recipe:
 
     name: ClassVar[str]
     granularity: ClassVar[str] = "tensorwise"
+    family: ClassVar[str] = "float8"
     trains: ClassVar[bool] = True
 
     forward: str = "float8"
@@ -125,6 +128,15 @@ class Recipe:
             each is not None and each.rounding == "stochastic"
             for each in quantizations_of(self)
         )
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid on which kernels are multiplied; None if on none.
+
+        A recipe that has one trains for `freeze`, and multiplies in the compute
+        dtype. An extension rounds the operands; see `layers.on_grid`.
+        """
+        return None
 
     @property
     def scale_options(self) -> dict[str, Any]:

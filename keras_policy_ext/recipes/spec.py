@@ -62,11 +62,21 @@ def _plain(word: str) -> str:
 _SPEC = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<arguments>.*)\))?", re.S)
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all recipes for training, such as `"current"`."""
-    later = _extensions.recipes()
-    first = [n for n, cls in REGISTRY.items() if cls.trains and n not in later]
-    return (*first, *later)
+def names(family: str | None = "float8") -> tuple[str, ...]:
+    """Return the names of all recipes for training, such as `"current"`.
+
+    Args:
+        family: `"float8"`, or `"qat"` for those that train in floats for
+            kernels in few bits; None for all.
+    """
+    later = _extensions.recipes()  # In float8; registered at the first use.
+    families = {
+        name: cls.family
+        for name, cls in REGISTRY.items()
+        if cls.trains and name not in later
+    }
+    families.update(dict.fromkeys(later, "float8"))
+    return tuple(n for n, of in families.items() if family in (None, of))
 
 
 def is_spec(text: object) -> bool:
@@ -77,7 +87,7 @@ def is_spec(text: object) -> bool:
     if not isinstance(text, str):
         return False
     name = text.partition("(")[0]
-    return _ALIASES.get(name, name) in names()
+    return _ALIASES.get(name, name) in names(None)
 
 
 def get(identifier: Recipe | str | Mapping[str, Any] | None) -> Recipe:
@@ -240,7 +250,7 @@ def _literals(arguments: str, spec: str) -> dict[str, Any]:
 def _grammar(spec: str) -> str:
     return (
         f"Cannot read this as a recipe. Received: {spec!r}. Allowed: a name "
-        f"({', '.join(names())}), a name with keyword literals such as "
+        f"({', '.join(names(None))}), a name with keyword literals such as "
         "'current(power_of_two=True)', or '' or an amax_history_length such "
         "as '16', which mean delayed scaling as in Keras. Write it in one of "
         "these forms."
@@ -256,8 +266,9 @@ def _class(name: object) -> type[Recipe]:
             _extensions.get(_extensions.recipes()[candidate])  # It registers.
         if candidate in REGISTRY:
             return REGISTRY[candidate]
+    known = names(None)
     raise ValueError(
-        f"{name!r} is not a recipe. {did_you_mean(name, names())}Allowed: "
-        f"{', '.join(names())}. Use one of these, or derive a dataclass from "
+        f"{name!r} is not a recipe. {did_you_mean(name, known)}Allowed: "
+        f"{', '.join(known)}. Use one of these, or derive a dataclass from "
         "recipes.Recipe to add your own."
     )

@@ -125,7 +125,10 @@ def test_any_text_is_a_policy_or_a_value_error(text):
 )
 def test_names_are_taken_apart_as_they_were_put_together(spec, source, rules):
     parts = policy_names.parse(policy_names.render(spec, source, rules))
-    assert parts == (spec or None, source, tuple(rules))
+    assert parts == ("float8", spec or None, source, tuple(rules))
+    if spec:
+        name = policy_names.render(spec, source, rules, "qat")
+        assert policy_names.parse(name) == ("qat", *parts[1:])
 
 
 def test_dtype_names_are_not_taken_for_policy_names():

@@ -26,6 +26,7 @@ from keras_policy_ext.backends.jax import gradients, traced_programs
 from keras_policy_ext.backends.jax.partitioned import Names, names_of
 from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.backends.traced_programs import scope_name
+from keras_policy_ext.formats import INTEGERS
 from keras_policy_ext.numerics import casting
 
 
@@ -315,7 +316,9 @@ def _product_with_cast(
         return None
     values = kernel.codes.reshape(kernel.shape)
     if values.dtype != jnp.float16:
-        values = lax.bitcast_convert_type(values, jnp.dtype(kernel.format))
+        is_integer = kernel.format in INTEGERS
+        dtype_of_codes = "int8" if is_integer else kernel.format
+        values = lax.bitcast_convert_type(values, jnp.dtype(dtype_of_codes))
     x = jnp.broadcast_to(x, (len(values), *x.shape[1:]))
     equation = "brm,bmn->brn" if kernel.sums else "brn,bmn->brm"
     operands = x.astype(dtype), values.astype(dtype)

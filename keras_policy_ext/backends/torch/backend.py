@@ -40,7 +40,7 @@ from keras_policy_ext.backends.torch.gradients import (
     no_autocast,
     refuse_compiled_transforms,
 )
-from keras_policy_ext.formats import FAMILIES
+from keras_policy_ext.formats import FAMILIES, INTEGERS
 
 FIRST_CUDA = {"blocks": (12, 9), "mx": (12, 8)}
 """The first version of CUDA whose cuBLAS reads scales of this kind."""
@@ -426,8 +426,9 @@ class TorchBackend(Backend):
 
     @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
-        # A GPU casts, and so does an exported program.
-        if codes.device.type != "cpu" or not is_real(codes):
+        # A GPU casts float8, and so does an exported program.
+        is_cast = codes.device.type != "cpu" or not is_real(codes)
+        if is_cast and format_name not in INTEGERS:
             return self.as_float8(codes, format_name).float()
         return stored_products.numbers(codes, format_name)
 

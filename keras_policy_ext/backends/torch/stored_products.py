@@ -10,7 +10,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.numerics.primitives import DECODED
-from keras_policy_ext.stored_kernels import BLOCK
 
 
 def shift(bits: Tensor, format_name: str) -> Tensor:
@@ -27,7 +26,9 @@ def numbers(codes: Tensor, format_name: str) -> Tensor:
     PyTorch casts float8 by scalar code: 20 ms for 4 million codes on one core,
     and this takes 4.6 ms, compiled 4.0 ms (torch 2.13).
     """
-    _, factor = DECODED[format_name]
+    by, factor = DECODED[format_name]
+    if by == 0:  # Integers.
+        return codes.view(torch.int8).float()
     bits = shift(codes.view(torch.int8).to(torch.int16), format_name)
     values = bits.view(torch.float16).float()
     return values if factor == 1 else values.mul_(factor)
@@ -40,6 +41,7 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix) -> Tensor:
         return torch.ops.quantized.linear_dynamic_fp16(x[0], packed)[None]
     matrices, m, n = kernel.shape
     size = kernel.size(rows, torch.get_num_threads(), threaded=LARGE)
+    by, _ = DECODED[kernel.format]
     # All parts use this memory: new memory for each takes a tenth more time.
     bits = torch.empty(size, n, dtype=torch.int16, device="cpu")
     floats = torch.empty(size, n, dtype=torch.float32, device="cpu")
@@ -54,11 +56,12 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix) -> Tensor:
             bits, halves, floats = memory
             if len(part) < size:
                 bits, halves, floats = (each[: len(part)] for each in memory)
-            if reads_codes:
+            is_shifted = reads_codes and by > 0
+            if is_shifted:
                 shift(bits.copy_(part), kernel.format)
-            wide = floats.copy_(halves if reads_codes else part)
+            wide = floats.copy_(halves if is_shifted else part)
             if kernel.blocks is not None:
-                wide.mul_(kernel.blocks[i * size // BLOCK])
+                wide.mul_(kernel.blocks[i * size // kernel.rows])
             if kernel.sums:
                 out.addmm_(columns[i], wide)
             else:
@@ -88,7 +91,7 @@ def pack(codes: Tensor) -> bool:
 
 def _packed(kernel: StoredMatrix) -> Any:
     """Return a kernel as FBGEMM multiplies it, or None if it is not kept."""
-    codes, blocks, format_name, (matrices, *shape), sums = kernel
+    codes, blocks, format_name, (matrices, *shape), sums, _ = kernel
     if codes not in _PACKED or matrices > 1 or blocks is not None:
         return None
     version, form, packed = _PACKED[codes]

@@ -482,6 +482,7 @@ def _backend() -> _Option:
 _FILE = _option("file", "FILE", "a .keras file")
 _OUTPUT = _option("output", "OUT", "the .keras file to write")
 _ACTIVATIONS = ("none", "dynamic", "static")
+_GRANULARITIES, _WEIGHTS = ", ".join(GRANULARITIES), ", ".join(WEIGHTS)
 _AS_FROZEN = "without it, what the file has, or the format mostly has"
 _OVERWRITES = "overwrite OUT if it exists"
 
@@ -538,10 +539,10 @@ def _commands() -> tuple[_Command, ...]:
             _option("--format", "FORMAT", "what the reader takes: "
                     f"{', '.join(FORMATS)}",
                     choices=FORMATS, default="compressed-tensors"),
-            _choice("--granularity", GRANULARITIES,
-                    f"what has a scale; {_AS_FROZEN}"),
-            _choice("--weights", WEIGHTS,
-                    f"the format of the numbers; {_AS_FROZEN}"),
+            _choice("--granularity", GRANULARITIES, metavar="PART",
+                    help=f"what has a scale, {_GRANULARITIES}; {_AS_FROZEN}"),
+            _choice("--weights", WEIGHTS, metavar="FORMAT",
+                    help=f"of the numbers, {_WEIGHTS}; {_AS_FROZEN}"),
             _choice("--activations", _ACTIVATIONS,
                     f"how inputs are quantized; {_AS_FROZEN}"),
             _repeated("--exclude", "PATTERN", "layers to leave in floats, as a "
@@ -600,12 +601,15 @@ def _commands() -> tuple[_Command, ...]:
                  "store the kernels of a saved model", (
             _option("input", "IN", "a .keras file"),
             _OUTPUT,
-            _choice("--granularity", GRANULARITIES, "what has a scale: an "
-                    "output, a kernel, or 128 by 128 of it", default="channel"),
+            _choice("--granularity", GRANULARITIES, metavar="PART",
+                    help=f"what has a scale, {_GRANULARITIES}: an output, a "
+                    "kernel, 128 by 128 of it, or so many that a matmul sums",
+                    default="channel"),
             _choice("--activations", _ACTIVATIONS, "how inputs are quantized; "
                     "static needs a model that was trained or calibrated under "
                     "delayed scaling", default="none"),
-            _choice("--weights", WEIGHTS, "the format of the numbers",
+            _choice("--weights", WEIGHTS, metavar="FORMAT",
+                    help=f"of the numbers, {_WEIGHTS}",
                     default="float8_e4m3fn"),
             _flag("--force", _OVERWRITES, "--overwrite", default=False),
         )),

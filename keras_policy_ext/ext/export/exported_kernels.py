@@ -26,6 +26,7 @@ from keras_policy_ext.layers.stored_weights import (
     kernels_to_store,
     stored_in,
 )
+from keras_policy_ext.policies.of_layers import float8_policy_of
 from keras_policy_ext.reports import counted
 from keras_policy_ext.stored_kernels import Axes, StoredKernel
 
@@ -160,7 +161,11 @@ def scheme_of(
         ValueError: If frozen kernels differ from the arguments or from each
             other.
     """
-    frozen = [k for k in kernels if k.frozen and k.left_out is None]
+    kernels = [k for k in kernels if k.left_out is None]
+    frozen = [k for k in kernels if k.frozen]
+    _check_trained(kernels)
+    if granularity == "group":
+        granularity = "group32"
     known = activations in (None, "dynamic", "static", "auto")
     if not known:
         raise ValueError(
@@ -181,6 +186,19 @@ def scheme_of(
     scheme = Scheme(activations=activations, **found)
     _check_names(scheme)
     return scheme
+
+
+def _check_trained(kernels: Iterable[ExportedKernel]) -> None:
+    """Raise if a kernel is trained for a grid, and not frozen on it yet."""
+    for kernel in kernels:
+        policy = float8_policy_of(kernel.layer)
+        if not kernel.frozen and policy is not None and policy.recipe.grid:
+            raise ValueError(
+                f"{kernel.path!r} is trained for a grid of numbers, and not "
+                f"stored on it. Received: a layer under {policy.full_name!r}. "
+                "Allowed: frozen layers. Call `keras_policy_ext.freeze(model)` "
+                "first."
+            )
 
 
 def _check_names(scheme: Scheme) -> None:

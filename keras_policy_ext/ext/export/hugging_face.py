@@ -24,7 +24,7 @@ from keras_policy_ext.ext.export.safetensors_files import (
     OneAtATime,
     Tensor,
 )
-from keras_policy_ext.stored_kernels import StoredKernel
+from keras_policy_ext.stored_kernels import StoredKernel, tile_of
 
 _ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
@@ -155,7 +155,9 @@ class Folder:
         for entry in self.entries:
             made = self._tensors(entry)
             tensors += made
-            written.append(_written(entry, made))
+            is_packed = self._reader.packs and not entry.reason
+            dtype = self._reader.scheme.weights if is_packed else None
+            written.append(_written(entry, made, dtype))
         safetensors_files.write_shards(folder, tensors, shard_size)
         ignore = self.ignored()
         config = complete(
@@ -240,9 +242,7 @@ class Folder:
         one = OneAtATime(lambda: self._stored(entry))
         shape = self._scale_shape(entry)
         made = [
-            Tensor(
-                entry.name, "F8_E4M3", entry.shape, lambda: one.kernel().values
-            ),
+            *self._codes(entry, one),
             Tensor(
                 f"{entry.module}.{self._reader.scale_name}",
                 "F32",
@@ -255,6 +255,34 @@ class Folder:
             name = f"{entry.module}.input_scale"
             made.append(Tensor(name, "F32", (1,), lambda: value))
         return made
+
+    def _codes(self, entry: Entry, one: OneAtATime) -> list[Tensor]:
+        """Return the tensors of a kernel's codes."""
+        reader = self._reader
+        if not reader.packs:
+            return [
+                Tensor(
+                    entry.name,
+                    "F8_E4M3",
+                    entry.shape,
+                    lambda: one.kernel().values,
+                )
+            ]
+        rows, columns = entry.shape
+        return [
+            Tensor(
+                f"{entry.module}.weight_packed",
+                "I32",
+                (rows, reader.packed_columns(columns)),
+                lambda: reader.packed(one.kernel().codes),
+            ),
+            Tensor(
+                f"{entry.module}.weight_shape",
+                "I64",
+                (2,),
+                lambda: np.array(entry.shape, "int64"),
+            ),
+        ]
 
     def _float(self, entry: Entry) -> Callable[[], Array]:
         def value_of(variable: keras.Variable) -> Array:
@@ -299,8 +327,9 @@ class Folder:
         granularity = self._reader.granularity
         if granularity == "tensor":
             return (1,)
-        if granularity == "block":
-            rows, columns = (-(-size // 128) for size in entry.shape)
+        if tile := tile_of(granularity):
+            sizes = zip(entry.shape, tile, strict=True)
+            rows, columns = (-(-size // part) for size, part in sizes)
             return rows, columns
         if self._reader.transposed:
             return 1, entry.shape[1]
@@ -317,12 +346,14 @@ def _quantizes_inputs(layer: keras.Layer) -> bool:
     return policy.recipe.quantization("inputs", "forward") is not None
 
 
-def _written(entry: Entry, made: Sequence[Tensor]) -> Written:
+def _written(
+    entry: Entry, made: Sequence[Tensor], dtype: str | None = None
+) -> Written:
     return Written(
         entry.name,
         ", ".join(variable.path for variable in entry.variables),
         entry.shape,
-        str(DTYPES[made[0].dtype]),
+        dtype or str(DTYPES[made[0].dtype]),
         entry.reason,
         sum(tensor.nbytes for tensor in made),
     )

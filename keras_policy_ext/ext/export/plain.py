@@ -152,7 +152,12 @@ def _quantized(
     shape = tuple(kernel.variable.shape)
     of_scale = stored_kernels.scale_shape(shape, kernel.axes, kept.granularity)
     made = [
-        Tensor(name, CODES[kept.weights], shape, lambda: one.kernel().values),
+        Tensor(
+            name,
+            CODES[_dtype_of(kept.weights)],
+            shape,
+            lambda: one.kernel().codes.view(_dtype_of(kept.weights)),
+        ),
         Tensor(name + _SCALE, "F32", of_scale, lambda: one.scales()),
     ]
     scale = kernel.input_scale()
@@ -160,6 +165,12 @@ def _quantized(
         array = np.full((), scale, "float32")
         made.append(Tensor(name + _INPUT_SCALE, "F32", (), lambda: array))
     return made
+
+
+def _dtype_of(weights: str) -> str:
+    """Return the dtype in which a file has codes: integers are in int8."""
+    is_integer = formats.get(weights).is_integer
+    return "int8" if is_integer else str(formats.get(weights).dtype)
 
 
 def _about(kernel: ExportedKernel, scheme: Scheme) -> dict[str, Any]:
@@ -177,7 +188,7 @@ def _stored(values: Array, scale: Array, about: Any) -> StoredKernel:
     axes = Axes(tuple(about["summed"]), tuple(about["free"]))
     if sorted(axes.summed + axes.free) != list(range(values.ndim)):
         raise ValueError(f"axes {axes} of {values.ndim}")
-    if values.dtype != formats.get(about["weights"]).dtype:
+    if str(values.dtype) != _dtype_of(about["weights"]):
         raise ValueError(f"{values.dtype} for {about['weights']}")
     if about["granularity"] not in stored_kernels.GRANULARITIES:
         raise ValueError(f"granularity {about['granularity']!r}")

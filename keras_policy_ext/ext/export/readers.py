@@ -10,9 +10,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from keras_policy_ext.ext.export import exported_kernels
 from keras_policy_ext.ext.export.exported_kernels import Scheme
-from keras_policy_ext.stored_kernels import BLOCK
+from keras_policy_ext.stored_kernels import BLOCK, tile_of
 
 COMPRESSED_TENSORS, FP8, MODELOPT = "compressed-tensors", "fp8", "modelopt"
 
@@ -53,8 +55,13 @@ class Reader:
 
     @property
     def granularity(self) -> str:
-        """The granularity of the scales: "channel", "tensor" or "block"."""
+        """The granularity of the scales, one of `GRANULARITIES`."""
         return "channel" if self.transposed else self.scheme.granularity
+
+    @property
+    def packs(self) -> bool:
+        """True if codes are integers, packed into int32."""
+        return self.scheme.weights in _BITS
 
     @property
     def scale_name(self) -> str:
@@ -81,11 +88,11 @@ class Reader:
         scheme = self.scheme
         if self.transposed:
             self._check_transposed()
-        if scheme.weights != "float8_e4m3fn":
-            raise _refused(
-                self, f"weights={scheme.weights!r}", "'float8_e4m3fn'"
-            )
-        allowed = _GRANULARITIES[self.format]
+        weights = _weights_of(self)
+        if scheme.weights not in weights:
+            listed = ", ".join(map(repr, weights))
+            raise _refused(self, f"weights={scheme.weights!r}", listed)
+        allowed = _PACKED if self.packs else _GRANULARITIES[self.format]
         if self.transposed:
             allowed = tuple(g for g in allowed if g != "block")
         if scheme.granularity not in allowed:
@@ -112,6 +119,12 @@ class Reader:
 
     def _check_inputs(self) -> None:
         inputs = self.scheme.activations
+        if self.packs and inputs is not None:
+            raise _refused(
+                self,
+                f"activations={inputs!r} beside {self.scheme.weights}",
+                "activations=None",
+            )
         if self.format == FP8 and inputs == "static":
             raise _refused(self, "activations='static'", "'dynamic' or None")
         if self.format == MODELOPT and inputs != "static":
@@ -125,12 +138,38 @@ class Reader:
 
     def why_float(self, rows: int, columns: int) -> str | None:
         """Return why a matrix of these sizes stays in float, or None."""
+        if self.packs:
+            return self._why_not_packed(columns)
         if self.format != FP8 or self.scheme.granularity != "block":
             return None
         wrong = [s for s in (rows, columns) if s > BLOCK and s % BLOCK]
         if not wrong:
             return None
         return f"the reader would misread blocks of {wrong[0]} numbers"
+
+    def _why_not_packed(self, columns: int) -> str | None:
+        """Return why a matrix with so many inputs is not packed, or None."""
+        _, group = tile_of(self.granularity) or (1, 1)
+        if columns % group == 0:
+            return None
+        return f"the reader wants whole groups of {group} of its {columns}"
+
+    def packed(self, codes: Any) -> Any:
+        """Return a matrix of codes as int32, the first in the lowest bits.
+
+        Source: `pack_to_int32` of compressed-tensors 0.20.
+        """
+        bits = _BITS[self.scheme.weights]
+        count, offset = 32 // bits, 1 << (bits - 1)
+        numbers = codes.view("int8").astype("int64") + offset
+        numbers = np.pad(numbers, [(0, 0), (0, -numbers.shape[1] % count)])
+        rows = numbers.reshape(len(numbers), -1, count)
+        words = (rows << (bits * np.arange(count))).sum(axis=2)
+        return words.astype("uint32").view("int32")
+
+    def packed_columns(self, columns: int) -> int:
+        """Return how many int32 the codes of so many inputs take."""
+        return -(-columns // (32 // _BITS[self.scheme.weights]))
 
     def config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """Return the entry `quantization_config` for `config.json`."""
@@ -149,10 +188,14 @@ class Reader:
         }
 
     def _compressed_tensors(self, ignore: list[str]) -> dict[str, Any]:
-        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        kind = "int" if self.packs else "float"
+        number = {"num_bits": 8, "type": kind, "symmetric": True}
         weights = {**number, "strategy": self.granularity, "dynamic": False}
+        weights["num_bits"] = _BITS.get(self.scheme.weights, 8)
         if self.granularity == "block":
             weights["block_structure"] = [BLOCK, BLOCK]
+        elif tile := tile_of(self.granularity):
+            weights.update(strategy="group", group_size=tile[1])
         inputs = {
             None: None,
             "dynamic": {**number, "strategy": "token", "dynamic": True},
@@ -160,7 +203,7 @@ class Reader:
         }[self.scheme.activations]
         found: dict[str, Any] = {
             "quant_method": "compressed-tensors",
-            "format": "float-quantized",
+            "format": "pack-quantized" if self.packs else "float-quantized",
             "quantization_status": "compressed",
             "ignore": ignore,
             "kv_cache_scheme": None,
@@ -189,6 +232,20 @@ class Reader:
                 "quantization": quantization,
             }
         }
+
+
+_BITS = {"int8": 8, "int4": 4}
+"""The formats of integers that readers of compressed-tensors have."""
+
+_PACKED = ("channel", "group32", "group64", "group128")
+"""What has a scale beside packed codes."""
+
+
+def _weights_of(reader: Reader) -> tuple[str, ...]:
+    """Return the formats of kernels that programs for a format read."""
+    if reader.format == COMPRESSED_TENSORS and not reader.transposed:
+        return "float8_e4m3fn", *_BITS
+    return ("float8_e4m3fn",)
 
 
 _GRANULARITIES = {

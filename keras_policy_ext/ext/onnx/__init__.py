@@ -82,7 +82,7 @@ def write(
         activations,
         exported_kernels.USUAL,
     )
-    _check_blocks(scheme.granularity, opset)
+    _check_scheme(scheme.weights, scheme.granularity, opset)
     chosen = Kernels(found, scheme)
     walk.write(model, path, chosen, opset, overwrite)
     return ExportReport.of(path, "onnx", scheme, chosen.written.values())
@@ -110,10 +110,18 @@ def _check_opset(opset: object) -> None:
         )
 
 
-def _check_blocks(granularity: str, opset: int) -> None:
-    if granularity == "block" and opset < OPSET:
+def _check_scheme(weights: str, granularity: str, opset: int) -> None:
+    if weights in ("int3", "int2"):
         raise ValueError(
-            f"This `opset` has no scales of blocks. Received: opset={opset}. "
+            f"ONNX has no such integers. Received: weights={weights!r}. "
+            "Allowed: 'int8', 'int4', and the formats of float8. Freeze the "
+            "model in one of them."
+        )
+    in_tiles = granularity not in ("channel", "tensor")
+    if (in_tiles or weights == "int4") and opset < OPSET:
+        what = "scales of blocks" if in_tiles else "integers of four bits"
+        raise ValueError(
+            f"This `opset` has no {what}. Received: opset={opset}. "
             f"Allowed: {OPSET} to {OPSETS[-1]}. Leave it out, or take another "
             "granularity."
         )

@@ -13,6 +13,9 @@ import keras
 import numpy as np
 from onnx import TensorProto, helper
 
+from keras_policy_ext.formats import INTEGERS
+from keras_policy_ext.stored_kernels import pack
+
 Array = np.ndarray[Any, Any]
 Axes = Sequence[int] | Array
 Shape = tuple[int | None, ...]
@@ -187,7 +190,7 @@ class OnnxGraph:
         ]
 
     def codes(self, codes: Array, format: str, name: str) -> Value:
-        """Return float8 codes (uint8) as a `Value` of the float8 dtype."""
+        """Return codes (uint8) as a `Value` of the dtype of their format."""
         return self._initializer(np.ascontiguousarray(codes), format, name)
 
     def _initializer(self, array: Array, dtype: str, name: str) -> Value:
@@ -196,7 +199,10 @@ class OnnxGraph:
         key = (dtype, array.shape, digest)
         if key not in self._constants:
             value = Value(self, self.unique(f"{self._scope}{name}"), *key[:2])
-            self._initializers.add(value.name, onnx_type(dtype), array)
+            data = pack(array, dtype) if dtype in INTEGERS else array
+            self._initializers.add(
+                value.name, onnx_type(dtype), array.shape, data
+            )
             self._constants[key] = value
         return self._constants[key]
 
@@ -217,10 +223,12 @@ class Initializers:
         self._file = path.open("wb")
         self._places: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, data_type: int, array: Array) -> None:
+    def add(
+        self, name: str, data_type: int, shape: tuple[int, ...], data: Array
+    ) -> None:
         """Add a constant tensor; write large data to the file."""
-        tensor = TensorProto(name=name, data_type=data_type, dims=array.shape)
-        data = np.ascontiguousarray(array)
+        tensor = TensorProto(name=name, data_type=data_type, dims=shape)
+        data = np.ascontiguousarray(data)
         if data.nbytes < _SMALL:
             tensor.raw_data = data.tobytes()
         else:
@@ -261,7 +269,9 @@ class Refused(Exception):
 
 
 def onnx_type(dtype: str) -> int:
-    """Return ONNX's type number for a dtype or a float8 format."""
+    """Return ONNX's type number for a dtype or a format of kernels."""
+    if dtype == "int4":
+        return int(TensorProto.INT4)
     if dtype in FLOAT8:
         return int(getattr(TensorProto, FLOAT8[dtype]))
     return int(helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))

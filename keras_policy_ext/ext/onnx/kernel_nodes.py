@@ -20,7 +20,13 @@ from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.ext.export.report import Written
 from keras_policy_ext.ext.onnx.graph import OnnxGraph, Refused, Value, onnx_type
 from keras_policy_ext.layers.drop_in import drop_in_of
-from keras_policy_ext.stored_kernels import BLOCK, Axes, StoredKernel, as_matrix
+from keras_policy_ext.stored_kernels import (
+    BLOCK,
+    Axes,
+    StoredKernel,
+    as_matrix,
+    tile_of,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -158,11 +164,11 @@ def convolution_kernel(graph: OnnxGraph, kernel: OnnxKernel) -> Value:
         return graph.constant(stored.transpose(order), "kernel")
     (free,) = kernel.axes.free
     kept = order.index(free)
-    if stored.granularity != "block":
+    if tile_of(stored.granularity) is None:
         turned = stored.codes.transpose(order)
         codes = graph.codes(turned, stored.weights, "kernel")
         return _dequantized(codes, stored, kept)
-    # Blocks count along window and input channels as Keras has them.
+    # Tiles count along window and input channels as Keras has them.
     codes = graph.codes(stored.matrix, stored.weights, "kernel")
     rows = _dequantized(codes, stored, kept=0)
     sizes = (kernel.shape[axis] for axis in (free, *kernel.axes.summed))
@@ -204,13 +210,18 @@ def rounded(x: Value, kernel: OnnxKernel, axes: Sequence[int]) -> Value:
     """
     if kernel.activations is None:
         return x
+    stored: Any = kernel.data
+    if formats.get(stored.weights).is_integer:
+        most = formats.get("int8").max
+        scale = _dynamic_scale(x, axes, most)
+        return (x / scale).op("Clip", -most, most).op("Round") * scale
+    most = formats.get(INPUTS).max
     if kernel.activations == "static":
         seen = np.float32(kernel.inputs_scale)
         scale = x.graph.constant(seen, "inputs_scale")
     else:
-        scale = _dynamic_scale(x, axes)
+        scale = _dynamic_scale(x, axes, most)
     # A cast that saturates does so too, but not in every reader.
-    most = formats.get(INPUTS).max
     clipped = (x / scale).op("Clip", -most, most)
     codes = clipped.op("Cast", to=onnx_type(INPUTS), dtype=INPUTS, saturate=1)
     return codes.cast("float32") * scale
@@ -225,11 +236,11 @@ def _variable(layer: keras.Layer) -> keras.Variable:
     return variable_values.stored_kernel(layer)
 
 
-def _dynamic_scale(x: Value, axes: Sequence[int]) -> Value:
-    """Add nodes that compute the scale `amax / 448`, which is never 0."""
+def _dynamic_scale(x: Value, axes: Sequence[int], most: float) -> Value:
+    """Add nodes that compute the scale `amax / most`, which is never 0."""
     magnitude = x.op("Abs")
     amax = magnitude.reduce("Max", axes) if len(axes) else magnitude
-    scale = amax / formats.get(INPUTS).max
+    scale = amax / most
     # A scale of 0 would cause a division of 0 by 0.
     least = float(np.finfo("float32").smallest_normal)
     return (scale < least).where(least, scale)
@@ -249,9 +260,10 @@ def _scales(stored: StoredKernel, kept: int) -> tuple[Array, dict[str, int]]:
     if stored.granularity == "channel":
         return stored.matrix_scale.reshape(-1), {"axis": kept}
     rows = as_matrix(stored.codes, stored.axes).shape[0]
-    spread = np.repeat(stored.scale, BLOCK, axis=0)[:rows]
+    of_rows, of_columns = tile_of(stored.granularity) or (BLOCK, BLOCK)
+    spread = np.repeat(stored.scale, of_rows, axis=0)[:rows]
     scale = spread if kept == 0 else np.ascontiguousarray(spread.T)
-    return scale, {"axis": 1 - kept, "block_size": BLOCK}
+    return scale, {"axis": 1 - kept, "block_size": of_columns}
 
 
 def _row_scales(stored: StoredKernel, indices: Value) -> Value:
@@ -265,7 +277,9 @@ def _row_scales(stored: StoredKernel, indices: Value) -> Value:
             return scale.reshape(-1)
         return scale.op("Gather", indices, axis=0)
     columns = stored.codes.shape[1]
-    spread = np.repeat(stored.scale, BLOCK, axis=1)[:, :columns]
+    words, of_columns = tile_of(stored.granularity) or (BLOCK, BLOCK)
+    spread = np.repeat(stored.scale, of_columns, axis=1)[:, :columns]
     scale = constant(spread, "embeddings_scale")
-    block = indices / np.asarray(BLOCK, indices.dtype)
-    return scale.op("Gather", block, axis=0)
+    if words > 1:
+        indices = indices / np.asarray(words, indices.dtype)
+    return scale.op("Gather", indices, axis=0)

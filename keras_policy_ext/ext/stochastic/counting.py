@@ -180,15 +180,16 @@ class CountingSource(CurrentSource):
         return self.layout.settle(value, previous, no_scale)
 
 
-def rounds_at_random(recipe: Recipe) -> bool:
-    """Return True if a recipe rounds an operand at random."""
+def counts_steps(recipe: Recipe) -> bool:
+    """Return True if a recipe rounds at random, or after some steps."""
     quantizations = quantizations_of(recipe)
-    return any(q and q.rounding == "stochastic" for q in quantizations)
+    at_random = any(q and q.rounding == "stochastic" for q in quantizations)
+    return at_random or (recipe.grid is not None and recipe.grid.delay > 0)
 
 
 def find(recipe: Recipe, matrices: int) -> CountingSource | None:
-    """Return the source of a recipe that rounds at random, or None."""
-    return CountingSource(recipe) if rounds_at_random(recipe) else None
+    """Return the source of a recipe that counts steps, or None."""
+    return CountingSource(recipe) if counts_steps(recipe) else None
 
 
 def following(steps: Tensor) -> Tensor:

@@ -159,6 +159,23 @@ def test_the_gradient_of_the_inputs_is_that_of_the_whole(name, granularity):
     assert_near(found, exactly(layer, equation, outputs_grad))
 
 
+@pytest.mark.full_except("dense-group32", "out of heads-channel")
+@pytest.mark.parametrize("granularity", ["channel", "group32", "group128"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_parts_of_integers_make_the_whole(name, granularity, by_parts):
+    options = {"weights": "int4", "granularity": granularity}
+    layer, x = frozen(name, **options)
+    found = numpy(layer(x))
+    if name in ("dense", "no part divides it", "heads"):
+        assert by_parts == [True]
+    assert_near(found, exactly(layer, LAYERS[name][1], x))
+    outputs_grad = normal(*found.shape, seed=1)
+    found = numpy(gradient(layer, x, outputs_grad))
+    inputs, kernel, outputs = LAYERS[name][1].replace("->", ",").split(",")
+    equation = f"{outputs},{kernel}->{inputs}"
+    assert_near(found, exactly(layer, equation, outputs_grad))
+
+
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 def test_a_gradient_is_differentiated_again(granularity):
     """As in a gradient penalty: the second product is that of the outputs."""

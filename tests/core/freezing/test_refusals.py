@@ -69,11 +69,13 @@ def test_a_model_that_is_not_built():
         kpe.thaw(model)
 
 
-@pytest.mark.parametrize("word", ["weights", "granularity", "activations"])
+@pytest.mark.parametrize(
+    "word", ["weights", "granularity", "activations", "scales"]
+)
 def test_unknown_words(word):
     model = two_layers()
-    with unchanged(model, "'int4'", "Pass one of them"):
-        kpe.freeze(model, **{word: "int4"})
+    with unchanged(model, "'int5'", "Pass one of them"):
+        kpe.freeze(model, **{word: "int5"})
 
 
 def test_something_that_is_no_model():

@@ -4,7 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from frozen_models import GRANULARITIES, dequantized, groups_of, rounded
+from frozen_models import (
+    BITS,
+    GRANULARITIES,
+    dequantized,
+    groups_of,
+    numbers_of,
+    rounded,
+)
 from keras_policy_ext import stored_kernels
 from keras_policy_ext.stored_kernels import Axes, scale_shape
 from steps import normal
@@ -43,13 +50,18 @@ def test_codes_and_scales_are_those_of_the_definition(
     np.testing.assert_array_equal(stored.codes, codes)
     np.testing.assert_array_equal(
         stored.dequantized(),
-        codes.view(getattr(ml_dtypes, weights)).astype("float32") * scales,
+        numbers_of(codes, weights) * scales,
     )
     shape_of_scales = scale_shape(shape, axes, granularity)
     assert stored.scale.shape == shape_of_scales
     groups = groups_of(shape, *axes, granularity)
     assert stored.scale.size == np.unique(groups).size
-    assert stored.nbytes == kernel.size + 4 * stored.scale.size
+    size = -(-kernel.size * BITS.get(weights, 8) // 8)
+    assert stored.nbytes == size + 4 * stored.scale.size
+    packed = stored_kernels.pack(codes, weights)
+    assert packed.nbytes == size
+    unpacked = stored_kernels.unpack(packed, shape, weights)
+    np.testing.assert_array_equal(unpacked, codes)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -62,6 +74,8 @@ def test_the_matrix_is_outputs_by_inputs(kind, granularity):
     if granularity == "block":
         scale = np.repeat(np.repeat(scale, 128, 0), 128, 1)
         scale = scale[: matrix.shape[0], : matrix.shape[1]]
+    elif granularity == "group32":
+        scale = np.repeat(scale, 32, 1)[:, : matrix.shape[1]]
     else:
         assert scale.shape in ((matrix.shape[0], 1), (1, 1))
     turned = stored.dequantized().transpose(axes.free + axes.summed)
@@ -114,7 +128,7 @@ def test_what_is_not_finite_is_refused(value):
 
 
 @pytest.mark.parametrize(
-    "argument", [{"granularity": "row"}, {"weights": "int8"}]
+    "argument", [{"granularity": "row"}, {"weights": "int5"}]
 )
 def test_unknown_words_are_refused(argument):
     with pytest.raises(ValueError) as error:

@@ -36,7 +36,7 @@ def test_an_argument_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("weights", "int8"),
+        ("weights", "int5"),
         ("granularity", "row"),
         ("activations", "sometimes"),
         ("activations", "static"),
