@@ -53,6 +53,7 @@ def _in_saving(module: str, function: str) -> Callable[..., Any]:
     """Return a function of a module in `saving`, imported when it is called."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Import the module, and call the function."""
         home = importlib.import_module(f"{__name__}.saving.{module}")
         return getattr(home, function)(*args, **kwargs)
 
@@ -204,6 +205,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        """Import a module, or a name of one, at its first use."""
         if name in _LAZY_MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _LAZY_NAMES:

@@ -37,5 +37,6 @@ def check_before(cls: type, mixin: type, base: type, name: str) -> None:
 
 
 def _written(cls: type, bases: Iterable[type]) -> str:
+    """Return a class statement, such as `class Mine(Dense)`."""
     names = ", ".join(base.__name__ for base in bases)
     return f"class {cls.__name__}({names})"

@@ -107,6 +107,7 @@ def _parse_rules(text: str, name: str) -> NamedRules:
 
 
 def _is_rule(pair: object) -> bool:
+    """Return True for a list of a pattern and a name or None."""
     return (
         isinstance(pair, list)
         and len(pair) == 2
@@ -116,6 +117,7 @@ def _is_rule(pair: object) -> bool:
 
 
 def _malformed(name: str) -> str:
+    """Return the message for a name that breaks the grammar."""
     return (
         f"Cannot read this as a float8 policy name. Received: {name!r}. "
         "Allowed: 'mixed_float8', 'float8_from_<source>' or "

@@ -111,6 +111,7 @@ class Blocks(Generic[_T]):
     """
 
     def __init__(self, name: str) -> None:
+        """Prepare for blocks; `name` is for debuggers."""
         self.open_count = 0
         self._lock = threading.Lock()
         self._of_task: contextvars.ContextVar[tuple[_Block[_T], ...]] = (
@@ -316,6 +317,7 @@ def _wrapper_of(stock: Operation, name: str) -> Operation:
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        """Run the operation, through its handlers in a layer."""
         scopes = _global_state.get_global_attribute(_SCOPES)
         layer = scopes[-1].caller if scopes else None
         if scopes and layer is None:  # A name scope of the user.
@@ -355,6 +357,7 @@ def _through_blocks(
         return run(*args, **kwargs)
 
     def in_the_layer(*args: Any, **kwargs: Any) -> Any:
+        """Run the operation as one of the layer."""
         # Undoes the blocks below: what `run` calls is of the layer again.
         with (
             handling(False),

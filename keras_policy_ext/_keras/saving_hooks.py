@@ -27,6 +27,7 @@ def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
     # functions of `summary_utils` (keras 3.0 to 3.15). These are wrapped here,
     # and are unchanged outside of a summary.
     def print_summary(stock: Stock, *args: Any, **kwargs: Any) -> Any:
+        """Print as Keras does, and note that it prints."""
         token = _printing.set(True)
         try:
             return stock(*args, **kwargs)
@@ -34,6 +35,7 @@ def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
             _printing.reset(token)
 
     def counted(stock: Stock, weights: Iterable[Any]) -> Any:
+        """Count weights; fewer while a summary is printed."""
         if _printing.get():
             weights = [v for v in weights if not is_left_out(v)]
         return stock(weights)
@@ -85,6 +87,7 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
     def serialized(
         stock: Stock, model: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
+        """Return Keras's JSON texts with the entries added."""
         written = stock(model, *args, **kwargs)
         try:
             config, metadata = written
@@ -159,6 +162,7 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
     signature = inspect.signature(keras.Model.export)
 
     def checked(stock: Stock, *args: Any, **kwargs: Any) -> Any:
+        """Check the model and format, then export as Keras does."""
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError:  # Keras says what is wrong.

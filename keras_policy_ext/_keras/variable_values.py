@@ -57,6 +57,7 @@ def is_stateless() -> bool:
 
 
 def _stateless_scope() -> Any:
+    """Return the `StatelessScope` that is entered now, or None."""
     return _global_state and _global_state.get_global_attribute(
         "stateless_scope"
     )
@@ -120,11 +121,13 @@ class ComputedVariable:
     """
 
     def __init__(self, held: keras.Variable, dtype: str):
+        """Read all but the value from `held`; autocast to other dtypes."""
         self.held = held
         self._dtype = dtype
         self._autocast = True
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the other variable."""
         if name == "held" or name.startswith("__"):  # Not set yet, in a copy.
             raise AttributeError(name)
         return getattr(self.held, name)
@@ -139,6 +142,7 @@ class ComputedVariable:
         self.held.trainable = value
 
     def __repr__(self) -> str:
+        """Return path, shape and dtype, as a variable of Keras does."""
         this: Any = self
         shape = tuple(self.held.shape)
         return f"<Variable path={this.path}, shape={shape}, dtype={this.dtype}>"

@@ -39,6 +39,7 @@ class KerasConvolutions(Convolutions):
     def inputs_grad(
         self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
+        """Compute the inputs' gradient: a transposed linear function."""
         return backends.current.transpose(
             lambda x: self.outputs(conv, x, w), shape, g
         )
@@ -47,6 +48,7 @@ class KerasConvolutions(Convolutions):
     def kernel_grad(
         self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
+        """Compute the kernel's gradient: a transposed linear function."""
         return backends.current.transpose(
             lambda w: self.outputs(conv, x, w), shape, g
         )

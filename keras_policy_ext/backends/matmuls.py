@@ -142,6 +142,7 @@ class NativeMatmul(MatmulKernel):
 
     @override
     def supports(self, request: Request) -> str | None:
+        """Return why this kernel cannot compute a matmul, or None."""
         if not self.reads(request):
             return OTHER_SCALES
         if request.prefer == "emulated":

@@ -102,6 +102,7 @@ def in_loops(
     codes = ops.reshape(kernel.codes, kernel.shape)
 
     def of_matrix(number: Any) -> Tensor:
+        """Multiply the rows by one of the kernel's matrices."""
         operand, matrix = x[0 if x.shape[0] == 1 else number], codes[number]
         rows = ops.shape(operand)[0]
 

@@ -35,6 +35,7 @@ class BoundMatmul:
     def __init__(
         self, plan: Any, matmul: str, kernel: Any, operands: list[BoundOperand]
     ):
+        """Find which uses of the operands this matmul reads."""
         self._matmul, self._kernel = matmul, kernel
         self._contraction = plan.contraction
         self.dtype = _dtype_of(plan, matmul, kernel)
@@ -171,6 +172,7 @@ class BoundPlan(BoundOperation):
     """
 
     def __init__(self, plan: Any, engine: Engine, device: Device):
+        """Select the kernels; bind the operands and the three matmuls."""
         self.plan, self.engine, self.device = plan, engine, device
         self.selections = _select(plan, engine)
         binding = Binding(plan, engine, self.selections)
@@ -207,6 +209,7 @@ class BoundPlan(BoundOperation):
         no_backward: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
+        """Return the outputs plus the bias, and what to save."""
         observe = observe and bool(state) and self._observes_amaxes
         known = reading = None
         if state:
@@ -225,7 +228,11 @@ class BoundPlan(BoundOperation):
 
     @override
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """Rebuild what `Residuals.leaves` listed."""
+        """Rebuild what `Residuals.leaves` listed.
+
+        What a recipe with a state read from it comes after the operands, and
+        the amaxes of the operands come last.
+        """
         tensors = iter(leaves)
         quantizations = self.plan.operands.saved
         x = quantized.of_leaves(tensors, quantizations["inputs"])
@@ -258,6 +265,7 @@ class BoundPlan(BoundOperation):
         bias_shape: tuple[int, ...] | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
+        """Return the gradients of the inputs, the kernel, state and bias."""
         reading, shapes = residuals.reading, residuals.shapes
         if reading is not None:
             reading = self._source.simplified(reading, *state)
@@ -290,6 +298,7 @@ class BoundPlan(BoundOperation):
 
     @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
+        """Return True if the outputs gradient's cast sums columns."""
         contraction = self.plan.contraction
         if not self.outputs_grad.sums_columns_of(inputs):
             return False
@@ -301,6 +310,7 @@ class BoundPlan(BoundOperation):
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
+        """Return the state, with a scale large enough for the kernel."""
         if not self._observes_amaxes:
             return state
         # A bank has an amax for each of its matrices.

@@ -93,6 +93,7 @@ def outputs_shape(
 
 
 def _form_error(equation: object, why: str) -> str:
+    """Return the message for an equation that cannot be split."""
     return (
         f"Not an einsum equation of two operands: {why}. Received: "
         f"{equation!r}. Allowed: e.g. 'ab,bc->ac' or '...x,xy->...y'. Write "

@@ -206,6 +206,7 @@ class FrozenPlan:
         return ops.cast(result, self.dtype)
 
     def _quantization(self, operand: str) -> Quantization | None:
+        """Return how an operand is quantized; None if it is not."""
         quantization = self.recipe.quantization(operand, "forward")
         return self.contraction.quantization(quantization)
 
@@ -295,8 +296,8 @@ def dequantized(
 ) -> Tensor:
     """Return a stored kernel as floats, in the kernel's own axes.
 
-    Codes are uint8; or their numbers in float16, which holds all of them; or
-    float32 values that this function returned.
+    `codes` are the uint8 codes, the same numbers in float16, or a kernel that
+    this function returned before in float32, which is only cast.
     """
     if keras.backend.standardize_dtype(codes.dtype) == "float32":
         return ops.cast(codes, dtype)

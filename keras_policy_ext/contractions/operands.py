@@ -156,6 +156,7 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
     framework = backends.current
 
     def along_axes(x: Tensor) -> Tensor:
+        """Gather a tensor along the axes that are sharded."""
         sizes = zip(x.shape, axes, strict=True)
         # Devices share a scale of size 1 along an axis.
         cut_by = [() if size == 1 else names for size, names in sizes]
@@ -215,6 +216,7 @@ class OperandUse:
     """
 
     def __init__(self, binding: Binding, operand: str, matmul: str):
+        """Look up how this matmul reads the operand under the plan."""
         plan, engine, selections = binding
         operands = plan.operands
         self.operand, self.matmul = operand, matmul
@@ -344,6 +346,7 @@ class BoundOperand:
     use: type[OperandUse] = OperandUse
 
     def __init__(self, binding: Binding, operand: str):
+        """Bind both uses of the operand, and select its cast."""
         plan, engine, _ = binding
         self.operand = operand
         self.first, self.second = (
@@ -411,6 +414,7 @@ class OperandInBothLayouts(BoundOperand):
     second: UseOfBothLayouts
 
     def __init__(self, binding: Binding, operand: str):
+        """Prepare the one cast that writes the operand and its transpose."""
         super().__init__(binding, operand)
         plan = binding.plan
         self._both: Any = binding.engine.both_layouts
@@ -468,6 +472,7 @@ class OperandOfRows(BoundOperand):
     """An operand that one cast quantizes by rows for both of its matmuls."""
 
     def __init__(self, binding: Binding, operand: str):
+        """Prepare the one cast that scales rows for both matmuls."""
         super().__init__(binding, operand)
         self._row_casts: Any = binding.engine.row_casts
         self._uses = self.first, self.second
@@ -484,6 +489,7 @@ class OperandOfRows(BoundOperand):
         return not self._is_transposed_in_memory and self._can_cast(like)
 
     def _can_cast(self, x: Tensor) -> bool:
+        """Return True if the cast can write the formats of both uses."""
         formats = [quantization.format for quantization in self._by_rows]
         return self._row_casts.supports(x, *formats) is None
 
@@ -536,6 +542,7 @@ class OperandOfCodes(BoundOperand):
     """
 
     def __init__(self, binding: Binding, operand: str):
+        """Raise if the kernel has more than one scale."""
         super().__init__(binding, operand)
         plan, quantization = binding.plan, self.first.quantization
         has_one_scale = quantization is not None and quantization.keeps_axes
@@ -589,7 +596,7 @@ def _is_gathered(plan: Any, operand: str) -> bool:
 
 
 def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
-    """Return True if one cast may quantize an operand for all its matmuls."""
+    """Return True if one cast that scales rows may serve all its matmuls."""
     plan, engine, selections = binding
     quantized_for = {
         matmul: plan.operands.quantizations[operand, matmul]

@@ -37,6 +37,7 @@ class WeightedSum(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """Return that of `activations`; values get the scale 1."""
         asked = self.activations.quantization(operand, matmul)
         # The kernel is the values, which `fold` brings into range.
         if asked is None or (operand, matmul) != ("kernel", "forward"):
@@ -107,7 +108,11 @@ def _scale_of_keys(
 
 
 def _with_axes_of(of_weights: str, scale: Tensor, of_values: str) -> Tensor:
-    """Give the scales of keys the axes of weights, to which they broadcast."""
+    """Give the scales of keys the axes of weights, to which they broadcast.
+
+    `weights_letters` and `values_letters` are the einsum terms of both
+    operands. `scale` has the axes of the values.
+    """
     keys = [letter for letter in of_weights if letter in of_values]
     columns = [letter for letter in of_values if letter not in keys]
     order = [of_values.index(letter) for letter in keys + columns]

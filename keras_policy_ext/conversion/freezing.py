@@ -286,6 +286,7 @@ def deciding(
 
 
 def _no_filter(given: object) -> str:
+    """Return the message for a filter that `freeze` does not take."""
     return (
         "This filter is about the speed or the accuracy of training, and not "
         f"about stored kernels. Received: filter={given!r}. Allowed: a "
@@ -416,10 +417,12 @@ class _Plan:
 
     @property
     def layer(self) -> Any:
+        """The layer to freeze."""
         return self.candidate.layer
 
     @property
     def policy(self) -> Float8DTypePolicy:
+        """The float8 policy that the layer gets."""
         source = source_policy_of(self.layer).name
         return Float8DTypePolicy(source, recipe=self.recipe)
 
@@ -469,6 +472,7 @@ def _plan(
 
 
 def _unseen(layer: keras.Layer) -> str:
+    """Return the message for a layer that lacks a static scale."""
     return (
         f"Layer {candidates.path_of(layer)!r} has seen no amax of its "
         "inputs. Received: activations='static'. Allowed: a model that "
@@ -481,6 +485,7 @@ def _unseen(layer: keras.Layer) -> str:
 
 
 def _check_trained(trained_scales: bool, granularity: str) -> None:
+    """Raise if trained scales are asked for, and not one per tensor."""
     if trained_scales and granularity != "tensor":
         raise ValueError(
             "trained_scales=True needs granularity='tensor': scales from "
@@ -492,6 +497,7 @@ def _check_trained(trained_scales: bool, granularity: str) -> None:
 
 
 def _check_not_frozen(chosen: list[Candidate]) -> None:
+    """Raise if a layer to freeze is frozen already."""
     for each in chosen:
         policy: Any = float8_policy_of(each.layer)
         if is_frozen(each.layer):
@@ -564,6 +570,7 @@ def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
 
 
 def _refusal(model: keras.Layer, frozen: list[Any]) -> str:
+    """Return the message for a model that cannot be widened."""
     if not frozen:
         return (
             f"No layer of {model.name!r} is frozen. Received: a model with "

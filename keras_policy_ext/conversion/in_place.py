@@ -520,6 +520,7 @@ def _why_it_stays(layer: keras.Layer) -> Iterator[Unconverted]:
 
 
 def _all_frozen(model: keras.Layer) -> str:
+    """Return the message for a model that `thaw` is for."""
     return (
         f"All float8 layers of {model.name!r} are frozen, and their float "
         "weights are gone. Received: a frozen model. Allowed: one with layers "
@@ -551,7 +552,11 @@ def _with_attention_in_floats(
     converted: Sequence[keras.Layer],
     refused: Sequence[Unconverted],
 ) -> Iterator[Unconverted]:
-    """Yield other layers around float8 layers, with attention in floats."""
+    """Yield layers whose attention stays in floats, for the report.
+
+    Some of the layers in them, such as projections, are in float8. Those in
+    `converted` and `refused` are in the report already.
+    """
     listed = {id(x) for x in converted} | {id(each.layer) for each in refused}
     for layer in walking.layers_within(model):
         reason = _why_attention_in_floats(layer)

@@ -82,7 +82,11 @@ class Totals:
         )
 
     def head(self) -> list[str]:
-        """Return sentences on how much of the model is in float8."""
+        """Return sentences on how much of the model is in float8.
+
+        They are about layers if nothing is multiplied, about stored kernels if
+        all matmuls are in floats, and otherwise about multiplications.
+        """
         if self.is_counted and not self.multiplications:
             layers = counted(self.listed, "layer")
             return [f"{self.listed_in_float8} of {layers} in float8"]

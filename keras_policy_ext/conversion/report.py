@@ -207,6 +207,7 @@ class Report(LayersReport):
         return [outcome_of(group)]
 
     def _full_rows(self, entry: Converted | Skipped) -> list[list[str]]:
+        """Return the one row of a layer in the full table."""
         cells = [
             entry.path,
             entry.class_name,
@@ -232,6 +233,7 @@ class Report(LayersReport):
         return [each for each in self.skipped if each.reason == NOT_BUILT]
 
     def _notes(self, full: bool) -> list[str]:
+        """Return the sentences below the table, on single layers."""
         notes = [*super()._notes(full), *self.without_effect]
         notes += saved_input_bytes.note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
@@ -373,6 +375,7 @@ class FrozenReport(Report):
             yield Table(_KERNELS, rows)
 
     def _notes(self, full: bool) -> list[str]:
+        """Return the sentences below the table; one on kernels."""
         notes = super()._notes(full)
         return [*notes, *([self.kernels_note()] if self.stored else [])]
 
@@ -394,6 +397,7 @@ class ThawedReport(Report):
     _nothing_done = "No layer was frozen; there is nothing to thaw"
 
     def _notes(self, full: bool) -> list[str]:
+        """Return the sentences below the table; one on rounding."""
         layers = counted(len(self.converted), "layer")
         rounded = (
             f"The weights of {layers} are those that `freeze` has rounded "
@@ -565,6 +569,7 @@ def _reasons(report: Report) -> str:
 
 
 def _float8_policy_name(layer: keras.Layer) -> str | None:
+    """Return the full name of a layer's float8 policy, or None."""
     policy = float8_policy_of(layer)
     return None if policy is None else policy.full_name
 

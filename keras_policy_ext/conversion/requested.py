@@ -195,6 +195,7 @@ class Selection:
 
 
 def _first_match(patterns: Patterns, path: str) -> re.Pattern[str] | None:
+    """Return the first pattern that is found in a path, or None."""
     return next((p for p in patterns if p.search(path)), None)
 
 
@@ -220,6 +221,7 @@ def _wrong_patterns(
     given: object,
     fault: str = "is neither a regular expression nor a list of them",
 ) -> str:
+    """Return the message for patterns that cannot be read."""
     return (
         f"`{name}` {fault}. Received: {given!r}. Allowed: a regular "
         "expression that is found in the paths of layers, or a list of them, "
@@ -229,6 +231,7 @@ def _wrong_patterns(
 
 
 def _no_match(name: str, patterns: Patterns, paths: list[str]) -> str:
+    """Return the message for patterns that match no path."""
     shown = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
     given = [pattern.pattern for pattern in patterns]
     return (
@@ -239,6 +242,7 @@ def _no_match(name: str, patterns: Patterns, paths: list[str]) -> str:
 
 
 def _is_all(given: object) -> bool:
+    """Return True for the filter `"all"`."""
     return isinstance(given, str) and given == "all"
 
 
@@ -290,6 +294,7 @@ def _min_size(given: object) -> int:
 
 
 def _wrong_size(given: object) -> str:
+    """Return the message for a `min_size` that is no number."""
     return (
         f"`min_size` is not a number of entries. Received: {given!r} (of type "
         f"{type(given).__name__}). Allowed: an int >= 0, the fewest entries "
@@ -314,7 +319,13 @@ class Requested:
     def read(
         cls, model: keras.Layer, policy: object, recipe: object
     ) -> Requested:
-        """Return the policies that the arguments of `convert` request."""
+        """Return the policies that the arguments of `convert` request.
+
+        Without arguments these are the policies of earlier conversions, else
+        the global policy if it is float8, else the default recipe. A layer that
+        was made under a float8 policy of its own then follows that
+        (`own_first`).
+        """
         given = _requested_policy(policy, recipe)
         if given is not None:
             return cls((given,), own_first=False)
@@ -511,6 +522,7 @@ def _within(policy: keras.DTypePolicy) -> list[keras.DTypePolicy]:
 
 
 def _no_float8(received: object, hint: str = "") -> str:
+    """Return the message for a policy that is not float8."""
     words = ("float8", policy_names.ALIAS, *recipes.names())
     return (
         f"{received!r} is not a recipe or a float8 dtype policy. "
@@ -525,6 +537,7 @@ def _no_float8(received: object, hint: str = "") -> str:
 def _different_policies(
     layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]
 ) -> str:
+    """Return the message that a policy has to be passed again."""
     named = " and ".join(repr(getattr(x, "full_name", x.name)) for x in given)
     return (
         "Layers of this model were converted with different policies, and "

@@ -249,6 +249,7 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
 
 
 def _models_in(model: keras.Layer) -> list[keras.Model]:
+    """Return a model and the models in it."""
     layers = walking.layers_within(model)
     return [layer for layer in layers if isinstance(layer, keras.Model)]
 

@@ -94,6 +94,7 @@ def _linked(parts: list[str]) -> Iterator[str]:
     """In the block, an HDF5 file exists that links to the arrays of others."""
 
     def link(name: str, item: Any) -> None:
+        """Link to an array from the new file."""
         if isinstance(item, h5py.Dataset):
             file[name] = h5py.ExternalLink(item.file.filename, item.name)
 
@@ -209,6 +210,7 @@ def groups(file: h5py.File) -> list[h5py.Group]:
     of_layers: list[h5py.Group] = []
 
     def visit(name: str, item: Any) -> None:
+        """List an item that is the group of a layer."""
         is_layer = not name.startswith("optimizer/")
         if name.endswith("/vars") and isinstance(item, h5py.Group) and is_layer:
             of_layers.append(item)
@@ -261,6 +263,7 @@ class _Section(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes], start: int, size: int):
+        """Begin at the first byte of the range."""
         super().__init__()
         self._file, self._start, self._size = file, start, size
         self._at = 0  # The next byte to read, counted from `start`.
@@ -269,12 +272,14 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset in the range; return the new position."""
         # SEEK_SET, SEEK_CUR and SEEK_END are 0, 1 and 2.
         base = (0, self._at, self._size)[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes; return their number."""
         size = max(0, min(len(buffer), self._size - self._at))
         self._file.seek(self._start + self._at)
         content = self._file.read(size)

@@ -43,6 +43,7 @@ class _Float8Attention(Float8Mixin):
     if not TYPE_CHECKING:
 
         def __init__(self, *args, attention=None, **kwargs):
+            """Check `attention`, make the stock layer, look up the policy."""
             if attention not in (None, "float8"):
                 raise ValueError(
                     f"Unknown `attention` of {type(self).__name__}. Received: "

@@ -43,6 +43,7 @@ class Float8Controller:
     """
 
     def __init__(self, layer: keras.Layer) -> None:
+        """Begin without policy and kernels."""
         self.layer = layer
         # Paths of the weights that are contracted in float8.
         self.kernel_paths: tuple[str, ...] = ()
@@ -185,6 +186,7 @@ class Float8Controller:
             self._add_state(variable, policy.recipe)
 
     def _add_state(self, kernel: keras.Variable, recipe: Recipe) -> None:
+        """Add the state of a kernel, one per matrix if it is a bank."""
         axis = self.layer.float8_bank_axis(self.layer, kernel)
         self.layer.float8_state.add(kernel, recipe, axis)
 

@@ -49,6 +49,7 @@ class _Float8Conv(_Convolves):
     """The common base of `Conv1D`, `Conv2D` and `Conv3D`."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """Return the convolution in float8, with LoRA's share."""
         padding = self.padding
         if padding == "causal":  # Of `Conv1D` alone.
             widths = [(0, 0), (0, 0), (0, 0)]
@@ -73,6 +74,7 @@ class _Float8ConvTranspose(_Convolves):
     """The common base of the transposed convolutions of rank 1 to 3."""
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """Return the transposed convolution in float8."""
         contraction = contractions.ConvTranspose(
             self.strides,
             self.padding,
@@ -87,6 +89,7 @@ class _Float8ConvTranspose(_Convolves):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
+        """Return its axes; the filters come before the channels."""
         # Its kernel has the filters before the channels, unlike other kernels.
         *window, filters, channels = range(len(kernel.shape))
         return Axes(summed=(*window, channels), free=(filters,))
@@ -102,6 +105,7 @@ class _Float8SeparableConv(_Convolves):
     float8_kernels = ("pointwise_kernel",)
 
     def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """Convolve each channel in floats, then all in float8."""
         x = ops.depthwise_conv(
             inputs,
             self.convert_input(self.depthwise_kernel),

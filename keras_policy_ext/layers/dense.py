@@ -82,6 +82,7 @@ class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
+        """Return the kernel's axes, as its equation sums them."""
         # Summed are the axes of both terms, and those of the kernel alone.
         first, second, out = equations.split(layer.equation.replace("...", ""))
         summed = [x for x in first if x in second and x not in out]
@@ -97,4 +98,5 @@ class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
     def float8_bank_axis(
         cls, layer: keras.Layer, kernel: keras.Variable
     ) -> int | None:
+        """Return the axis that tells matrices apart, or None."""
         return bank_axis(layer.equation.replace("...", ""))

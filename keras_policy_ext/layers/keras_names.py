@@ -19,6 +19,7 @@ class _Shown:
         self.names = operand, kind
 
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        """Return the scale or history; AttributeError without one."""
         if layer is None:  # As for a property that is read from the class.
             return self
         state = getattr(layer, "float8_state", None)

@@ -83,6 +83,7 @@ class Float8Mixin(
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise if a subclass lists the mixin after a Keras class."""
         super().__init_subclass__(**kwargs)
         bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
 
@@ -98,6 +99,11 @@ class Float8Mixin(
     if not TYPE_CHECKING:
 
         def __init__(self, *args, **kwargs):
+            """Make the stock layer under its policy, with a controller.
+
+            The controller comes first, since Keras's constructor sets
+            `dtype_policy`, whose setter asks it.
+            """
             Float8Controller.join(self)  # Keras's constructor asks for it.
             kwargs["dtype"] = policies.get(kwargs.get("dtype"))
             super().__init__(*args, **kwargs)

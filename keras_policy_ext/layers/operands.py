@@ -47,6 +47,7 @@ class TensorNotes(Generic[Value]):
         values, key = self._values, id(x)
 
         def forget(reference: Any) -> None:
+            """Forget the value of a tensor that was deleted."""
             # Unless another tensor has this id by now.
             if key in values and values[key][0] is reference:
                 del values[key]

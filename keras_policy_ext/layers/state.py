@@ -46,6 +46,7 @@ class Float8State(keras.layers.Layer):
     """
 
     def __init__(self, trainable: bool = True):
+        """Make an empty state, whose group in files is `entries.GROUP`."""
         super().__init__(
             name=entries.GROUP, trainable=trainable, dtype="float32"
         )

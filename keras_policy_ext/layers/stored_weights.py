@@ -53,6 +53,7 @@ class StoredConstant(NoWeight, keras.Variable):
 
     @override
     def check(self, value: Any) -> None:
+        """Raise if a value is no scale, or no number of a kernel."""
         # NaN and infinities, and a scale that is not positive, are refused.
         numbers = np.asarray(ops.convert_to_numpy(value))
         is_scale = not self.name.endswith(WIDENED)  # Else a whole kernel.
@@ -91,6 +92,7 @@ class StoredCodes(keras.Variable):
     decoded_by: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
+        """Make the variable, of zeros if `codes` is None."""
         super().__init__(
             initializer="zeros" if codes is None else codes,
             shape=shape,
@@ -121,6 +123,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     def __init__(
         self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
     ):
+        """Read the kernel of these axes and recipe from its codes."""
         self.axes = axes
         self.recipe = recipe
         super().__init__(codes, dtype)
@@ -372,6 +375,7 @@ first_use.wait(lambda: saving_hooks.leave_out_of_totals(is_state))
 
 
 def _name_of(dtype: Any) -> str:
+    """Return the name that Keras has for a dtype."""
     return str(keras.backend.standardize_dtype(dtype))
 
 

@@ -77,6 +77,7 @@ class _Memory:
     """A copy of the class, attributes and lists of a layer or optimizer."""
 
     def __init__(self, thing: Any):
+        """Copy the class and attributes, and what they list."""
         self._thing = thing
         self._class = type(thing)
         # Where Keras lists the variables and layers of the thing.

@@ -173,6 +173,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        """Import the primitives of Keras's backend at their first use."""
         if name != "current":
             raise AttributeError(f"module {__name__!r} has no {name!r}")
         globals()[name] = found = _load(keras.backend.backend())

@@ -165,6 +165,7 @@ class CurrentSource:
     is_straight = True
 
     def __init__(self, recipe: Recipe):
+        """Keep the recipe; there is no state."""
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(by_multiplier=False)

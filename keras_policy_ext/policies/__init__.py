@@ -202,6 +202,7 @@ def carry_policy(function: _F) -> _F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Call the function under the policy that was carried."""
         own = _global.snapshot()  # Of the thread that runs the function.
         _global.restore(carried)
         try:
@@ -213,6 +214,7 @@ def carry_policy(function: _F) -> _F:
 
 
 def __getattr__(name: str) -> Any:
+    """Import an extension's name; say what to install if it has none."""
     if name in __all__:
         return _extensions.get(f"policies.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -111,6 +111,7 @@ def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
 
 
 def _conflict(given: list[recipes.Recipe], length: int | None) -> str:
+    """Return the message for arguments that disagree."""
     parts = [repr(recipe) for recipe in given]
     if length is not None:
         parts.append(f"amax_history_length={length}")

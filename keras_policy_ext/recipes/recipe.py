@@ -58,11 +58,13 @@ class Recipe:
     kernel_grad: str = "float8"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register a subclass that has a name."""
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             _register(cls)
 
     def __post_init__(self) -> None:
+        """Raise if a field is not allowed, or the recipe contradicts itself."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for matmul in MATMULS:
             allowed = (str(defaults[matmul]), HIGH_PRECISION)

@@ -81,9 +81,10 @@ def _frozen_when_built(weights: PathLike) -> Iterator[None]:
         return
 
     def freeze(layer: keras.Layer) -> None:
+        """Freeze a layer that was just built, if it can be."""
         form = freezing.form_to_freeze(layer)
         if form is None:  # It has nothing of its own to freeze.
-            _enter_composite(layer)
+            _convert_composite(layer)
         elif stored_weights.kernels_to_store(layer, form):
             source = source_policy_of(layer).name
             to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
@@ -127,9 +128,13 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
     return bool(form.is_stored_kernel(layer, weight))
 
 
-def _enter_composite(layer: keras.Layer) -> None:
-    """Convert a composite layer such as LSTM if its cell is frozen."""
-    # The stock layer would read the codes of the cell as values.
+def _convert_composite(layer: keras.Layer) -> None:
+    """Give a layer with frozen layers in it, such as LSTM, its float8 class.
+
+    Other layers are unchanged.
+    """
+    # The stock layer would read the codes of its cell as values. Composites are
+    # layers without kernels that create layers with kernels.
     survey = candidates.survey(layer)
     if any(each is layer for each in survey.composites):
         in_place.enter_float8_with_children(layer)
@@ -153,30 +158,34 @@ def _frozen_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenWeights]:
     """Return what a file has of frozen layers, by `id` of the layer."""
-    # Keras's loader finds each layer's place; `_noting` loads no weights.
+    # Keras's loader finds each layer's place in the file. Nothing is loaded.
     by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_loader.without_skip_warnings())
         for layer in layers:
-            stack.enter_context(_noting(layer, by_id))
+            stack.enter_context(_recording_frozen(layer, by_id))
         keras_loader.load(model, weights)
     return by_id
 
 
 @contextlib.contextmanager
-def _noting(
+def _recording_frozen(
     layer: keras.Layer, by_id: dict[int, FrozenWeights]
 ) -> Iterator[None]:
-    """In the block, a layer that loads weights only records what it finds."""
+    """In the block, a layer loads no weights, but records frozen ones.
 
-    def note(store: Any) -> None:  # In place of the method.
+    They go to `by_id`, so that the layer can be frozen before it loads them.
+    """
+
+    def record(store: Any) -> None:
+        """Stand in for the layer's `load_own_variables`."""
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
             own_weights.check_rank(saved)
             by_id[id(layer)] = saved
 
-    vars(layer)["load_own_variables"] = note
+    vars(layer)["load_own_variables"] = record
     try:
         yield
     finally:

@@ -194,6 +194,7 @@ def restore_policies(model: keras.Layer, saved: SavedPolicies) -> None:
 
 
 def _models(model: keras.Layer) -> list[Any]:
+    """Return a model and the models in it."""
     layers = walking.layers_within(model)
     return [layer for layer in layers if isinstance(layer, keras.Model)]
 

@@ -148,6 +148,7 @@ def load_for_keras(
         _extensions.import_for("keras_float8_policy")
 
     def fails_in_keras(layer: Any) -> bool:
+        """Return True if Keras would fail on, or lose, float8."""
         return is_frozen(layer) or (in_memory and is_float8_layer(layer))
 
     if not model_files.count(file, fails_in_keras):
@@ -428,6 +429,7 @@ def _is_as_in_file(layer: keras.Layer) -> bool:
 
 
 def _optimizer_sizes(model: keras.Layer) -> list[int]:
+    """Return the number of variables of each optimizer of a model."""
     return [len(each.variables) for each in training.all_optimizers(model)]
 
 

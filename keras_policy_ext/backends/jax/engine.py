@@ -113,6 +113,7 @@ class ScaledDot(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
+        """Return why `lax.scaled_dot` cannot run a matmul, or None."""
         if request.refused_as_mx is not None:
             return request.refused_as_mx
         if not hasattr(lax, "scaled_dot"):
@@ -123,6 +124,7 @@ class ScaledDot(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, by what a matmul of MX blocks runs."""
         if lacking_mx() is None:
             return "lax.scaled_dot on float8 operands"
         return "lax.scaled_dot, converted by XLA"
@@ -131,6 +133,7 @@ class ScaledDot(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply two operands with scales of MX blocks."""
         # `fast` is not read: `scaled_dot` has one way to accumulate.
         read = a.values, a.scale, b.values, b.scale
         if dtype != "bfloat16":
@@ -241,6 +244,7 @@ class EmulatedDot(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply the decoded operands, in 16 bits if that is exact."""
         device = here()
         x, y = unscaled(a), unscaled(b)
         in_16_bits = device.multiplies_in
@@ -255,7 +259,7 @@ class EmulatedDot(Emulated):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply as `_product` does, in float64 if an operand is float64."""
+    """Return the matmul `_product` in float32, in float64 if `a` is float64."""
     wide = a.dtype == jnp.float64
     return _product(a, b, dtype=jnp.float64 if wide else jnp.float32)
 
@@ -280,6 +284,7 @@ class Float8Dot(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, by what a float8 matmul runs."""
         if lacking(*request.formats) is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"
@@ -288,6 +293,8 @@ class Float8Dot(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply float8 values; on CUDA, by cuBLASLt."""
+
         def usual() -> Tensor:
             product = _product(a.values, b.values, _PRECISION[fast])
             return scaled(product, a, b, dtype)
@@ -364,6 +371,8 @@ class GradientOfRows(Float8DotOfRows):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply; on CUDA, round sums to bfloat16 before scaling."""
+
         def usual() -> Tensor:
             product = super(GradientOfRows, self).multiply(a, b, dtype, fast)
             return product.astype(jnp.float32)

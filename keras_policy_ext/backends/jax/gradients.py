@@ -85,7 +85,10 @@ def _forward(
     state: State,
     bias: Tensor | None,
 ) -> tuple[Tensor, _SavedLeaves]:
-    """Return the outputs, and the residuals as leaves."""
+    """Return the outputs, and the tensors to save for the backward pass.
+
+    `observe` says whether the amaxes of the operands are needed.
+    """
     outputs, residuals = operation.bound.forward(
         inputs, kernel, state, observe, bias
     )
@@ -133,7 +136,13 @@ def _run_forward(
     state: State,
     bias: Tensor | None,
 ) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
-    """Return the outputs, and what is saved for the backward pass."""
+    """Return the outputs, and what is saved for the backward pass.
+
+    Saved are the residuals (tensors of the forward pass), the state of the
+    recipe, the links (see this module; None if there is no second derivative)
+    and the shape of a bias. A state, if there is one, is trained by a
+    "gradient" in which the backward pass returns the amaxes that it saw.
+    """
     # JAX passes each tensor as a `CustomVJPPrimal`: its `value`, and whether it
     # is `perturbed`, which is that a gradient of it is taken.
     kernel_learns = kernel.perturbed
@@ -276,7 +285,13 @@ def _gradients(
     outputs_grad: Tensor,
     slot: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
-    """Return the gradients of the inputs, the kernel, state and bias."""
+    """Return the gradients of the inputs, the kernel, state and bias.
+
+    `static` is the operation, and the shape of a bias that is added, or None.
+    `saved` are the tensors of the forward pass. `slot` is the number of this
+    use of the kernel in the step. `links` are only read by the gradient of this
+    function.
+    """
     # The second part of `static` is the shape of a bias that is added, or None.
     operation, bias_shape = static
     leaves = _encoded_until(outputs_grad, saved.leaves)
@@ -303,7 +318,10 @@ def _gradients_forward(
 def _gradients_backward(
     static: tuple[Operation, None], residuals: Any, gradients: Any
 ) -> tuple[Any, ...]:
-    """Differentiate `_gradients`; return a gradient per argument."""
+    """Differentiate `_gradients`; return a gradient per argument.
+
+    `gradients` are those of the results of `_gradients`.
+    """
     operation, _ = static
     saved, observation, links, outputs_grad = residuals
     of_inputs_grad, of_kernel_grad, *_ = gradients
@@ -323,7 +341,10 @@ _backward = jax.jit(_gradients, static_argnums=0)
 def _backward_of(
     operation: Operation, bias_shape: Shape | None, *tensors: Any
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
-    """Compute the gradients for one slot, by a pass that all slots share."""
+    """Compute the gradients for one use of a kernel in a step.
+
+    All uses share one compiled pass, which takes the number of the use.
+    """
     static = operation.first_use, bias_shape
     gradients: Any = _backward(static, *tensors, np.int32(operation.slot))
     return gradients
@@ -392,6 +413,7 @@ run_frozen.defvjp(_run_frozen_forward, _run_frozen_backward)
 
 
 def _no_gradient(constant: Tensor) -> Any:
+    """Return zeros as JAX expects them for a constant's gradient."""
     if jnp.issubdtype(constant.dtype, jnp.floating):
         return jnp.zeros_like(constant)
     # JAX's dtype for a gradient of integers.

@@ -121,6 +121,7 @@ class PallasCasts(BothLayouts):
         hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
+        """Quantize a matrix and its transpose, on each shard of it."""
         # The kernel reads rows of memory. Its two layouts are then exchanged.
         is_transposed = wanted.is_transposed_in_memory
         x = matrix.T if is_transposed else matrix
@@ -293,7 +294,11 @@ def _are_equal(codes: np.ndarray, others: np.ndarray) -> bool:
 
 
 def cast(options: Cast, x: Tensor, scale: Scale) -> Both:
-    """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale."""
+    """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale.
+
+    Return the codes, their transpose and the amax: by Pallas on CUDA or in its
+    interpreter, else by XLA.
+    """
     if options.interpreted:
         return _by_pallas(options, x, scale)
     return lax.platform_dependent(
@@ -485,6 +490,7 @@ def magnitude(x: Tensor) -> Tensor:
 
 
 def _largest_amax(bits: Tensor) -> Tensor:
+    """Return the largest of amaxes given by their bits, in float32."""
     return lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
 
 
@@ -511,6 +517,7 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
     """Compute `x / scale`, correctly rounded wherever a code depends on it."""
 
     def spread(scale: Tensor) -> Tensor:
+        """Broadcast a scale to the shape of `x`."""
         return jnp.broadcast_to(scale, x.shape)
 
     # By the reciprocal and one correction (P. Markstein, "Computation of
@@ -519,6 +526,7 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
     # are preserved, as quotients beyond 2^20, which are clipped, stay as they
     # are.
     def corrected() -> Tensor:
+        """Return the quotient by way of the reciprocal."""
         reciprocal = spread(_asm("rcp.rn.f32", scale))
         first = x * reciprocal
         error = _asm("fma.rn.f32", -first, spread(scale), x)
@@ -595,7 +603,10 @@ def _amax_kernel(
 
     @pl.when(wanted_ref[0] != 0)
     def _() -> None:
+        """Write the amax of this program's parts."""
+
         def larger(i: Tensor, bits: Tensor) -> Tensor:
+            """Return the larger of `bits` and part `i`'s amax."""
             # A program may read the last part again, so none is cut.
             start = jnp.minimum(first + i * PROGRAMS * PART, size - PART)
             x = x_ref[pl.ds(start, PART)].astype(jnp.float32)

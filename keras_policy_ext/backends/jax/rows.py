@@ -78,6 +78,7 @@ class PallasRowCasts(RowCasts):
 
     @override
     def supports(self, like: Tensor, *format_names: str) -> str | None:
+        """Return why some format cannot be written; None if all can."""
         device = None if self._interpreted else self._device()
         for name in format_names:
             reason = lacking(like, str(like.dtype), name, device)
@@ -93,6 +94,7 @@ class PallasRowCasts(RowCasts):
         across: Quantization | None,
         column_sums: bool = False,
     ) -> RowCastsOfBoth:
+        """Quantize a matrix and its transpose, each by its rows."""
         options = How(
             plain=None if plain is None else plain.format,
             across=None if across is None else across.format,
@@ -213,6 +215,7 @@ def _codes_by_xla(
     """Return the codes of a matrix and of its transpose, or None."""
 
     def codes(x: Tensor, scale: Tensor, name: str | None) -> Any:
+        """Quantize a matrix with a scale per row, or not at all."""
         if name is None:
             return None
         scale = scale[: x.shape[0], jnp.newaxis]

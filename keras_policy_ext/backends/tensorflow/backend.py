@@ -85,6 +85,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def traces_for_xla(self) -> bool:
+        """Return True inside a function with `jit_compile=True`."""
         # That is, inside of a function with `jit_compile=True`.
         inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
         if inside is None or tf.executing_eagerly():
@@ -98,6 +99,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
+        """Return the dtype that saves values like `x` at least cost."""
         if self.on_cpu(x):
             # Codes only where XLA makes them: else they take too many passes.
             has_xla = self.traces_for_xla() or compiles_parts(x)
@@ -110,6 +112,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return `scale` in a form that XLA does not see as a scalar."""
         if self.on_cpu(x) or not self.traces_for_xla():
             return super().broadcast_guard(x, scale)
         # The scale, clipped to itself: XLA no longer sees a scalar, by whose
@@ -118,6 +121,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def before_widening(self, x: Tensor) -> Tensor:
+        """Return float8 values behind a barrier if XLA is on a GPU."""
         # XLA for a GPU drops casts from float32 to float8 and back (TF 2.21).
         if not self.traces_for_xla() or self.on_cpu(x):
             return x
@@ -131,6 +135,7 @@ class TensorFlowBackend(Backend):
     @contextlib.contextmanager
     @override
     def functions_step_by_step(self) -> Iterator[None]:
+        """Run compiled functions eagerly in the block."""
         # One switch of TensorFlow makes loops and functions run eagerly.
         with _SWITCH:
             before = tf.config.functions_run_eagerly()
@@ -147,6 +152,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def forget_traces(self, function: Any, owner: Any) -> None:
+        """Make a `tf.function` trace anew at its next call."""
         # TensorFlow has no public way to forget them. The function becomes
         # what a copy with the same options is (`_clone`, TF 2.16 to 2.21);
         # where that is gone, it stays as it was.
@@ -174,6 +180,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
+        """Return absolute values, and infinity for NaN."""
         # XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
         # 2.21 with jit_compile=True).
         magnitude = tf.abs(x)
@@ -184,6 +191,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """Return whether a flag is true on every replica."""
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return flag
@@ -198,6 +206,7 @@ class TensorFlowBackend(Backend):
         arguments: tuple[Any, ...],
         variables: Sequence[keras.Variable],
     ) -> None:
+        """Call `update(*arguments)` if a flag is set, on all replicas."""
         # Replicas that run as threads meet inside `update`, which they cannot
         # in a branch: there the branch goes around all of them.
         context = tf.distribute.get_replica_context()
@@ -206,6 +215,7 @@ class TensorFlowBackend(Backend):
             return
 
         def all_replicas(strategy: Any, flag: Any, *arguments: Any) -> None:
+            """Branch once around the update of all replicas."""
             run = strategy.extended.call_for_each_replica
             flag, *_ = strategy.experimental_local_results(flag)  # All equal.
             tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
@@ -214,6 +224,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
+        """Free each variable's memory once nothing refers to it."""
         # TensorFlow keeps every graph in which a custom gradient was traced,
         # such as the sum over replicas in each training step of Keras. The
         # graph keeps the weights that it read (TF 2.21, `gradient_registry`).
@@ -235,6 +246,7 @@ class TensorFlowBackend(Backend):
         shape: Shape,
         cotangent: Tensor,
     ) -> Tensor:
+        """Apply a linear function's transpose, which is its gradient."""
         point = tf.zeros(shape, tf.float32)  # Any: the function is linear.
         with tf.GradientTape() as tape:
             tape.watch(point)
@@ -249,6 +261,7 @@ class TensorFlowBackend(Backend):
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
+        """Compute `activation(x)`; XLA computes it again if it can."""
         # Under XLA alone, and there on a CPU only a GELU in 16 bits: 12 blocks
         # take 202 MiB in place of 297, and 1.00 to 1.03 of the time; without
         # XLA it would be 1.07 to 1.10. Other functions, and a GELU in float32,
@@ -269,6 +282,7 @@ class TensorFlowBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
+        """Run an operation with a gradient of its own; add a bias."""
         shapes = (tuple(inputs.shape), tuple(kernel.shape))
         forward = _shared_forward(operation.first_use, shapes, _in_a_loop())
 
@@ -276,12 +290,14 @@ class TensorFlowBackend(Backend):
         def differentiable(
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
+            """Return the outputs, and the function of their gradient."""
             outputs, *saved = forward(inputs, kernel, state)
             # Read here and not in the graph of `forward`: XLA compiles anew for
             # each value of a size, and, were it a result, of the inputs.
             sizes = sizes_of(inputs), sizes_of(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
+                """Return the gradients of inputs, kernel and state."""
                 leaves = saved
                 if operation.training is not True:
                     # `forward` found no amaxes. They are for the state, if it
@@ -306,14 +322,18 @@ class TensorFlowBackend(Backend):
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
+        """Run a frozen operation; only the inputs have a gradient."""
+
         @tf.custom_gradient
         def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
+            """Return the outputs, and the function of their gradient."""
             # Else a tape would save what the forward pass computes.
             detached = tf.stop_gradient(inputs)
             outputs = operation.forward(detached, constants)
             sizes = sizes_of(inputs)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
+                """Return the inputs' gradient; None for constants."""
                 inputs_grad = operation.inputs_grad(
                     outputs_grad, constants, sizes
                 )
@@ -334,6 +354,7 @@ class TensorFlowBackend(Backend):
     def product_by_parts(
         self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
+        """Multiply rows by a stored kernel; None to decode it first."""
         in_xla = self.traces_for_xla()
         # A file has TensorFlow's own operations, and nothing for XLA. What is
         # differentiated again is decoded at once.
@@ -388,6 +409,7 @@ def _shared_forward(
     def forward(
         inputs: Tensor, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> list[Tensor]:
+        """Return the outputs and the tensors to save for the gradient."""
         outputs, saved = operation.bound.forward(inputs, kernel, state, observe)
         narrow = _saves_few_bytes(operation, inputs, kernel)
         return [outputs, *saved.leaves(narrow)]

@@ -144,7 +144,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply as `_product` does, in float64 or else in float32."""
+    """Return the matmul `_product` in float32, in float64 if `a` is float64."""
     if a.dtype == tf.float64:
         return _product(a, b)
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
@@ -169,6 +169,7 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
+        """Return why XLA cannot run a float8 matmul; None if it can."""
         requested = request.prefer == "native"
         reason = None if requested else lacking(*request.formats)
         if reason is None and not request.for_xla:
@@ -177,6 +178,7 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, by what a float8 matmul runs."""
         if request.prefer == "native":
             return "casts for XLA, asked for"
         return "XLA takes the casts into the matmul"
@@ -185,6 +187,7 @@ class XlaMatmul(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply two float8 operands by XLA; scale the output."""
         is_native = lacking(*map(_format_of, (a, b))) is None
         read = written = "float32"
         # XLA adds up the products of a vector in the dtype of the result.
@@ -219,6 +222,7 @@ class EmulatedMatmul(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply the decoded operands, in 16 bits if that is exact."""
         in_16_bits = here().multiplies_in
         in_xla = backends.current.traces_for_xla()
         if not in_xla or not exact_in(in_16_bits, a, b):
@@ -325,6 +329,7 @@ _HLO_TYPES = {
 
 
 def _format_of(operand: Quantized) -> str:
+    """Return the name of the float8 format of an operand."""
     quantization: Any = operand.quantization  # Not None of a float8 operand.
     return str(quantization.format)
 

@@ -54,6 +54,10 @@ class Backward:
         sizes: tuple[Shape, Shape],
         leaves: Sequence[Tensor],
     ):
+        """Keep the pass's arguments, and the key of its compiled form.
+
+        `operation.slot` is the number of this use of the kernel in the step.
+        """
         self._slot, self._first_use = operation.slot, operation.first_use
         # What a compiled pass is made for, and its first arguments.
         self._key = self._first_use, shapes, tuple(x.dtype for x in leaves)
@@ -89,11 +93,13 @@ class Backward:
         def gradients(
             outputs_grad: Tensor, inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
+            """Return the gradients, and the function of their own."""
             slot = self._first_use.another_slot(self._slot)
             results = self._compiled(slot, outputs_grad, state)
             _, _, *observation = results
 
             def second(*gradients: Tensor) -> Gradients:
+                """Return the gradient of each of the `tensors`."""
                 of_inputs_grad, of_kernel_grad, *_ = gradients
                 derivatives = _shared_second(*self._key)(
                     *self._saved, outputs_grad, of_inputs_grad, of_kernel_grad
@@ -110,7 +116,10 @@ class Backward:
     def _compiled(
         self, slot: int, outputs_grad: Tensor, state: tuple[Tensor, ...]
     ) -> Gradients:
-        """Run the compiled backward pass; return the gradients."""
+        """Run the compiled backward pass; return the gradients.
+
+        `slot` is the number of this use of the kernel in the step.
+        """
         # A tensor, since a Python number would be part of the graph.
         slot_tensor = tf.constant(slot, tf.int32)
         results: Gradients = _shared_backward(*self._key)(
@@ -215,6 +224,7 @@ def _shared_backward(
         state: tuple[Tensor, ...],
         slot: Tensor,
     ) -> Gradients:
+        """Return the gradients of inputs, kernel and state."""
         residuals = operation.bound.residuals(leaves, _known(shapes, unknown))
         # No gradient of a bias: it is added outside of the operation.
         inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
@@ -236,6 +246,7 @@ def _shared_second(
     def second(
         leaves: Sequence[Tensor], unknown: Sequence[Tensor], *gradients: Tensor
     ) -> Any:
+        """Return the gradients of both operands' gradients."""
         residuals = operation.bound.residuals(leaves, _known(shapes, unknown))
         return operation.bound.second_derivatives(residuals, *gradients)
 
@@ -268,10 +279,12 @@ def relu(x: Tensor, for_xla: bool) -> Tensor:
 
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
+        """Return the ReLU, and the function of its gradient."""
         outputs = tf.nn.relu(x)
         mask = _packed(outputs > 0, for_xla)
 
         def gradient(outputs_grad: Tensor) -> Tensor:
+            """Pass the gradient where the mask is set."""
             # `ReluGrad` reads only where its features are above 0.
             passes = tf.cast(_unpacked(mask), outputs_grad.dtype)
             passes = tf.reshape(passes, tf.shape(outputs_grad))
@@ -287,7 +300,10 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     @tf.custom_gradient
     def differentiable(x: Tensor) -> Any:
+        """Return the activation, and the function of its gradient."""
+
         def gradient(outputs_grad: Tensor) -> Tensor:
+            """Compute the activation again; return the gradient."""
             point, cotangent = x, outputs_grad
             # Behind a barrier XLA does not save what it computes again. But a
             # barrier has no gradient, for which another tape would ask.

@@ -45,6 +45,7 @@ class TorchConvolutions(KerasConvolutions):
 
     @override
     def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
+        """Compute a convolution; PyTorch's own if it is transposed."""
         if not conv.is_transposed:
             return super().outputs(conv, x, w)
         pads = conv.around(tuple(w.shape[:-2]))
@@ -174,6 +175,7 @@ class Float32Matmul(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply the decoded operands in the fastest exact way."""
         # `fast` is ignored: it is for float8 matmuls of a GPU.
         if dtype == "bfloat16" and _fits_bfloat16(a, b):
             if not _have_one_scale_each(a, b):

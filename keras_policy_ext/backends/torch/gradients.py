@@ -328,6 +328,7 @@ class _Gradients(ByExample):
         kernel_link: Tensor | None,
         *saved: Tensor,
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients; `saved` has the state, then residuals."""
         inputs_grad, kernel_grad, *state_grads, _ = _gradients(
             static, outputs_grad, saved
         )
@@ -339,6 +340,7 @@ class _Gradients(ByExample):
     def setup_context(
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
+        """Save what the second derivatives are computed from."""
         ctx.static, outputs_grad, *ctx.links = inputs[:4]
         # A state's gradient is an observation: `backward` returns it as it is.
         _, _, *ctx.state_grads = output
@@ -350,6 +352,7 @@ class _Gradients(ByExample):
     def backward(
         ctx: FunctionCtx, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
     ) -> tuple[Any, ...]:
+        """Return the second derivatives, and those of the state."""
         # The last arguments are of the gradient of a state, which has none.
         outputs_grad, *saved = ctx.saved_tensors
         bound = ctx.static.operation.bound

@@ -107,6 +107,7 @@ def _operator(name: str, key: str = "default") -> Callable[[Any], Any]:
     # share memory, at each call (torch 2.11). After `register_autograd` a call
     # is dispatched in Python twice.
     def register(function: Any) -> Any:
+        """Define the operator with this function; return it."""
         schema = torch.library.infer_schema(function, mutates_args=())
         tag = torch.Tag.pt2_compliant_tag
         qualified = f"keras_policy_ext::{name}"
@@ -159,6 +160,7 @@ def _(
     bias: Tensor | None,
     keep: bool,
 ) -> list[Tensor]:
+    """Return empty results of a forward pass, for the compiler."""
     operation: Any = _OPERATIONS[name]
     bound = operation.bound
     straight = _straight_of(bound, for_gradients=keep)
@@ -227,6 +229,7 @@ def _(
     bias_shape: Sequence[int],
     needed: Sequence[bool],
 ) -> list[Tensor]:
+    """Return empty results of a backward pass, for the compiler."""
     operation: Any = _OPERATIONS[name]
     inputs_needed, kernel_needed, bias_needed = needed
     kernel_dtype = getattr(torch, operation.kernel_dtype)
@@ -252,6 +255,7 @@ class _Differentiable(ReverseMode):
         state: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
+        """Return the outputs; save the state and the residuals."""
         ctx.name, ctx.states = name, len(_listed(state))
         ctx.shapes, ctx.rank = [*inputs.shape, *kernel.shape], inputs.dim()
         ctx.bias_shape = [] if bias is None else list(bias.shape)
@@ -261,6 +265,7 @@ class _Differentiable(ReverseMode):
 
     @staticmethod
     def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
+        """Return the gradients of all arguments of `forward`."""
         saved = ctx.saved_tensors
         _, inputs_needed, kernel_needed, _, bias_needed = ctx.needs_input_grad
         needed = [inputs_needed, kernel_needed, bias_needed]
@@ -330,6 +335,7 @@ def _frozen(
 
 @_frozen.register_fake
 def _(name: str, inputs: Tensor, constants: Sequence[Tensor]) -> Tensor:
+    """Return the empty result of a frozen operation, for the compiler."""
     operation: Any = _OPERATIONS[name]
     outputs = operation.forward(inputs, tuple(constants))
     return torch.empty_like(outputs.contiguous())

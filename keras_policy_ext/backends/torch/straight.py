@@ -74,6 +74,7 @@ class Cast:
         observe: bool,
         sums: bool = False,
     ):
+        """Prepare the kernels for an operand of this shape and strides."""
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
         quantization = straight.quantizations[operand]
@@ -156,6 +157,7 @@ class CastOfRows:
     def __init__(
         self, straight: Straight, operand: str, matrix: Tensor, sums: bool
     ):
+        """Prepare the kernels for an operand of this shape and strides."""
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
         quantization = straight.quantizations[operand]
@@ -226,6 +228,7 @@ class Straight:
     """
 
     def __init__(self, bound: Any, interpreted: bool):
+        """Read from a bound plan what its kernels are to do."""
         plan = bound.plan
         has_state = plan.source.state_shape is not None
         self._is_gathered = plan.gathering is not None
@@ -364,6 +367,7 @@ class Passes:
         kernel: Shape,
         device: torch.device,
     ):
+        """Prepare the kernels of both passes for these shapes."""
         self._straight, self._source = straight, straight.source
         self._m, self._k, self._n = straight.sizes(inputs, kernel)
         self._inputs_shape, self._kernel_shape = inputs, kernel
