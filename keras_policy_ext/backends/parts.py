@@ -93,10 +93,11 @@ def cores() -> int:
 def in_loops(
     x: Tensor, kernel: StoredMatrix, size: int, loop: Callable[..., Tensor]
 ) -> Tensor:
-    """Multiply by parts of `size`, in loops that XLA compiles.
+    """Multiply by a stored kernel, `size` rows of it at a time, in XLA's loops.
 
-    It returns the product without its factor. `loop` takes the first number,
-    the one after the last, a function of a number and a tensor, and a tensor.
+    It returns the product without its factor. `loop(first, end, function,
+    start)` calls `function(i, x)` for each number, from `start` on, and returns
+    the last result.
     """
     matrices, m, n = kernel.shape
     codes = ops.reshape(kernel.codes, kernel.shape)

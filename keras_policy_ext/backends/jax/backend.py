@@ -45,7 +45,7 @@ class Gathering(NamedTuple):
     is_quantized: bool = False
 
 
-def _sharded(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
+def _shard_along(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
     """Have each axis sharded along these mesh axes; None leaves it to XLA."""
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -85,7 +85,6 @@ class JaxBackend(Backend):
     @override
     def is_compiled(self, function: object) -> bool:
         """Return True for what `jax.jit` or `jax.pmap` returns."""
-        # What `jax.jit` and `jax.pmap` return.
         return callable(getattr(function, "clear_cache", None)) and callable(
             getattr(function, "lower", None)
         )
@@ -166,14 +165,14 @@ class JaxBackend(Backend):
             return
         before = [variable.value for variable in variables]
 
-        def updated() -> list[Tensor]:
+        def values_after_update() -> list[Tensor]:
             """Return the variables' values after `update`."""
             mapping = list(zip(variables, before, strict=True))
             with keras.StatelessScope(state_mapping=mapping) as scope:
                 update(*arguments)
             return [scope.get_current_value(v) for v in variables]
 
-        after = lax.cond(flag, updated, lambda: before)
+        after = lax.cond(flag, values_after_update, lambda: before)
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
 
@@ -240,8 +239,8 @@ class JaxBackend(Backend):
             for names in axes
         ]
         bits = x if x.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
-        bits = _sharded(bits, gathering.mesh, list(axes))
-        bits = _sharded(bits, gathering.mesh, axes_after)
+        bits = _shard_along(bits, gathering.mesh, list(axes))
+        bits = _shard_along(bits, gathering.mesh, axes_after)
         return lax.bitcast_convert_type(bits, x.dtype)
 
     @override
@@ -298,7 +297,7 @@ class JaxBackend(Backend):
 
     @override
     def gains_from_float16(self, numbers: int) -> bool:
-        """Return True if a kernel is better held as float16 values."""
+        """Return True if `kpe.widen` speeds up a kernel of so many elements."""
         # For a GPU without float8 XLA writes the kernel in floats, unless it is
         # in float16: see `_product_with_cast`.
         if jax.default_backend() == "gpu":

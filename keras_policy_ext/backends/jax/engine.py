@@ -44,7 +44,10 @@ def here() -> Device:
 
 
 def lacking(*formats: str) -> str | None:
-    """Return why XLA has no matmul of these formats on the device, or None."""
+    """Return why XLA has no matmul of these formats on the device.
+
+    None if it has one.
+    """
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -52,7 +55,10 @@ def lacking(*formats: str) -> str | None:
 
 
 def lacking_mx() -> str | None:
-    """Return why XLA has no matmul with MX block scales here, or None."""
+    """Return why XLA has no matmul with MX block scales here.
+
+    None if it has one.
+    """
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -124,7 +130,7 @@ class ScaledDot(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
-        """Return, for reports, by what a matmul of MX blocks runs."""
+        """Return, for reports, which operation multiplies MX blocks."""
         if lacking_mx() is None:
             return "lax.scaled_dot on float8 operands"
         return "lax.scaled_dot, converted by XLA"
@@ -188,14 +194,14 @@ def _scaled_product(
     """Multiply (b, m, k) by (b, n, k) transposed, with scales of MX blocks."""
     scales = [
         lax.bitcast_convert_type(
-            _padded(encode_scales(each, E8M0), TERMS // MX_BLOCK),
+            _pad_last_axis(encode_scales(each, E8M0), TERMS // MX_BLOCK),
             jnp.float8_e8m0fnu,
         )
         for each in (a_scale, b_scale)
     ]
     return lax.scaled_dot(
-        _padded(a, TERMS),
-        _padded(b, TERMS),
+        _pad_last_axis(a, TERMS),
+        _pad_last_axis(b, TERMS),
         lhs_scale=scales[0],
         rhs_scale=scales[1],
         dimension_numbers=(((2,), (2,)), ((0,), (0,))),
@@ -203,7 +209,7 @@ def _scaled_product(
     )
 
 
-def _padded(x: Tensor, multiple: int) -> Tensor:
+def _pad_last_axis(x: Tensor, multiple: int) -> Tensor:
     """Pad the last axis of a tensor with zeros to a multiple of a number."""
     missing = -x.shape[2] % multiple
     return jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
@@ -284,7 +290,7 @@ class Float8Dot(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
-        """Return, for reports, by what a float8 matmul runs."""
+        """Return, for reports, which operation multiplies float8."""
         if lacking(*request.formats) is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"

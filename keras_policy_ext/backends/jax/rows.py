@@ -94,7 +94,11 @@ class PallasRowCasts(RowCasts):
         across: Quantization | None,
         column_sums: bool = False,
     ) -> RowCastsOfBoth:
-        """Quantize a matrix and its transpose, each by its rows."""
+        """Quantize a matrix and its transpose, each by its rows.
+
+        `plain` says how to quantize the matrix, `across` the transpose; None
+        leaves it out.
+        """
         options = How(
             plain=None if plain is None else plain.format,
             across=None if across is None else across.format,
@@ -102,13 +106,17 @@ class PallasRowCasts(RowCasts):
             interpreted=self._interpreted,
         )
         kernel = CastsOfRows(options, plain, across)
-        *casts, column_sums = partitioned.run(kernel, matrix)
-        # Each cast: codes, scales and amaxes, or three times None.
-        of_plain, of_across = (
-            None if cast[0] is None else RowCast(*cast)
-            for cast in (casts[:3], casts[3:])
+        # Each cast has codes, scales and amaxes, or three times None.
+        codes, scales, amaxes, *of_transpose, sums = partitioned.run(
+            kernel, matrix
         )
-        return RowCastsOfBoth(of_plain, of_across, column_sums)
+        codes_across, scales_across, amaxes_across = of_transpose
+        of_plain = of_across = None
+        if codes is not None:
+            of_plain = RowCast(codes, scales, amaxes)
+        if codes_across is not None:
+            of_across = RowCast(codes_across, scales_across, amaxes_across)
+        return RowCastsOfBoth(of_plain, of_across, sums)
 
 
 class CastsOfRows(NamedTuple):

@@ -86,7 +86,6 @@ class TensorFlowBackend(Backend):
     @override
     def traces_for_xla(self) -> bool:
         """Return True inside a function with `jit_compile=True`."""
-        # That is, inside of a function with `jit_compile=True`.
         inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
         if inside is None or tf.executing_eagerly():
             return False
@@ -287,27 +286,27 @@ class TensorFlowBackend(Backend):
         forward = _shared_forward(operation.first_use, shapes, _in_a_loop())
 
         @tf.custom_gradient
-        def differentiable(
+        def outputs_with_gradient(
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
             """Return the outputs, and the function of their gradient."""
             outputs, *saved = forward(inputs, kernel, state)
-            # Read here and not in the graph of `forward`: XLA compiles anew for
-            # each value of a size, and, were it a result, of the inputs.
+            # Sizes are read here, not in the graph of `forward`: XLA would
+            # compile it again for each value of a size.
             sizes = sizes_of(inputs), sizes_of(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
                 """Return the gradients of inputs, kernel and state."""
-                leaves = saved
+                tensors = saved
                 if operation.training is not True:
-                    # `forward` found no amaxes. They are for the state, if it
-                    # is trained, and show a kernel that outgrew its scale.
+                    # `forward` found no amaxes. A state that is trained needs
+                    # them, also to notice that a kernel outgrew its scale.
                     residuals = operation.bound.residuals(saved, sizes)
                     residuals = operation.bound.observed(
                         residuals, inputs, kernel
                     )
-                    leaves = residuals.leaves(narrow=False)
-                backward = Backward(operation, shapes, sizes, leaves)
+                    tensors = residuals.leaves(narrow=False)
+                backward = Backward(operation, shapes, sizes, tensors)
                 return backward.gradients(outputs_grad, inputs, kernel, state)
 
             return outputs, gradient
@@ -315,7 +314,7 @@ class TensorFlowBackend(Backend):
         # A tf.Variable would make tf.custom_gradient ask for a second result.
         operands = [tf.identity(x) for x in (inputs, kernel, *state)]
         refuse_vectorized(*operands[:2])
-        outputs = differentiable(*operands)
+        outputs = outputs_with_gradient(*operands)
         return outputs if bias is None else keras.ops.add(outputs, bias)
 
     @override
@@ -325,7 +324,7 @@ class TensorFlowBackend(Backend):
         """Run a frozen operation; only the inputs have a gradient."""
 
         @tf.custom_gradient
-        def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
+        def outputs_with_gradient(inputs: Tensor, *constants: Tensor) -> Any:
             """Return the outputs, and the function of their gradient."""
             # Else a tape would save what the forward pass computes.
             detached = tf.stop_gradient(inputs)
@@ -344,7 +343,7 @@ class TensorFlowBackend(Backend):
         # A tf.Variable would make tf.custom_gradient ask for a second result.
         operands = [tf.identity(x) for x in (inputs, *constants)]
         refuse_vectorized(operands[0])
-        return differentiable(*operands)
+        return outputs_with_gradient(*operands)
 
     @override
     def cuts(self, numbers: int) -> bool:
@@ -401,7 +400,7 @@ def _in_a_loop() -> bool:
 def _shared_forward(
     operation: Operation, shapes: tuple[Shape, Shape], in_a_loop: bool
 ) -> CompiledPass:
-    """Return a compiled pass, from tensors to `[outputs, *saved leaves]`."""
+    """Return a compiled pass, from tensors to `[outputs, *saved tensors]`."""
     # It is traced once. So there is one for each of `shapes` and `in_a_loop`,
     # which are only in the key of the cache.
     observe = operation.training is True

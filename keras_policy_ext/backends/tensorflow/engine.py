@@ -37,9 +37,10 @@ def here() -> Device:
 
 
 def lacking(*formats: str) -> str | None:
-    """Return why XLA has no matmul of these formats on the device, or None.
+    """Return why XLA has no matmul of these formats on the device.
 
-    TensorFlow does not tell what AMD's and Google's devices support.
+    None if it has one. TensorFlow does not tell what AMD's and Google's devices
+    support.
     """
     device = here()
     if device.maker == "nvidia":
@@ -77,16 +78,16 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     """Encode values as codes; see `casting.encode`."""
     if not compiles_parts(values):
         return casting.encode(values, format_name)
-    compiled = _compiled(casting.encode, tf.float32, (format_name,))
-    return _called_flat(compiled, values)
+    compiled = _compile_by_xla(casting.encode, tf.float32, (format_name,))
+    return _call_on_vector(compiled, values)
 
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
     """Decode codes to values; see `casting.decode`."""
     if not compiles_parts(codes):
         return casting.decode(codes, format_name)
-    compiled = _compiled(casting.decode, tf.uint8, (format_name,))
-    return _called_flat(compiled, codes)
+    compiled = _compile_by_xla(casting.decode, tf.uint8, (format_name,))
+    return _call_on_vector(compiled, codes)
 
 
 def cast_in_training(
@@ -96,11 +97,13 @@ def cast_in_training(
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)
     options = dtype, is_factor
-    compiled = _compiled(casting.quantize_float32, x.dtype, options, scales=1)
-    return _called_flat(compiled, x, tf.reshape(scale, ()))
+    compiled = _compile_by_xla(
+        casting.quantize_float32, x.dtype, options, scales=1
+    )
+    return _call_on_vector(compiled, x, tf.reshape(scale, ()))
 
 
-def _called_flat(
+def _call_on_vector(
     compiled: Callable[..., Tensor], x: Tensor, *others: Tensor
 ) -> Tensor:
     """Call a function of vectors on `x`, flattened; return the shape of `x`."""
@@ -111,7 +114,7 @@ def _called_flat(
 
 
 @functools.cache
-def _compiled(
+def _compile_by_xla(
     function: Callable[..., Tensor],
     dtype: tf.DType,
     options: tuple[Any, ...],
@@ -178,7 +181,7 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
-        """Return, for reports, by what a float8 matmul runs."""
+        """Return, for reports, how XLA comes to multiply float8."""
         if request.prefer == "native":
             return "casts for XLA, asked for"
         return "XLA takes the casts into the matmul"
@@ -232,7 +235,10 @@ class EmulatedMatmul(Emulated):
 
 
 def _fast_product(a: Tensor, b: Tensor, written: str) -> Tensor:
-    """Multiply as `_product` does, in XLA; write the sums in a dtype."""
+    """Multiply (b, m, k) by (b, n, k) transposed; write the sums in a dtype.
+
+    Sums may be in fewer bits than float32.
+    """
     if a.dtype == written:
         return _product(a, b)
     return tf.raw_ops.BatchMatMulV3(
@@ -241,7 +247,7 @@ def _fast_product(a: Tensor, b: Tensor, written: str) -> Tensor:
 
 
 def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
-    """Multiply as `_fast_product` does, in the highest precision."""
+    """Multiply in XLA, in its highest precision; write the sums in a dtype."""
     if xla is None:
         return _fast_product(a, b, written)
     axes = xla.DotDimensionNumbers(
