@@ -107,7 +107,10 @@ def _conv_backward(
 
 
 def _conv_options(conv: Convolution) -> tuple[Any, ...]:
-    """Return strides, padding, dilation, `transposed` and output padding."""
+    """Return the arguments of `torch.convolution` from strides to `groups`.
+
+    There is no padding: the caller pads or crops.
+    """
     no_padding = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
     return list(conv.strides), no_padding, rates, conv.is_transposed, no_padding

@@ -46,7 +46,10 @@ def run(
 
 
 def _straight_of(bound: Any, for_gradients: bool) -> Any:
-    """Return the `Straight` of a bound operation; None if it has none."""
+    """Return the passes of an operation as lists of kernels, or None.
+
+    None if it has none, or none with gradients where these are needed.
+    """
     straight = bound.straight
     if straight is None or (for_gradients and not straight.differentiates):
         return None
@@ -296,7 +299,12 @@ def _contraction(
     state: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the outputs plus the bias, with their gradients."""
+    """Return the outputs plus the bias, with their gradients.
+
+    `name` is the key of the operation in `_OPERATIONS`, since operators take no
+    objects. The bias is added by the operation if that runs as a list of
+    kernels (`Straight`), which can.
+    """
     operation: Any = _OPERATIONS[name]
     keep = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (inputs, kernel, *_listed(state))

@@ -56,7 +56,10 @@ class ScaledMM(NativeMatmul):
         return torch_devices.here().maker != "cpu"
 
     def with_bias(self, bias: Tensor) -> ScaledMM | None:
-        """Return a kernel that adds a bias before it rounds; None on a CPU."""
+        """Return a matmul kernel that adds a bias before it rounds.
+
+        None on a CPU, and for a bias that is not in 16 bits.
+        """
         on_cpu = torch_devices.here().maker == "cpu"
         return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
 
@@ -67,7 +70,7 @@ class ScaledMM(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
-        """Return, for reports, by what a float8 matmul runs."""
+        """Return, for reports, which operation multiplies float8."""
         if torch_devices.here().maker == "cpu":
             return "scaled_mm on a CPU, asked for"
         if devices.pretended() is not None:
@@ -104,7 +107,7 @@ class ScaledMMOfMatrices(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
-        """Return, for reports, by what a float8 matmul runs."""
+        """Return, for reports, which operation multiplies float8."""
         on_cpu = torch_devices.here().maker == "cpu"
         place = "a CPU, asked for" if on_cpu else "CUDA"
         return f"scaled_mm on {place}, of each matrix"
@@ -155,7 +158,7 @@ class ScaledMMOfRows(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
-        """Return, for reports, by what a float8 matmul runs."""
+        """Return, for reports, which operation multiplies float8."""
         if torch_devices.here().maker == "cpu":
             return "scaled_mm on a CPU, with scales of rows, asked for"
         return "scaled_mm on CUDA, with scales of rows"

@@ -458,7 +458,12 @@ class Passes:
     def _operands(
         self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Quantize; return arguments of `_scaled_mm`, and what to save."""
+        """Quantize both operands; return matmul arguments, and what to save.
+
+        `state` is that of the recipe, or None; `observe` asks for amaxes for
+        it. A scale counts only if `unseen` is 0: else the operand's amax gives
+        it.
+        """
         device, stream = self._device, self._stream()
         # A row of scales for each operand, which casts write: `_SCALES_WIDTH`.
         used = _empty((2, _SCALES_WIDTH), dtype=_FLOAT32, device=device)
@@ -490,7 +495,11 @@ class Passes:
         unseen: Tensor,
         used: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Quantize a kernel; return its codes, the transpose and the amax."""
+        """Quantize a kernel; return its codes, the transpose and the amax.
+
+        A scale counts only if `unseen` is 0: else the amax gives it. The scale
+        that was used is written into `used`.
+        """
         w = _matrix(kernel, self._k, self._n)
         cast = self._cast(Cast, "kernel", w, **options)
         codes, across, amax, _ = cast(stream, w, scales, unseen, used)
@@ -504,7 +513,13 @@ class Passes:
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
-        """Quantize a gradient of the outputs for both matmuls that read it."""
+        """Quantize a gradient of the outputs for both matmuls that read it.
+
+        `saved` is what the forward pass saved. `slot` is the number of this use
+        of the kernel in the step. `sums` asks for the sums of columns. Return
+        the arguments of `_scaled_mm` for the gradients of inputs and of kernel,
+        these sums, and the gradient of the state.
+        """
         # The results are the arguments of `_scaled_mm` for the gradients of
         # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()
