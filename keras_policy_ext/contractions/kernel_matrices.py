@@ -10,76 +10,83 @@ from keras_policy_ext.contractions.equations import EinsumForm, axes_alone
 from keras_policy_ext.stored_kernels import Axes
 
 
-class Reading(NamedTuple):
-    """An einsum of a stored kernel as matrices that need no copy of it.
+class KernelMatrices(NamedTuple):
+    """A stored kernel, viewed as matrices that need no copy of it.
 
-    The matrices of the kernel are those that it has in memory: its last axes
-    are the summed and the other axes of the product, in either order. Axes
-    before these tell matrices apart; inputs may lack some of them.
+    The matrices are those that the kernel has in memory: its last axes are the
+    summed and the other axes of the product, in either order. Axes before
+    these tell matrices apart; inputs may lack some of them.
 
     Attributes:
-        operand: The form of the equation, for what the kernel multiplies, with
-            letters in the kernel's order.
+        operand: The letters of the equation by role, for the operand that the
+            kernel multiplies, in the kernel's order.
         result: The same for the result: here the axes that tell matrices apart
             are those of the kernel.
-        shape: See `StoredMatrix`, as for `sums`.
-        scales: The shape of a scale for each of the other axes' entries.
+        shape: `(matrices, m, n)`; the kernel has these sizes in memory.
+        sums: Whether the product adds up over `m`; otherwise over `n`.
+        scales_shape: The shape of the scales: 1 for each axis that is summed.
     """
 
     operand: EinsumForm
     result: EinsumForm
     shape: tuple[int, int, int]
     sums: bool
-    scales: tuple[int, ...]
+    scales_shape: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def reading_of(
+def kernel_matrices(
     form: EinsumForm,
     axes: Axes,
     shape: tuple[int, ...],
     in_blocks: bool,
     matmul: str,
-) -> Reading | None:
-    """Return how a matmul reads a kernel; None if its matrices need a copy.
+) -> KernelMatrices | None:
+    """Return how a matmul views a stored kernel; None if it needs a copy.
 
     Args:
-        form: The form of the equation.
-        axes: The axes of the kernel that share a scale.
+        form: The letters of the einsum equation by role.
+        axes: The axes of the kernel that the forward matmul sums over, and the
+            others, of which each entry has a scale.
         shape: The shape of the kernel.
         in_blocks: Whether each block of it has a scale.
         matmul: `"forward"` or `"inputs_grad"`.
     """
-    second, forward = form.second, matmul == "forward"
+    letters, forward = form.second, matmul == "forward"
+    # Each role's letters, in the kernel's order.
     batch, columns, contracted = (
-        "".join(c for c in second if c in group)
-        for group in (form.batch, form.columns, form.contracted)
+        "".join(c for c in letters if c in role)
+        for role in (form.batch, form.columns, form.contracted)
     )
     if axes_alone(form, "kernel") or not (columns and contracted):
         return None
-    summed, free = ("".join(second[i] for i in group) for group in axes)
+    summed, free = ("".join(letters[i] for i in group) for group in axes)
     is_in_order = (summed, free) == (contracted, columns)
     if set(free) & set(contracted) or (in_blocks and not is_in_order):
         return None
     # Columns in front are matrices that read the same inputs, such as the
     # heads of "btd,ndh->btnh". Their gradient would be a sum over matrices.
-    alone = second.partition(contracted)[0]
+    alone = letters.partition(contracted)[0]
     if set(alone) == set(columns) or batch or not forward or in_blocks:
         alone = ""
     matrices, columns = batch + alone, columns.removeprefix(alone)
-    groups = matrices, contracted, columns
-    sums_first = second == "".join(groups)
+    axis_groups = matrices, contracted, columns
+    sums_first = letters == "".join(axis_groups)
     if not sums_first:
-        groups = matrices, columns, contracted
-        if second != "".join(groups):
+        axis_groups = matrices, columns, contracted
+        if letters != "".join(axis_groups):
             return None
-    sizes = dict(zip(second, shape, strict=True))
-    count, m, n = (math.prod(map(sizes.__getitem__, each)) for each in groups)
+    sizes = dict(zip(letters, shape, strict=True))
+    count, m, n = (
+        math.prod(sizes[letter] for letter in group) for group in axis_groups
+    )
     operand = form._replace(batch=batch, columns=columns, contracted=contracted)
-    return Reading(
-        operand,
-        operand._replace(batch=matrices),
-        (count, m, n),
-        sums_first == forward,
-        tuple(1 if c in contracted else sizes[c] for c in second),
+    return KernelMatrices(
+        operand=operand,
+        result=operand._replace(batch=matrices),
+        shape=(count, m, n),
+        sums=sums_first == forward,
+        scales_shape=tuple(
+            1 if letter in contracted else sizes[letter] for letter in letters
+        ),
     )

@@ -76,12 +76,12 @@ class _Operands:
     @property
     def inputs(self) -> Quantized:
         """The inputs, as the matrix that the forward matmul reads."""
-        return self._decoded("inputs", self._residuals.inputs)
+        return self._saved_matrix("inputs", self._residuals.inputs)
 
     @property
     def kernel(self) -> Quantized:
         """The kernel, as the matrix that the forward matmul reads."""
-        return self._decoded("kernel", self._residuals.kernel)
+        return self._saved_matrix("kernel", self._residuals.kernel)
 
     @property
     def gradient(self) -> Quantized:
@@ -110,7 +110,7 @@ class _Operands:
         plain = quantized.passthrough(ops.cast(home, plan.inputs_dtype))
         return plan.contraction.read(operand, plain)
 
-    def _decoded(self, operand: str, saved: Quantized) -> Quantized:
+    def _saved_matrix(self, operand: str, saved: Quantized) -> Quantized:
         """Dequantize a saved operand; return the matrix of its first matmul."""
         bound_operand = getattr(self._bound, operand)
         # The second matmul reads what was saved, or else its transpose.

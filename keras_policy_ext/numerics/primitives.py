@@ -86,7 +86,8 @@ class Primitives:
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         """Convert uint8 codes of a format in `DECODED` to float32 values.
 
-        There are no codes of NaN or infinity among them.
+        A code has the bits of a narrow value. There are no codes of NaN or
+        infinity among them.
         """
         # By way of float16, which has every number of these formats: half the
         # time of a table (JAX 0.10, TF 2.21, CPU).
@@ -147,7 +148,8 @@ def view(x: Tensor, dtype: str) -> Tensor:
 def halves(codes: Tensor, format_name: str) -> Tensor:
     """Return codes as float16: their values divided by the factor of `DECODED`.
 
-    There are no codes of NaN among them. Numbers in float16 are unchanged.
+    A code has the bits of a narrow value, and none is NaN. Codes that are in
+    float16 already are unchanged.
     """
     if keras.backend.standardize_dtype(codes.dtype) == "float16":
         return codes
