@@ -82,11 +82,12 @@ Followed = list[tuple[str, Float8DTypePolicy | None]]
 def enter_float8_with_children(layer: keras.Layer) -> bool:
     """Convert a composite if all layers in it follow one float8 policy.
 
-    It then creates float8 layers. It keeps the policy that it holds if that
-    one gives each of these layers the policy that it follows. Return whether
-    it has its float8 form now.
+    A composite has no kernels, but creates layers with kernels, as LSTM does.
+    In its float8 class it creates float8 layers. It keeps the policy that it
+    holds if that one gives each of these layers the policy that it follows.
+    Return whether it has its float8 class now.
     """
-    followed = _followed(layer)
+    followed = _followed_in(layer)
     distinct = {policy for _, policy in followed}
     if len(distinct) != 1 or None in distinct:
         return False
@@ -111,7 +112,7 @@ def _declare(backbone: keras.Model) -> None:
     is_map = isinstance(own, keras.dtype_policies.DTypePolicyMap)
     if is_map and not isinstance(own, Float8DTypePolicy):
         return  # KerasHub writes a map of the user's as it is.
-    followed = _followed(backbone)
+    followed = _followed_in(backbone)
     layers = walking.layers_within(backbone)
     if any(map(candidates.quantized_by_keras, layers)):
         return
@@ -121,8 +122,11 @@ def _declare(backbone: keras.Model) -> None:
     global_policy.replace_layer_policy(backbone, policy)
 
 
-def _followed(composite: keras.Layer) -> Followed:
-    """Return (path, float8 policy or None) of each convertible inner layer."""
+def _followed_in(composite: keras.Layer) -> Followed:
+    """Return the path of each convertible inner layer, with its float8 policy.
+
+    The policy is None for a layer that is not in float8.
+    """
     layers = [c.layer for c in candidates.survey(composite).candidates]
     return [(path_of(layer), float8_policy_of(layer)) for layer in layers]
 
@@ -162,7 +166,7 @@ Decision = tuple[Candidate, Target]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Decided:
+class _Decisions:
     """The decisions of `convert`, before any layer is changed."""
 
     survey: candidates.Survey
@@ -249,7 +253,7 @@ def convert(
         'float8_from_float32'
     """
     selection = Selection.read(include, exclude, filter, min_size)
-    decided = _decided(model, policy, selection, attention, recipe)
+    decided = _decisions_of(model, policy, selection, attention, recipe)
     if decided.decisions:
         training.check_optimizers(model)
     change = training.change_of(model, to_float8=True, optimizer=optimizer)
@@ -297,18 +301,18 @@ def converted(
     are not updated, so do not train the model in the block.
     """
     selection = Selection.read(**selected)
-    decided = _decided(model, policy, selection, attention, recipe)
+    decided = _decisions_of(model, policy, selection, attention, recipe)
     with undone(walking.layers_within(model)), training.replicas(model):
         yield _convert(model, decided, attention)
 
 
-def _decided(
+def _decisions_of(
     model: keras.Layer,
     policy: PolicyLike | HasPolicy | None,
     selection: Selection,
     attention: Literal["float8"] | None,
     recipe: Recipe | str | None,
-) -> _Decided:
+) -> _Decisions:
     """Check the arguments of `convert`, and choose a policy for each layer."""
     if attention not in (None, "float8"):
         raise ValueError(
@@ -331,12 +335,12 @@ def _decided(
             by_role = {**roles.ends(convertible, work.call), **by_role}
     reasons = selection.reasons(convertible, by_role)
     decisions, unconverted = _decide(convertible, requested, reasons)
-    return _Decided(survey, decisions, unconverted, work)
+    return _Decisions(survey, decisions, unconverted, work)
 
 
 def _convert(
     model: keras.Layer,
-    decided: _Decided,
+    decided: _Decisions,
     attention: Literal["float8"] | None,
     retraced: Sequence[str] = (),
 ) -> Report:
@@ -356,7 +360,7 @@ def _convert(
     refused = [  # Their attention stays in floats.
         Unconverted(composite, reason)
         for composite in survey.composites
-        if (reason := _enter_composite(composite, attention))
+        if (reason := _convert_composite(composite, attention))
     ]
     declare_policies(model)
     # With `attention`, composites multiply too: two activations.
@@ -458,7 +462,10 @@ def _revert(model: keras.Layer, staying: Container[int]) -> None:
 def _decide(
     convertible: list[Candidate], requested: Requested, reasons: dict[int, str]
 ) -> tuple[list[Decision], list[Unconverted]]:
-    """Split candidates into (candidate, policy) pairs and layers left out."""
+    """Split candidates into those to convert, with their policies, and others.
+
+    `reasons` says, by index, why a candidate is left out.
+    """
     decisions, unconverted = [], []
     for number, candidate in enumerate(convertible):
         reason = reasons.get(number)
@@ -503,7 +510,7 @@ def _with_one_state(
 
 
 def _by_foreign_kernel(candidate: Candidate) -> dict[int, Candidate]:
-    """Return the candidate by the ids of its kernels; {} if all are its own."""
+    """Return {id of kernel: candidate} for kernels that other layers own."""
     kernels = candidate.kernels if candidate.owners else ()
     return {id(kernel): candidate for kernel in kernels}
 
@@ -587,8 +594,11 @@ def _why_attention_in_floats(layer: keras.Layer) -> str | None:
     return None if attention is None else attention.reason_in_floats
 
 
-def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
-    """Convert a composite; return why its attention stays in floats."""
+def _convert_composite(layer: keras.Layer, attention: str | None) -> str | None:
+    """Convert a composite; return why its attention is in floats.
+
+    A composite has no kernels, but creates layers with kernels.
+    """
     was_stock = original_of(type(layer)) is None
     if not enter_float8_with_children(layer):
         reason = (

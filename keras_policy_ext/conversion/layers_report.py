@@ -82,41 +82,22 @@ class Totals:
         )
 
     def head(self) -> list[str]:
-        """Return sentences on how much of the model is in float8.
-
-        They are about layers if nothing is multiplied, about stored kernels if
-        all matmuls are in floats, and otherwise about multiplications.
-        """
+        """Return sentences on how much of the model is in float8."""
         if self.is_counted and not self.multiplications:
             layers = counted(self.listed, "layer")
             return [f"{self.listed_in_float8} of {layers} in float8"]
-        weights = percent(self.parameters_in_float8, self.parameters)
-        layers = counted(self.layers, "layer")
-        numbers = f"{amount(self.parameters)} parameters"
-        products = ""
+        if self.stored and self.stored == self.in_float8:
+            return self._head_of_stored_kernels()
+        share = self._share_of_parameters
         if self.is_counted:
-            share = percent(
+            of_products = percent(
                 self.multiplications_in_float8, self.multiplications
             )
-            products = f"{share} of the multiplications and "
-            numbers = (
-                f"{amount(self.multiplications)} multiplications (MACs) per "
-                f"sample, {numbers}"
-            )
-        if self.stored and self.stored == self.in_float8:
-            which = f"The kernels of {self.stored} of {layers}"
-            if self.partly_stored:
-                which = "Some kernels"
-            elif self.stored == self.layers:
-                which = "All kernels"
-            return [
-                f"{which} are stored in float8, {weights} of the parameters. "
-                "Matmuls run in floats.",
-                f"{layers} with a kernel; {numbers}",
-            ]
+            share = f"{of_products} of the multiplications and {share}"
+        layers = counted(self.layers, "layer")
         sentences = [
-            f"{products}{weights} of the parameters are in float8",
-            f"{self.in_float8} of {layers} with a kernel; {numbers}",
+            f"{share} are in float8",
+            f"{self.in_float8} of {layers} with a kernel; {self._sizes}",
         ]
         if self.stored:
             stored = counted(self.stored, "layer")
@@ -125,6 +106,35 @@ class Totals:
                 "are stored in float8"
             )
         return sentences
+
+    def _head_of_stored_kernels(self) -> list[str]:
+        """Return the sentences for a model whose matmuls are all in floats."""
+        layers = counted(self.layers, "layer")
+        which = f"The kernels of {self.stored} of {layers}"
+        if self.partly_stored:
+            which = "Some kernels"
+        elif self.stored == self.layers:
+            which = "All kernels"
+        return [
+            f"{which} are stored in float8, {self._share_of_parameters}. "
+            "Matmuls run in floats.",
+            f"{layers} with a kernel; {self._sizes}",
+        ]
+
+    @property
+    def _share_of_parameters(self) -> str:
+        """The share of the parameters that is in float8, in words."""
+        share = percent(self.parameters_in_float8, self.parameters)
+        return f"{share} of the parameters"
+
+    @property
+    def _sizes(self) -> str:
+        """The numbers of multiplications, if counted, and of parameters."""
+        parameters = f"{amount(self.parameters)} parameters"
+        if not self.is_counted:
+            return parameters
+        products = amount(self.multiplications)
+        return f"{products} multiplications (MACs) per sample, {parameters}"
 
     def notes(self) -> list[str]:
         """Return a note if input sizes were unknown, else an empty list."""
