@@ -77,13 +77,13 @@ class Scopes:
             yield
         finally:
             was_last = scopes[-1] is scope
-            self._leave(scope, scopes)
+            self._close(scope, scopes)
         if not was_last:
             raise RuntimeError(
                 self._overlap("the end of one within a later one")
             )
 
-    def _leave(self, scope: _Scope, scopes: list[_Scope]) -> None:
+    def _close(self, scope: _Scope, scopes: list[_Scope]) -> None:
         """Close a scope.
 
         If a scope that was opened later is still open, that one gets the state

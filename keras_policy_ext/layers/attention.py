@@ -70,7 +70,10 @@ class _Float8Attention(Float8Mixin):
     def build(
         self, query_shape: Any, value_shape: Any, key_shape: Any = None
     ) -> None:
-        """Build the projections; swap them to float8 under a float8 policy."""
+        """Build the projections; swap them to float8 under a float8 policy.
+
+        Other sublayers are rematerialized with this layer, not by themselves.
+        """
         super().build(query_shape, value_shape, key_shape)
         self._resolve_float8_policy()  # Path and equations are known now.
         _, *sublayers = walking.layers_within(self)
@@ -80,7 +83,7 @@ class _Float8Attention(Float8Mixin):
         for layer in sublayers:
             if type(layer) in drop_ins():
                 to_float8_class(layer)
-            else:  # Such as a softmax: not rematerialized a second time.
+            else:  # Such as a softmax.
                 calls.rematerialize_with_outer(layer)
 
     @property

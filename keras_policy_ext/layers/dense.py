@@ -48,12 +48,13 @@ class _OneEinsum(KerasNames, Float8Mixin):
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         contraction = contraction_of_tensors(self._equation, inputs, kernel)
         # The controller casts the inputs, and adds the bias.
-        operands = contraction, inputs, kernel
         bias, dtype = layer.bias, layer.compute_dtype
         if not layer.lora_enabled:
-            x = controller.contract(*operands, training, dtype, bias)
+            x = controller.contract(
+                contraction, inputs, kernel, training, dtype, bias
+            )
             return activated(layer.activation, x)
-        x = controller.contract(*operands, training, dtype)
+        x = controller.contract(contraction, inputs, kernel, training, dtype)
         inputs = self.convert_input(inputs)
         x = ops.add(x, lora.einsum_adapter(layer, self._equation, inputs))
         return activated(layer.activation, with_bias(x, bias))

@@ -84,7 +84,6 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
         """Return the table's axes; that of the vocabulary is free."""
-        # The axis of the vocabulary is free; the other one is summed.
         if kernel.name == "reverse_embeddings":
             return Axes(summed=(0,), free=(1,))
         return Axes(summed=(1,), free=(0,))
@@ -95,7 +94,6 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
         """Return True for both tables, also if only looked up."""
-        # Also a table that is only looked up.
         return variable.name in cls.float8_kernels
 
     @classmethod
@@ -104,7 +102,6 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
         """Return True for the table that projects to logits."""
-        # Only the table that projects inputs to logits is multiplied.
         tied = "embeddings" if layer.tie_weights else "reverse_embeddings"
         return variable.name == tied
 

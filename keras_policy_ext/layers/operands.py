@@ -99,7 +99,10 @@ known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
 def contraction_of_tensors(
     equation: str, first: Tensor, second: Tensor
 ) -> Einsum:
-    """Return the `Einsum` of an equation, for two operands."""
+    """Return the `Einsum` of an equation, for two operands.
+
+    ValueError says that the equation does not fit them.
+    """
     # torch.compile leaves caches out, and sizes that it traces have no hash.
     has_hash = isinstance(equation, str)  # The check refuses all else.
     is_cached = has_hash and not backends.current.is_compiling()
