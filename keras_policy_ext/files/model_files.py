@@ -61,14 +61,14 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
     with contextlib.ExitStack() as stack:
         source: Any = None
         if isinstance(path, io.BytesIO):
-            source = stack.enter_context(_member(path))
+            source = stack.enter_context(_weights_in_archive(path))
         elif place.suffix == ".keras" and place.is_file():
             archive = stack.enter_context(place.open("rb"))
-            source = stack.enter_context(_member(archive))
+            source = stack.enter_context(_weights_in_archive(archive))
         elif place.suffix in (".h5", ".hdf5") and place.is_file():
             source = place
         elif place.suffix == ".json" and place.is_file():
-            source = stack.enter_context(_linked(_shards(place)))
+            source = stack.enter_context(_shards_as_one_file(_shards(place)))
         file = None if source is None else h5py.File(source, "r")
         yield file if file is None else stack.enter_context(file)
 
@@ -90,7 +90,7 @@ def _shards(place: pathlib.Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _linked(parts: list[str]) -> Iterator[str]:
+def _shards_as_one_file(parts: list[str]) -> Iterator[str]:
     """In the block, an HDF5 file exists that links to the arrays of others."""
 
     def link(name: str, item: Any) -> None:
@@ -230,7 +230,7 @@ def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
 
 
 @contextlib.contextmanager
-def _member(
+def _weights_in_archive(
     file: IO[bytes],
 ) -> Iterator[IO[bytes] | io.RawIOBase | None]:
     """In the block, the weights in a `.keras` archive are open, if there."""

@@ -81,7 +81,7 @@ class SavedState(Group):
         self.check_version(int(self.read(entries.VERSION)))
 
     def _unknown(self, what: str, value: str, allowed: str) -> str:
-        """Return the text of an error about a value that the file has."""
+        """Return the message for a value that this version does not know."""
         layer = self.path.removesuffix(f"/{entries.GROUP}")
         return (
             f"Layer {layer!r} was saved under {what} that this version of "
@@ -233,7 +233,11 @@ def header_for_file(
     summed: Mapping[str, Sequence[int]],
     lora: Mapping[str, Any] | None,
 ) -> np.ndarray:
-    """Return the header that `FrozenWeights` reads."""
+    """Return the header of a frozen layer, JSON in bytes, for a file.
+
+    `names` are those of all weights; `summed` has, by kernel, the axes that a
+    matmul sums over; `lora` the rank and alpha of adapters, or None.
+    """
     header = {
         "version": FROZEN.version,
         "weights": recipe.weights,

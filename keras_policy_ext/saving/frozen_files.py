@@ -38,8 +38,9 @@ def load_model(
     """Load a file with frozen layers as `keras.saving.load_model` would."""
     text = model_files.content(path, CONFIG)
     compile_config = input_files.json_in(text, path).get("compile_config")
-    given = text, custom_objects, safe_mode
-    new_model = functools.partial(saving_hooks.model_of, *given)
+    new_model = functools.partial(
+        saving_hooks.model_of, text, custom_objects, safe_mode
+    )
     with model_files.weights_of(path) as weights:
         model = made_frozen(new_model, weights)
         freeze_as_saved(model, weights)
@@ -53,9 +54,10 @@ def load_model(
 def made_frozen(
     make: Callable[[], keras.Model], weights: PathLike
 ) -> keras.Model:
-    """Return the model that `make` makes, frozen layer by layer if it can be.
+    """Return the model that `make` makes, each layer frozen once it is built.
 
-    Its float kernels are then never in memory at the same time.
+    So its float kernels are never in memory all at once. If that fails, the
+    model is made in floats.
     """
     # Keras may not tell of builds, or code of a layer may fail, by any error,
     # where it assigns or inverts a kernel. The model in floats raises its own.
@@ -119,7 +121,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
-    """Return True if a weight that a layer is adding will be frozen."""
+    """Return True if a weight that a layer is about to add will be frozen."""
     form = freezing.form_to_freeze(layer)
     if form is None or name is None or form.float8_kernels is None:
         return False
@@ -141,7 +143,7 @@ def _convert_composite(layer: keras.Layer) -> None:
 
 
 def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
-    """Freeze a layer by a recipe; thaw it if the recipe is None."""
+    """Freeze a layer by a recipe; give it floats if the recipe is None."""
     policy = float8_policy_of(layer)
     current = None if policy is None or policy.recipe.trains else policy.recipe
     if current == recipe:
