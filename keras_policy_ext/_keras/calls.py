@@ -63,7 +63,7 @@ def before_each_variable(
     may request (keras 3.0 to 3.15).
     """
 
-    def init(
+    def check_and_init(
         stock: Stock, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> None:
         """Check the shape, then make the variable as Keras does."""
@@ -75,7 +75,7 @@ def before_each_variable(
             check(tuple(shape))
         stock(variable, *args, **kwargs)
 
-    with in_place_of("__init__", init, keras.Variable):
+    with in_place_of("__init__", check_and_init, keras.Variable):
         yield
 
 
