@@ -42,7 +42,7 @@ class PolicyName(NamedTuple):
 
 
 def is_full_name(name: str) -> bool:
-    """Return True if a string has the form of a float8 policy name."""
+    """Return True if a string looks like the name of a float8 policy."""
     # `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
@@ -70,7 +70,7 @@ def parse(name: str) -> PolicyName:
         text = _ALIAS_MEANS + text[len(ALIAS) :]
     match = _FULL_NAME.fullmatch(text)
     if match is None:
-        raise ValueError(_malformed(name))
+        raise ValueError(_grammar_error(name))
     rules = match["rules"]
     return PolicyName(
         spec=match["spec"],
@@ -100,9 +100,9 @@ def _parse_rules(text: str, name: str) -> NamedRules:
     try:
         pairs = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(_malformed(name)) from error
+        raise ValueError(_grammar_error(name)) from error
     if not isinstance(pairs, list) or not all(map(_is_rule, pairs)):
-        raise ValueError(_malformed(name))
+        raise ValueError(_grammar_error(name))
     return tuple((pattern, policy) for pattern, policy in pairs)
 
 
@@ -116,7 +116,7 @@ def _is_rule(pair: object) -> bool:
     )
 
 
-def _malformed(name: str) -> str:
+def _grammar_error(name: str) -> str:
     """Return the message for a name that breaks the grammar."""
     return (
         f"Cannot read this as a float8 policy name. Received: {name!r}. "

@@ -386,11 +386,11 @@ def test_functions_of_the_core_say_what_they_do():
         ('def f():\n    """Do."""\n    a()\n    b()\n    c()', []),
         ("def f():\n    g(\n        a,\n    )", ["f"]),
         (
-            "class A:\n    def f(self):\n        a()\n        b()\n\n        c()",
+            "class A:\n    def f(self):\n        a()\n\n        b()",
             ["f"],
         ),
         (
-            'def f():\n    """Do."""\n    def g():\n        a(\n            1,\n        )',
+            'def f():\n    """Do."""\n    def g():\n        a(\n        1,\n)',
             ["g"],
         ),
     ],

@@ -65,7 +65,7 @@ class StoredMatrix(NamedTuple):
         threaded: int = 1 << 19,
         one_row: int | None = None,
     ) -> int:
-        """Return how many of the `m` are in a part.
+        """Return how many of the `m` rows of a matrix are in a part.
 
         Args:
             rows: The rows of inputs, of each matrix.

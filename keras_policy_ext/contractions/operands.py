@@ -407,7 +407,7 @@ class BoundOperand:
         needs_amax = options.observe or self._is_stochastic
         amax = Amax(home, needs_amax, self._amax_of, in_branch)
         saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
-        # Outputs read values without marks; a gradient reads them with.
+        # `marked` has NaN scales if a value is not finite. Gradients read that.
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)

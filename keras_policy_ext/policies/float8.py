@@ -277,7 +277,10 @@ def of_file(name: str) -> keras.DTypePolicy:
 
 
 def _rules_of_file(rules: Any) -> Any:
-    """Return rules with names of policies read as those of a file."""
+    """Return the rules in a file, with names replaced by policies.
+
+    Rules that are malformed are returned unchanged: `_read_rules` raises.
+    """
     # `_read_rules` says what is wrong with rules that are returned unchanged.
     try:
         pairs = dict(rules)

@@ -92,10 +92,10 @@ def length_of(recipe: recipes.Recipe) -> int | None:
 
 
 def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
-    """Return a recipe with the scales of this device if its own are open.
+    """Return a recipe that says whether its scales are powers of two.
 
-    They are open if its `power_of_two` is None. Some devices compute faster
-    with powers of two, unless bfloat16 holds the scaled values exactly.
+    If its `power_of_two` is None, the device decides: some compute faster with
+    powers of two, unless bfloat16 holds the scaled values exactly.
     """
     if not is_open(recipe):
         return recipe

@@ -76,5 +76,4 @@ class _BlocksOfRows(BlockScaling):
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """Return e4m3fn with a scale per 1x128, for each operand."""
-        # Each operand as inputs are, with a scale per 1x128.
         return super().quantization("inputs", matmul)

@@ -51,7 +51,6 @@ class MXFP8Scaling(Recipe):
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
         """Return e4m3fn with an E8M0 scale per 32 elements."""
-        # All operands alike.
         if self.in_high_precision(matmul):
             return None
         return Quantization(

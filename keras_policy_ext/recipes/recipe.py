@@ -274,7 +274,7 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
         return "no hardware multiplies formats of OCP by those named fnuz"
     if first.hadamard != second.hadamard:
         return "the Hadamard transforms of two operands cancel only in pairs"
-    return _unsupported(first) or _unsupported(second)
+    return _what_is_unsupported(first) or _what_is_unsupported(second)
 
 
 @functools.lru_cache(maxsize=256)
@@ -311,7 +311,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 """The supported quantizations, by attribute."""
 
 
-def _unsupported(quantization: Quantization) -> str:
+def _what_is_unsupported(quantization: Quantization) -> str:
     """Return what is not supported of a quantization, or ""."""
     for name, allowed in _SUPPORTED.items():
         if getattr(quantization, name) not in allowed:

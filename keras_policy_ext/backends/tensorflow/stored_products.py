@@ -88,7 +88,10 @@ def _compiled_product(size: int, form: tuple[Any, ...]) -> Any:
 def _loop(
     first: int, end: int, function: Callable[..., Tensor], start: Tensor
 ) -> Tensor:
-    """Return the last result of a function of a number and its last result."""
+    """Call `function(i, x)` for each i up to `end`; return the last result.
+
+    `x` is the result before, at first `start`.
+    """
     # For a gradient XLA has to know how often it runs at most.
     _, result = tf.while_loop(
         lambda i, _: i < end,
