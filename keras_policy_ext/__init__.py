@@ -49,10 +49,11 @@ if getattr(importlib.util.find_spec(f"{__name__}.ext"), "origin", None):
     from keras_policy_ext.export import export, load_quantized
 
 
-def _in_saving(module: str, function: str) -> Callable[..., Any]:
+def _function_in_saving(module: str, function: str) -> Callable[..., Any]:
     """Return a function of a module in `saving`, imported when it is called."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Import the module, and call the function."""
         home = importlib.import_module(f"{__name__}.saving.{module}")
         return getattr(home, function)(*args, **kwargs)
 
@@ -61,18 +62,20 @@ def _in_saving(module: str, function: str) -> Callable[..., Any]:
 
 versions.warn_of_a_newer_keras()
 # Now: a file with float8 layers may name no class of this package.
-saving_hooks.around_loading(_in_saving("loading", "load_for_keras"))
+saving_hooks.around_loading(_function_in_saving("loading", "load_for_keras"))
 
 
-def _at_first_use() -> None:
-    """Replace functions of Keras that matter for float8 models alone."""
-    saving_hooks.before_export(_in_saving("keras_hooks", "check_export"))
+def _hook_export_and_saving() -> None:
+    """Hook into Keras's export and saving, at the first float8 policy."""
+    saving_hooks.before_export(
+        _function_in_saving("keras_hooks", "check_export")
+    )
     saving_hooks.add_to_metadata(
-        _in_saving("keras_hooks", "policies_of_models")
+        _function_in_saving("keras_hooks", "policies_of_models")
     )
 
 
-first_use.wait(_at_first_use)
+first_use.wait(_hook_export_and_saving)
 
 _LAZY_MODULES = (
     "backends",
@@ -204,6 +207,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        """Import a module, or a name of one, at its first use."""
         if name in _LAZY_MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _LAZY_NAMES:

@@ -22,13 +22,15 @@ def add(
     on_demand: Mapping[str, str] | None = None,
     recipes: Mapping[str, str] | None = None,
 ) -> None:
-    """Make names known.
+    """Tell the core what extensions have; it imports each at its first use.
 
     Args:
         homes: By public name, without that of the package, the module that has
             it, such as `{"layers.LSTM": "keras_policy_ext.ext.recurrent.rnn"}`.
-        modules: Modules of the package that are names of extensions alone.
-        on_demand: By what the core asks for, the module that registers it.
+        modules: Modules of the package that only extensions have, such as
+            `"loops"`.
+        on_demand: By a word that the core passes to `import_for`, such as
+            `"memory"`, the module to import.
         recipes: By the name of a recipe, the public name of its class, such as
             `{"nvfp4": "recipes.NVFP4Scaling"}`.
     """

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 else:  # `typing` has it from Python 3.12 on.
 
     def override(method):
-        """Mark a method whose base class documents it."""
+        """Mark a method that replaces one of a base class."""
         return method
 
 

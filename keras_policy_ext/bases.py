@@ -28,14 +28,16 @@ def check_before(cls: type, mixin: type, base: type, name: str) -> None:
         return
     bases = cls.__bases__
     in_order = sorted(bases, key=lambda each: not issubclass(each, mixin))
+    received = _class_statement(cls, bases)
     raise TypeError(
         f"{mixin.__name__} has to come before {name}, or it changes "
-        f"nothing. Received: {_written(cls, bases)}. Allowed: the mixin, or "
+        f"nothing. Received: {received}. Allowed: the mixin, or "
         "a class with it, before all Keras classes. Write "
-        f"{_written(cls, in_order)}."
+        f"{_class_statement(cls, in_order)}."
     )
 
 
-def _written(cls: type, bases: Iterable[type]) -> str:
+def _class_statement(cls: type, bases: Iterable[type]) -> str:
+    """Return a class statement, such as `class Mine(Dense)`."""
     names = ", ".join(base.__name__ for base in bases)
     return f"class {cls.__name__}({names})"

@@ -166,6 +166,7 @@ def _name_of(identifier: object) -> str:
 
 
 def _unknown(identifier: object, name: str) -> str:
+    """Return the message for something that names no format."""
     hint = ALIASES.get(name)
     step = f"Write {hint!r}." if hint else "Use one of these exact names."
     return (

@@ -48,7 +48,7 @@ class PolicyName(NamedTuple):
 
 
 def is_full_name(name: str) -> bool:
-    """Return True if a string has the form of a float8 policy name."""
+    """Return True if a string looks like the name of a float8 policy."""
     # `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
@@ -76,7 +76,7 @@ def parse(name: str) -> PolicyName:
         text = _ALIAS_MEANS + text[len(ALIAS) :]
     match = _FULL_NAME.fullmatch(text)
     if match is None:
-        raise ValueError(_malformed(name))
+        raise ValueError(_grammar_error(name))
     rules = match["rules"]
     return PolicyName(
         family=match["family"],
@@ -110,13 +110,14 @@ def _parse_rules(text: str, name: str) -> NamedRules:
     try:
         pairs = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(_malformed(name)) from error
+        raise ValueError(_grammar_error(name)) from error
     if not isinstance(pairs, list) or not all(map(_is_rule, pairs)):
-        raise ValueError(_malformed(name))
+        raise ValueError(_grammar_error(name))
     return tuple((pattern, policy) for pattern, policy in pairs)
 
 
 def _is_rule(pair: object) -> bool:
+    """Return True for a list of a pattern and a name or None."""
     return (
         isinstance(pair, list)
         and len(pair) == 2
@@ -125,7 +126,8 @@ def _is_rule(pair: object) -> bool:
     )
 
 
-def _malformed(name: str) -> str:
+def _grammar_error(name: str) -> str:
+    """Return the message for a name that breaks the grammar."""
     return (
         f"Cannot read this as a float8 policy name. Received: {name!r}. "
         "Allowed: 'mixed_float8', 'float8_from_<source>', "

@@ -185,8 +185,8 @@ class BaseReport:
         """Return the report as HTML, with all text escaped.
 
         Args:
-            full: As for `table`.
-            every: As for `table`.
+            full: Whether to include everything, or what fits on one screen.
+            every: The sentence of the short text on how to see everything.
         """
         return "".join(
             part.html()

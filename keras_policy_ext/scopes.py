@@ -43,6 +43,7 @@ class Scopes:
         snapshot: Callable[[], Any],
         restore: Callable[[Any], None],
     ):
+        """Begin without open scopes, in any thread or task."""
         self._name, self._snapshot, self._restore = name, snapshot, restore
         self._of_thread = _OfThread()
         # Tasks that are started inside of a scope are in it too.
@@ -76,14 +77,18 @@ class Scopes:
             yield
         finally:
             was_last = scopes[-1] is scope
-            self._leave(scope, scopes)
+            self._close(scope, scopes)
         if not was_last:
             raise RuntimeError(
                 self._overlap("the end of one within a later one")
             )
 
-    def _leave(self, scope: _Scope, scopes: list[_Scope]) -> None:
-        """Close a scope; the next later one, if open, restores its state."""
+    def _close(self, scope: _Scope, scopes: list[_Scope]) -> None:
+        """Close a scope.
+
+        If a scope that was opened later is still open, that one gets the state
+        to restore.
+        """
         place = scopes.index(scope)
         if place + 1 < len(scopes):
             scopes[place + 1].to_restore = scope.to_restore
@@ -95,6 +100,7 @@ class Scopes:
         self._of_task.set(tuple(each for each in of_task if each is not scope))
 
     def _overlap(self, got: str) -> str:
+        """Return the message for scopes that overlap."""
         return (
             f"Blocks of `{self._name}` cannot overlap: Keras stores one state "
             "for all asyncio tasks of a thread, and each would read that of "

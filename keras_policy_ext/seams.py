@@ -84,7 +84,10 @@ class Planned(NamedTuple):
         *state: Tensor,
         bias: Tensor | None = None,
     ) -> Planned:
-        """Return a contraction from the arguments of `contractions.run`."""
+        """Return a contraction from the arguments of `contractions.run`.
+
+        `plan` says how it is quantized, `state` what the recipe remembers.
+        """
         return cls(plan, inputs, kernel, state, bias)
 
     @property
@@ -218,7 +221,7 @@ def handlers() -> tuple[ContractionHandler, ...]:
     return () if products.is_handling() else blocks.values()
 
 
-def handled(
+def through_handlers(
     layer: keras.Layer,
     name: str,
     weight: keras.Variable | None,

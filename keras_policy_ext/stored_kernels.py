@@ -352,11 +352,13 @@ def _reduced(
 
 
 def _scales(amax: Array, limit: np.float32) -> Array:
+    """Return `amax / limit`, at least a normal number; 1 for 0."""
     scales = np.maximum(amax / limit, np.float32(_SMALLEST_SCALE))
     return np.where(amax > 0, scales, 1).astype("float32")
 
 
 def _check(granularity: str, weights: str) -> None:
+    """Raise if the granularity or the format is not allowed."""
     for name, value, allowed in (
         ("granularity", granularity, GRANULARITIES),
         ("weights", weights, WEIGHTS),

@@ -34,6 +34,7 @@ def once(function: Callable[P, R]) -> Callable[P, R]:
     # it is too late to undo a change.
     @functools.wraps(function)
     def told_once(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function, and remember the warnings it gives."""
         if _told.get() is not None:
             return function(*args, **kwargs)
         token = _told.set(set())

@@ -40,6 +40,7 @@ def put_around(owner: Any, name: str, function: Callable[..., Any]) -> bool:
 
     @functools.wraps(stock)
     def around(*args: Any, **kwargs: Any) -> Any:
+        """Call `function` with the original and the arguments."""
         return function(stock, *args, **kwargs)
 
     vars(around)[_MARK] = (*wrappers, own_name)

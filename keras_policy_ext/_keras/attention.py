@@ -71,9 +71,10 @@ def attend_by_scores(
     return_attention_scores: bool = True,
     **options: bool,
 ) -> tuple[Any, Any]:
-    """Call Keras's attention so that it multiplies by two `ops.einsum`.
+    """Call Keras's attention on the path that computes scores.
 
-    Keras does so where it returns the scores, and otherwise may call
+    There both matmuls are calls of `ops.einsum`, which can run in float8. Keras
+    takes it where it returns the scores, and otherwise may call
     `ops.dot_product_attention`. `MultiHeadAttention` reads from an argument
     whether to return them, `GroupQueryAttention` from an attribute
     (`_return_attention_scores`, keras 3.12 to 3.16). `stock` is `super()` in

@@ -80,6 +80,7 @@ def _renew_quantize(layer: keras.Layer) -> None:
 
     @functools.wraps(stock)  # Keras asks for its name.
     def quantize(*args: Any, **kwargs: Any) -> None:
+        """Let the layer's class check; then quantize as Keras does."""
         layer.quantize_after(stock, *args, **kwargs)
 
     held[_GIVEN_QUANTIZE], held["quantize"] = stock, quantize
@@ -168,6 +169,7 @@ class ToldWhenBuilt:
         """Do nothing; subclasses override this to act once they are built."""
 
     def _post_build(self) -> None:
+        """Build as Keras does, then call `when_built`."""
         parent: Any = super()
         parent._post_build()
         self.when_built()

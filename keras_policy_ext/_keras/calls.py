@@ -35,12 +35,14 @@ def after_each_build(
     def post_build(
         stock: Stock, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> None:
+        """Build the layer as Keras does, then change it."""
         stock(layer, *args, **kwargs)
         change(layer)
 
     def add_weight(
         stock: Stock, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
+        """Add a weight as Keras does; zeros if it is to be replaced."""
         # A positional argument is the shape, or the initializer: leave these.
         if not args and replaces(layer, kwargs.get("name")):
             kwargs["initializer"] = "zeros"
@@ -61,9 +63,10 @@ def before_each_variable(
     may request (keras 3.0 to 3.15).
     """
 
-    def init(
+    def check_and_init(
         stock: Stock, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> None:
+        """Check the shape, then make the variable as Keras does."""
         # The arguments of a variable are `initializer`, `shape` and others.
         shape = args[1] if len(args) > 1 else kwargs.get("shape")
         if isinstance(shape, int):
@@ -72,7 +75,7 @@ def before_each_variable(
             check(tuple(shape))
         stock(variable, *args, **kwargs)
 
-    with in_place_of("__init__", init, keras.Variable):
+    with in_place_of("__init__", check_and_init, keras.Variable):
         yield
 
 
@@ -94,6 +97,7 @@ def in_place_of(
 
         @functools.wraps(stock)  # Its signature too: others read that.
         def method(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            """Call `function` in this thread, the original in others."""
             if threading.get_ident() != thread:
                 return stock(layer, *args, **kwargs)
             return function(stock, layer, *args, **kwargs)

@@ -79,10 +79,12 @@ def read_names(read: Callable[[str], keras.DTypePolicy | None]) -> None:
     """
 
     def by_name(stock: Any, name: Any) -> keras.DTypePolicy:
+        """Return the policy that `read` or else Keras finds."""
         policy = read(name) if isinstance(name, str) else None
         return stock(name) if policy is None else policy
 
     def init(stock: Any, self: Any, name: Any = None) -> None:
+        """Make the policy that `read` finds, or else that of Keras."""
         policy = None
         if isinstance(name, str) and type(self) in _PLAIN_CLASSES:
             policy = read(name)

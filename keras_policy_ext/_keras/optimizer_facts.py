@@ -49,14 +49,15 @@ def updates_apart(optimizer: Any) -> bool:
     )
 
 
-def for_private_names(config: object) -> AbstractContextManager[None]:
-    """Return a scope in which files may name private optimizer classes.
+def scope_of_optimizer_names(config: object) -> AbstractContextManager[None]:
+    """Return a scope in which Keras finds optimizers by their bare names.
 
-    Only those in the config, of JSON types, are included; all for None. In
-    such a scope, Keras reads every string that is one of these names as the
-    class, also the "SGD" that a `compile_from_config` reads.
+    Files name the private class of an optimizer (`keras.src...`), which another
+    Keras may have elsewhere. Each such name in `config`, of JSON types, then
+    means the public class of that name; all names do if `config` is None. No
+    others, since Keras reads every string that is such a name as the class.
     """
-    names = None if config is None else _names_of_private(config)
+    names = None if config is None else _names_of_private_classes(config)
     classes = {
         name: value
         for name, value in vars(keras.optimizers).items()
@@ -67,7 +68,7 @@ def for_private_names(config: object) -> AbstractContextManager[None]:
     return keras.saving.custom_object_scope(classes)
 
 
-def _names_of_private(config: object) -> set[str]:
+def _names_of_private_classes(config: object) -> set[str]:
     """Return the names of private Keras classes in a nested config."""
     names: set[str] = set()
     waiting = [config]

@@ -198,7 +198,10 @@ NO_SLOTS = (*_ALL_VARIABLES, _AVERAGES, "_accumulated_gradients")
 
 
 def _are_slots(candidate: object, places: dict[int, int]) -> bool:
-    """Return True if a list has a slot or None for each id in `places`."""
+    """Return True if a list has a slot or None for each id in `places`.
+
+    A slot is a variable that an optimizer keeps for a weight, such as a moment.
+    """
     if not isinstance(candidate, list) or len(candidate) != len(places):
         return False
     return all(  # A slot is a variable, but none of those that have slots.

@@ -111,6 +111,7 @@ class Blocks(Generic[_T]):
     """
 
     def __init__(self, name: str) -> None:
+        """Prepare for blocks; `name` is for debuggers."""
         self.open_count = 0
         self._lock = threading.Lock()
         self._of_task: contextvars.ContextVar[tuple[_Block[_T], ...]] = (
@@ -316,6 +317,7 @@ def _wrapper_of(stock: Operation, name: str) -> Operation:
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        """Run the operation; in a layer, through its handlers."""
         scopes = _global_state.get_global_attribute(_SCOPES)
         layer = scopes[-1].caller if scopes else None
         if scopes and layer is None:  # A name scope of the user.
@@ -349,12 +351,13 @@ def _through_blocks(
     run, of_watch = stock, _watching.get(name)
     is_watched = type(layer) in _FOLLOWED or recorder()
     if of_watch and (is_watched or getattr(_thread, "follows", False)):
-        run = _handled(of_watch, layer, stock, name)
+        run = _through_handler(of_watch, layer, stock, name)
     of_blocks = [own[name] for own in _blocks.values() if name in own]
     if not of_blocks or is_handling():
         return run(*args, **kwargs)
 
     def in_the_layer(*args: Any, **kwargs: Any) -> Any:
+        """Run the operation as one of the layer."""
         # Undoes the blocks below: what `run` calls is of the layer again.
         with (
             handling(False),
@@ -364,17 +367,17 @@ def _through_blocks(
 
     through_all: Operation = in_the_layer
     for handler in of_blocks:
-        through_all = _handled(handler, layer, through_all, name)
+        through_all = _through_handler(handler, layer, through_all, name)
     # What a handler computes itself is of no layer, or it would be handled too;
     # nor are layers handled that it calls.
     with handling(), outside_of_layers():
         return through_all(*args, **kwargs)
 
 
-def _handled(
+def _through_handler(
     handler: Handler, layer: keras.Layer, run: Operation, name: str
 ) -> Operation:
-    """Return an operation that calls `handler`, which gets `run` as `stock`."""
+    """Return an operation that calls `handler` in place of `run`."""
     return lambda *args, **kwargs: handler(layer, run, name, args, kwargs)
 
 
@@ -388,7 +391,7 @@ def outside_of_layers() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def recording(note: Callable[[keras.Layer, Any], None]) -> Iterator[None]:
-    """In the block, `recorder()` is `note` in this thread."""
+    """In the block, products in this thread are reported to `note`."""
     outer_note = recorder()
     _thread.note = note
     try:
@@ -399,7 +402,7 @@ def recording(note: Callable[[keras.Layer, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def following() -> Iterator[None]:
-    """In the block, call handlers inside of all layers, in this thread."""
+    """In the block, handlers of `watch` see all layers of this thread."""
     followed = getattr(_thread, "follows", False)
     _thread.follows = True
     try:

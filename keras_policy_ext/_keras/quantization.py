@@ -46,6 +46,7 @@ class TakesAdapters:
     float8_policy: Any
 
     def _check_lora_supported(self, mode: str | None) -> None:
+        """Check as Keras does, but not in our float8."""
         parent: Any = super()
         if self.float8_policy is None:
             parent._check_lora_supported(mode)

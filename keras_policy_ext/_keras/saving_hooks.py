@@ -27,20 +27,22 @@ def leave_out_of_totals(is_left_out: Callable[[Any], bool]) -> None:
     # functions of `summary_utils` (keras 3.0 to 3.15). These are wrapped here,
     # and are unchanged outside of a summary.
     def print_summary(stock: Stock, *args: Any, **kwargs: Any) -> Any:
+        """Print as Keras does, and note that it prints."""
         token = _printing.set(True)
         try:
             return stock(*args, **kwargs)
         finally:
             _printing.reset(token)
 
-    def counted(stock: Stock, weights: Iterable[Any]) -> Any:
+    def count_unless_left_out(stock: Stock, weights: Iterable[Any]) -> Any:
+        """Count weights; fewer while a summary is printed."""
         if _printing.get():
             weights = [v for v in weights if not is_left_out(v)]
         return stock(weights)
 
     put_around(_summary_utils, "print_summary", print_summary)
-    put_around(_summary_utils, "count_params", counted)
-    put_around(_summary_utils, "weight_memory_size", counted)
+    put_around(_summary_utils, "count_params", count_unless_left_out)
+    put_around(_summary_utils, "weight_memory_size", count_unless_left_out)
 
 
 try:
@@ -82,9 +84,10 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
     something else, files are as Keras writes them.
     """
 
-    def serialized(
+    def serialize_with_entries(
         stock: Stock, model: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
+        """Return Keras's JSON texts with the entries added."""
         written = stock(model, *args, **kwargs)
         try:
             config, metadata = written
@@ -93,7 +96,7 @@ def add_to_metadata(describe: Callable[[keras.Model], dict[str, Any]]) -> None:
             return written
         return config, json.dumps({**entries, **describe(model)})
 
-    put_around(_saving_lib, "_serialize_model_as_json", serialized)
+    put_around(_saving_lib, "_serialize_model_as_json", serialize_with_entries)
 
 
 def model_of(config: bytes, custom_objects: Any, safe_mode: bool) -> Any:
@@ -158,7 +161,8 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
     """
     signature = inspect.signature(keras.Model.export)
 
-    def checked(stock: Stock, *args: Any, **kwargs: Any) -> Any:
+    def check_and_export(stock: Stock, *args: Any, **kwargs: Any) -> Any:
+        """Check the model and format, then export as Keras does."""
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError:  # Keras says what is wrong.
@@ -171,7 +175,7 @@ def before_export(check: Callable[[keras.Model, str], None]) -> None:
         finally:
             _exporting.reset(token)
 
-    put_around(keras.Model, "export", checked)
+    put_around(keras.Model, "export", check_and_export)
 
 
 _exporting = contextvars.ContextVar("exporting", default=False)

@@ -57,6 +57,7 @@ def is_stateless() -> bool:
 
 
 def _stateless_scope() -> Any:
+    """Return the `StatelessScope` that is entered now, or None."""
     return _global_state and _global_state.get_global_attribute(
         "stateless_scope"
     )
@@ -120,11 +121,14 @@ class ComputedVariable:
     """
 
     def __init__(self, held: keras.Variable, dtype: str):
+        """Read all but the value from `held`; autocast to other dtypes."""
         self.held = held
         self._dtype = dtype
+        # A layer's call reads the value in the compute dtype, as a kernel's.
         self._autocast = True
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the other variable."""
         if name == "held" or name.startswith("__"):  # Not set yet, in a copy.
             raise AttributeError(name)
         return getattr(self.held, name)
@@ -139,6 +143,7 @@ class ComputedVariable:
         self.held.trainable = value
 
     def __repr__(self) -> str:
+        """Return path, shape and dtype, as a variable of Keras does."""
         this: Any = self
         shape = tuple(self.held.shape)
         return f"<Variable path={this.path}, shape={shape}, dtype={this.dtype}>"
@@ -147,17 +152,17 @@ class ComputedVariable:
 def stored_kernel(layer: keras.Layer) -> keras.Variable:
     """Return the kernel variable of Dense, EinsumDense or a convolution."""
     # With LoRA `layer.kernel` is a new tensor (`_kernel`, keras 3.0 to 3.16).
-    return _stored(layer, "kernel")
+    return _variable_behind(layer, "kernel")
 
 
 def stored_embeddings(layer: keras.Layer) -> keras.Variable:
     """Return the embeddings variable of Embedding or ReversibleEmbedding."""
     # Public `layer.embeddings` merges LoRA's adapters into a new tensor
     # (`_embeddings`, keras 3.0 to 3.16).
-    return _stored(layer, "embeddings")
+    return _variable_behind(layer, "embeddings")
 
 
-def _stored(layer: keras.Layer, name: str) -> keras.Variable:
+def _variable_behind(layer: keras.Layer, name: str) -> keras.Variable:
     """Return the variable behind the attribute `name` of a layer."""
     if hasattr(layer, f"_{name}"):
         return getattr(layer, f"_{name}")

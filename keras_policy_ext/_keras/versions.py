@@ -71,10 +71,12 @@ def warn_of_missing(what: str, consequence: str) -> None:
 
 
 def _lacks(what: str) -> str:
+    """Return the sentence that this Keras lacks a private name."""
     return f"Keras {keras.__version__} has no `{what}`"
 
 
 def _way_out() -> str:
+    """Return the sentences on which versions of Keras to install."""
     return (
         f"Tested: {tested()}. Run `pip install '{pin()}'`, or install a newer "
         "keras_policy_ext."
@@ -82,6 +84,7 @@ def _way_out() -> str:
 
 
 def _warn_once(text: str, stacklevel: int = 3) -> None:
+    """Warn with a text, but not a second time in this process."""
     if text not in WARNED_OF:
         WARNED_OF.add(text)
         warnings.warn(text, stacklevel=stacklevel)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        """Find the backend and its engine at their first use."""
         if name not in ("current", "engine"):
             raise AttributeError(f"module {__name__!r} has no {name!r}")
         found = primitives.current

@@ -88,7 +88,10 @@ class BothLayouts(Protocol):
         hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
-        """Quantize a matrix (m, k) with one scale; write its transpose too."""
+        """Quantize a matrix (m, k) with one scale; write its transpose too.
+
+        `hint` has the scale, or says how to compute it from the amax.
+        """
 
 
 class QuantizedForBoth(NamedTuple):
@@ -116,10 +119,10 @@ def read_both(
     reading: Reading | None,
     wanted: Wanted,
 ) -> QuantizedForBoth:
-    """Quantize an operand's home matrix (1, m, k), once for both matmuls.
+    """Quantize a matrix (1, m, k), once for both matmuls that read it.
 
-    `reading` is that of the state; None for a source without one. Where it
-    has no scale, the amax of the operand gives that.
+    `reading` is what was read from the state of the recipe; None for a recipe
+    without one. Where it has no scale, the amax of the operand gives that.
     """
     known = None if reading is None else reading.known_scale(operand)
     hint = ScaleHint(scale=None, unseen=None, rule=rule)

@@ -39,6 +39,7 @@ class KerasConvolutions(Convolutions):
     def inputs_grad(
         self, conv: Convolution, g: Tensor, w: Tensor, shape: Shape
     ) -> Tensor:
+        """Compute the inputs' gradient: a transposed linear function."""
         return backends.current.transpose(
             lambda x: self.outputs(conv, x, w), shape, g
         )
@@ -47,6 +48,7 @@ class KerasConvolutions(Convolutions):
     def kernel_grad(
         self, conv: Convolution, x: Tensor, g: Tensor, shape: Shape
     ) -> Tensor:
+        """Compute the kernel's gradient: a transposed linear function."""
         return backends.current.transpose(
             lambda w: self.outputs(conv, x, w), shape, g
         )
@@ -111,7 +113,8 @@ class Plain(MatmulKernel):
 def unscaled(operand: Quantized) -> Tensor:
     """Return an operand in float32, times scales that vary along the sum.
 
-    Scales that are constant along the sum multiply the output later.
+    Scales that are constant along the sum are left out: they multiply the
+    output later.
     """
     quantization = operand.quantization
     if quantization is None or quantization.scale_leaves_sum:
@@ -120,7 +123,7 @@ def unscaled(operand: Quantized) -> Tensor:
 
 
 def folded(operand: Quantized, across: bool) -> Quantized:
-    """Apply to an operand's home matrix the scales that vary along the sum.
+    """Multiply an operand by the scales that vary along the sum.
 
     This is done before transposing. A compiler that multiplies and transposes
     in one kernel reads memory with large strides (three times as slow, JAX
@@ -230,7 +233,7 @@ def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def _left_scale(operand: Quantized) -> Tensor:
-    """Return the scale that `unscaled` left for the output, or 1."""
+    """Return the scale that is still to multiply the output, or 1."""
     quantization = operand.quantization
     if quantization is None or quantization.scale_leaves_sum:
         return operand.spread_scale
@@ -305,5 +308,5 @@ def is_vector_product(a: Quantized, b: Quantized) -> bool:
 
 
 def scaled(product: Tensor, a: Quantized, b: Quantized, dtype: str) -> Tensor:
-    """Multiply a matmul's float32 result by both scales; cast it to `dtype`."""
+    """Multiply a matmul's float32 result by both scales; cast it."""
     return ops.cast(times_scales(product, a, b), dtype)

@@ -48,17 +48,23 @@ class Operation(Hashable, Protocol):
 
     @property
     def first_use(self) -> Operation:
-        """The same operation with slot 0; all slots share compiled passes."""
+        """The same operation for the first use of the kernel in a step.
+
+        All uses share its compiled passes; a slot is the number of a use.
+        """
 
     def another_slot(self, slot: Slot) -> Slot:
-        """Return another slot, for gradients that are differentiated again."""
+        """Return another slot, for gradients that are differentiated again.
+
+        A slot is the number of a use of the kernel in the step.
+        """
 
     def with_preference(self) -> Operation:
         """Return a copy with the current setting of `kernels.prefer`."""
 
     @property
     def bound(self) -> BoundOperation:
-        """This operation on the current device; one object for all slots."""
+        """This operation on the current device; one object for all its uses."""
 
 
 class BoundOperation(Protocol):
@@ -95,7 +101,10 @@ class BoundOperation(Protocol):
     def residuals(
         self, leaves: Sequence[Tensor], shapes: tuple[Shape, Shape]
     ) -> Residuals:
-        """Rebuild residuals from their `leaves`; shapes: inputs, kernel."""
+        """Rebuild residuals from the tensors that their `leaves()` listed.
+
+        `shapes` are those of inputs and kernel.
+        """
 
     def observed(
         self, residuals: Residuals, inputs: Tensor, kernel: Tensor
@@ -193,11 +202,11 @@ class Arithmetic(Primitives):
     """Arithmetic whose best form depends on the device or compiler."""
 
     def cuts(self, numbers: int) -> bool:
-        """Return True if products cut a kernel of `numbers` codes in parts."""
+        """Return True if products read so many codes part by part."""
         return False
 
     def gains_from_float16(self, numbers: int) -> bool:
-        """Return True if a kernel of so many numbers gains from `widen`."""
+        """Return True if `kpe.widen` speeds up a kernel of so many elements."""
         # XLA for a CPU decodes codes in less time than it widens float16.
         return not self.cuts(numbers)
 
@@ -219,7 +228,7 @@ class Arithmetic(Primitives):
         return None
 
     def pack(self, codes: Tensor) -> bool:
-        """Make products read a matrix in a faster form; False without one."""
+        """Pack a stored matrix for faster products; False if it cannot."""
         return False
 
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:

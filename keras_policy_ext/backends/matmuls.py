@@ -142,6 +142,7 @@ class NativeMatmul(MatmulKernel):
 
     @override
     def supports(self, request: Request) -> str | None:
+        """Return why this kernel cannot compute a matmul, or None."""
         if not self.reads(request):
             return OTHER_SCALES
         if request.prefer == "emulated":
@@ -240,12 +241,14 @@ class Engine:
         for refusal in refusals:
             if refusal != OTHER_SCALES:
                 return kernel, Choice("emulated", refusal)
-        scales = " with ".join(dict.fromkeys(map(_described, request.tiles)))
+        scales = " with ".join(
+            dict.fromkeys(map(_scales_in_words, request.tiles))
+        )
         reason = f"no float8 matmul of {self.name} has {scales}"
         return kernel, Choice("emulated", reason)
 
 
-def _described(tile: Tile) -> str:
+def _scales_in_words(tile: Tile) -> str:
     """Return the scales of such tiles in words, as `"scales of rows"`."""
     if tile.is_whole:
         return "a scale for a tensor"

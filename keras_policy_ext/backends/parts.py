@@ -67,7 +67,7 @@ class StoredMatrix(NamedTuple):
         threaded: int = 1 << 19,
         one_row: int | None = None,
     ) -> int:
-        """Return how many of the `m` are in a part.
+        """Return how many of the `m` rows of a matrix are in a part.
 
         Args:
             rows: The rows of inputs, of each matrix.
@@ -95,15 +95,17 @@ def cores() -> int:
 def in_loops(
     x: Tensor, kernel: StoredMatrix, size: int, loop: Callable[..., Tensor]
 ) -> Tensor:
-    """Multiply by parts of `size`, in loops that XLA compiles.
+    """Multiply by a stored kernel, `size` rows of it at a time, in XLA's loops.
 
-    It returns the product without its factor. `loop` takes the first number,
-    the one after the last, a function of a number and a tensor, and a tensor.
+    It returns the product without its factor. `loop(first, end, function,
+    start)` calls `function(i, x)` for each number, from `start` on, and returns
+    the last result.
     """
     matrices, m, n = kernel.shape
     codes = ops.reshape(kernel.codes, kernel.shape)
 
     def of_matrix(number: Any) -> Tensor:
+        """Multiply the rows by one of the kernel's matrices."""
         operand, matrix = x[0 if x.shape[0] == 1 else number], codes[number]
         rows = ops.shape(operand)[0]
 

@@ -35,6 +35,10 @@ class BoundMatmul:
     def __init__(
         self, plan: Any, matmul: str, kernel: Any, operands: list[BoundOperand]
     ):
+        """Find which uses of the operands this matmul reads.
+
+        `kernel` is the matmul kernel that runs it, in a bound `plan`.
+        """
         self._matmul, self._kernel = matmul, kernel
         self._contraction = plan.contraction
         self.dtype = _dtype_of(plan, matmul, kernel)
@@ -92,7 +96,11 @@ def bind_matmul(
     selection: tuple[Any, Choice],
     operands: dict[str, BoundOperand],
 ) -> BoundMatmul:
-    """Return the `BoundMatmul` that computes a plan's matmul with a kernel."""
+    """Return the `BoundMatmul` that computes one of a plan's three matmuls.
+
+    `selection` is the matmul kernel for it, and the reason; `operands` has all
+    three operands by name.
+    """
     kernel, _ = selection
     is_einsum = isinstance(plan.contraction, Einsum)
     adds = is_einsum and hasattr(kernel, "with_bias") and matmul == "forward"
@@ -171,6 +179,7 @@ class BoundPlan(BoundOperation):
     """
 
     def __init__(self, plan: Any, engine: Engine, device: Device):
+        """Select a plan's kernels; bind its operands and three matmuls."""
         self.plan, self.engine, self.device = plan, engine, device
         self.selections = _select(plan, engine)
         binding = Binding(plan, engine, self.selections)
@@ -207,6 +216,11 @@ class BoundPlan(BoundOperation):
         no_backward: bool = False,
         slot: Slot = 0,
     ) -> tuple[Tensor, Residuals]:
+        """Return the outputs plus the bias, and what to save.
+
+        `observe` says whether the state needs the amaxes of the operands;
+        `slot` is the number of this use of the kernel in the step.
+        """
         observe = observe and bool(state) and self._observes_amaxes
         known = reading = None
         if state:
@@ -218,20 +232,27 @@ class BoundPlan(BoundOperation):
         shapes = shape_of(inputs), shape_of(kernel)
         outputs = self._forward(x.first, w.first, shapes, bias)
         amaxes = (x.amax, w.amax) if observe else None
-        # `known`, since the backward pass asks anew which flags still count.
+        # `known`, not `reading`: the backward pass simplifies it anew.
         return outputs, Residuals(
             x.second, w.second, known, amaxes, shapes, self.engine
         )
 
     @override
     def residuals(self, leaves: Sequence[Tensor], shapes: Shapes) -> Residuals:
-        """Rebuild what `Residuals.leaves` listed."""
+        """Rebuild what `Residuals.leaves` listed.
+
+        What a recipe with a state read from it comes after the operands, and
+        the amaxes of the operands come last.
+        """
         tensors = iter(leaves)
-        quantizations = self.plan.operands.saved
+        quantizations = self.plan.operands.saved_for_backward
         x = quantized.of_leaves(tensors, quantizations["inputs"])
         w = quantized.of_leaves(tensors, quantizations["kernel"])
         reading, rest = self._source.reading_of(list(tensors))
-        amaxes = (rest[0], rest[1]) if rest else None
+        amaxes = None
+        if rest:
+            inputs_amax, kernel_amax = rest
+            amaxes = inputs_amax, kernel_amax
         return Residuals(x, w, reading, amaxes, shapes, self.engine)
 
     @override
@@ -258,6 +279,10 @@ class BoundPlan(BoundOperation):
         bias_shape: tuple[int, ...] | None = None,
         slot: Slot = 0,
     ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...], Tensor | None]:
+        """Return the gradients of the inputs, the kernel, state and bias.
+
+        `slot` is the number of this use of the kernel in the step.
+        """
         reading, shapes = residuals.reading, residuals.shapes
         if reading is not None:
             reading = self._source.simplified(reading, *state)
@@ -290,6 +315,7 @@ class BoundPlan(BoundOperation):
 
     @override
     def takes_bias(self, bias: Tensor, inputs: Tensor, kernel: Tensor) -> bool:
+        """Return True if the outputs gradient's cast sums columns."""
         contraction = self.plan.contraction
         if not self.outputs_grad.sums_columns_of(inputs):
             return False
@@ -301,6 +327,7 @@ class BoundPlan(BoundOperation):
     def caught_up(
         self, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
+        """Return the state, with a scale large enough for the kernel."""
         if not self._observes_amaxes:
             return state
         # A bank has an amax for each of its matrices.

@@ -93,6 +93,7 @@ def outputs_shape(
 
 
 def _form_error(equation: object, why: str) -> str:
+    """Return the message for an equation that cannot be split."""
     return (
         f"Not an einsum equation of two operands: {why}. Received: "
         f"{equation!r}. Allowed: e.g. 'ab,bc->ac' or '...x,xy->...y'. Write "
@@ -146,7 +147,8 @@ class EinsumForm(NamedTuple):
     def matrix(self, operand: str, x: Tensor) -> Tensor:
         """Reshape an operand, as `summed` returns it, to its home matrix.
 
-        It is (B, R, K), (B, C, K) or (B, R, C). An axis flattens its letters.
+        That is the matrix of its first matmul: (B, R, K), (B, C, K) or (B, R,
+        C), where an axis flattens all batch, row, column or contracted letters.
         """
         axes, groups = _home_axes(self, operand)
         sizes, shape = shape_of(x), []
@@ -183,7 +185,10 @@ class EinsumForm(NamedTuple):
         return present == order and bool(free) and bool(summed)
 
     def _home(self, operand: str) -> tuple[str, str, str]:
-        """Return an operand's term, and the letters it keeps and sums."""
+        """Return an operand's term, and the letters it keeps and sums.
+
+        These are the two axes of its home matrix, that of its first matmul.
+        """
         return {
             "inputs": (self.first, self.rows, self.contracted),
             "kernel": (self.second, self.columns, self.contracted),
@@ -194,7 +199,8 @@ class EinsumForm(NamedTuple):
         """Reshape and transpose the matrix of a matmul to the result's axes.
 
         It is (B, R, C) for `forward`, (B, R, K) for `inputs_grad`, (B, K, C)
-        for `kernel_grad`.
+        for `kernel_grad`, with the axes of `matrix`. `sizes` has the size of
+        each letter.
         """
         framework = backends.current
         if matmul == "forward":
@@ -220,7 +226,7 @@ class EinsumForm(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def form_of(equation: str) -> EinsumForm:
-    """Return the form of an explicit equation, such as `"abc,cd->abd"`."""
+    """Return the letters of an equation, such as `"abc,cd->abd"`, by role."""
     first, second, out = split(equation)
     return EinsumForm(
         first,
@@ -235,7 +241,10 @@ def form_of(equation: str) -> EinsumForm:
 
 @functools.lru_cache(maxsize=4096)
 def axes_alone(form: EinsumForm, operand: str) -> tuple[int, ...]:
-    """Return the axes of an operand whose letters no other term has."""
+    """Return the axes of an operand whose letters no other term has.
+
+    `form` has the letters of the equation by role.
+    """
     term, *groups = form._home(operand)
     order = "".join((form.batch, *groups))
     return tuple(i for i, letter in enumerate(term) if letter not in order)
@@ -245,7 +254,11 @@ def axes_alone(form: EinsumForm, operand: str) -> tuple[int, ...]:
 def _home_axes(
     form: EinsumForm, operand: str
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Return (permutation or None, axes by matrix axis) of an operand."""
+    """Return how an operand becomes its matrix (batch, kept, summed axes).
+
+    That is a permutation of its axes, or None; and for each axis of the matrix
+    the axes that are flattened into it. `form` has the letters by role.
+    """
     # A `summed` operand is permuted so, and flattened to a matrix.
     term, *groups = form._home(operand)
     groups = [form.batch, *groups]

@@ -17,9 +17,9 @@ from keras_policy_ext.backends.matmuls import Choice, Request, Shapes
 from keras_policy_ext.backends.parts import StoredMatrix
 from keras_policy_ext.contractions import equations
 from keras_policy_ext.contractions.equations import shape_of
+from keras_policy_ext.contractions.kernel_matrices import kernel_matrices
 from keras_policy_ext.contractions.kinds import Contraction, Einsum
 from keras_policy_ext.contractions.plan import preferred
-from keras_policy_ext.contractions.readings import reading_of
 from keras_policy_ext.numerics import casting, quantized, scaling
 from keras_policy_ext.numerics.quantized import Quantized
 from keras_policy_ext.recipes import MATMULS, FrozenKernels, Quantization
@@ -108,10 +108,12 @@ class FrozenPlan:
         elif (
             self._has_matrix and self._selection[1].native and _are_codes(codes)
         ):
-            return self._native(inputs, codes, scale, static_scale, shapes)
+            return self._native_product(
+                inputs, codes, scale, static_scale, shapes
+            )
         else:
-            x, dtype = self._rounded(inputs, static_scale), "float32"
-        return self._multiplied("forward", x, codes, scale, dtype, shapes)
+            x, dtype = self._rounded_inputs(inputs, static_scale), "float32"
+        return self._product("forward", x, codes, scale, dtype, shapes)
 
     def inputs_grad(
         self, outputs_grad: Tensor, constants: Constants, shape: Shape
@@ -122,8 +124,9 @@ class FrozenPlan:
         """
         codes, scale, *_ = constants
         shapes = shape, shape_of(codes)
-        given = outputs_grad, codes, scale, self.dtype, shapes
-        return self._multiplied("inputs_grad", *given)
+        return self._product(
+            "inputs_grad", outputs_grad, codes, scale, self.dtype, shapes
+        )
 
     @property
     def _is_einsum(self) -> bool:
@@ -146,7 +149,7 @@ class FrozenPlan:
         alone = set(first) - set(second + out)
         return None if alone else f"{out},{second}->{first}"
 
-    def _multiplied(
+    def _product(
         self,
         matmul: str,
         x: Tensor,
@@ -155,8 +158,13 @@ class FrozenPlan:
         dtype: str,
         shapes: Shapes,
     ) -> Tensor:
-        """Compute the outputs or the inputs gradient, by parts or at once."""
-        product = self._by_parts(matmul, x, codes, scale, dtype, shapes)
+        """Compute the outputs or the inputs gradient, by parts or at once.
+
+        `codes` are those of the kernel, or what `dequantized` takes in their
+        place. `dtype` is that of the multiplication, `shapes` those of inputs
+        and kernel.
+        """
+        product = self._product_by_parts(matmul, x, codes, scale, dtype, shapes)
         if product is not None:
             return product
         kernel = dequantized(self.recipe, self.axes, codes, scale, dtype)
@@ -164,16 +172,16 @@ class FrozenPlan:
         if equation is not None:
             outputs = ops.einsum(equation, ops.cast(x, dtype), kernel)
             return ops.cast(outputs, self.dtype)
-        # `_read` returns the matrix for the outputs.
-        b = self._read("kernel", kernel, dtype)
+        # `_float_matrix` returns the matrix for the outputs.
+        b = self._float_matrix("kernel", kernel, dtype)
         b = b if matmul == "forward" else self.contraction.transposed(b)
-        a = self._read(_OPERANDS[matmul], x, dtype)
+        a = self._float_matrix(_OPERANDS[matmul], x, dtype)
         kernel, _ = self.contraction.choose(backends.engine, matmul, None, None)
         return self.contraction.product(
             matmul, kernel, a, b, shapes, self.dtype
         )
 
-    def _by_parts(
+    def _product_by_parts(
         self,
         matmul: str,
         x: Tensor,
@@ -182,7 +190,10 @@ class FrozenPlan:
         dtype: str,
         shapes: Shapes,
     ) -> Tensor | None:
-        """Multiply by parts of the kernel; None where it is decoded at once."""
+        """Multiply by parts of the kernel; None where it is decoded at once.
+
+        The arguments are those of `_product`.
+        """
         framework, shape = backends.current, tuple(codes.shape)
         is_decoded = keras.backend.standardize_dtype(codes.dtype) == "float32"
         cuts = self._is_einsum and framework.cuts(math.prod(shape))
@@ -190,40 +201,35 @@ class FrozenPlan:
             return None
         form, tile = self.contraction.form, tile_of(self.recipe.per)
         in_blocks = tile is not None
-        reading = reading_of(form, self.axes, shape, in_blocks, matmul)
-        if reading is None:
+        view = kernel_matrices(form, self.axes, shape, in_blocks, matmul)
+        if view is None:
             return None
         forward, blocks, part = matmul == "forward", None, BLOCK
-        matrices, _, n = reading.shape
+        matrices, _, n = view.shape
         if tile is not None:
             # One row of scales for `part` entries of the axis that is cut.
-            part, across = reversed(tile) if reading.sums == forward else tile
+            part, across = reversed(tile) if view.sums == forward else tile
             if part == 1:
                 return None  # A row for each entry is no row for a part.
-            rows = ops.transpose(scale) if reading.sums == forward else scale
+            rows = ops.transpose(scale) if view.sums == forward else scale
             if across > 1:
                 rows = framework.repeat(rows, across, 1)[:, :n]
             blocks, scale = rows, 1.0
         else:
-            if tuple(scale.shape) != reading.scales:
-                scale = ops.broadcast_to(scale, reading.scales)
+            if tuple(scale.shape) != view.scales_shape:
+                scale = ops.broadcast_to(scale, view.scales_shape)
             scale = framework.reshape(scale, (matrices, 1, -1))
         operand, x = _OPERANDS[matmul], ops.cast(x, "float32")
-        x = reading.operand.matrix(operand, reading.operand.summed(operand, x))
+        x = view.operand.matrix(operand, view.operand.summed(operand, x))
         kernel = StoredMatrix(
-            codes,
-            blocks,
-            self.recipe.weights,
-            reading.shape,
-            reading.sums,
-            part,
+            codes, blocks, self.recipe.weights, view.shape, view.sums, part
         )
         x = x if forward else x * scale
         y = framework.product_by_parts(x, kernel, dtype)
         if y is None:
             return None
         y = y * scale if forward else y
-        result = reading.result.result(matmul, y, form.sizes(*shapes))
+        result = view.result.result(matmul, y, form.sizes(*shapes))
         return ops.cast(result, self.dtype)
 
     @property
@@ -233,6 +239,7 @@ class FrozenPlan:
         return recipe.has_integers and recipe.activations is not None
 
     def _quantization(self, operand: str) -> Quantization | None:
+        """Return how an operand is quantized; None if it is not."""
         quantization = self.recipe.quantization(operand, "forward")
         return self.contraction.quantization(quantization)
 
@@ -259,14 +266,19 @@ class FrozenPlan:
             return (summed, free) == (form.contracted, form.columns)
         return set(summed) == set(form.contracted) and not form.batch
 
-    def _read(self, operand: str, x: Tensor, dtype: str) -> Quantized:
+    def _float_matrix(self, operand: str, x: Tensor, dtype: str) -> Quantized:
         """Return the matrix of an unquantized operand, cast to `dtype`."""
         home = self.contraction.operand(operand, x, None)
         plain = quantized.passthrough(ops.cast(home, dtype))
         return self.contraction.read(operand, plain)
 
-    def _rounded(self, inputs: Tensor, static_scale: list[Tensor]) -> Tensor:
-        """Return the inputs, rounded to float8 values times their scale."""
+    def _rounded_inputs(
+        self, inputs: Tensor, static_scale: list[Tensor]
+    ) -> Tensor:
+        """Return the inputs, rounded to float8 values times their scale.
+
+        `static_scale` has the one scale of the inputs, or nothing.
+        """
         scale = static_scale[0] if static_scale else self._scale(inputs)
         engine, is_factor = backends.engine, False
         numbers = engine.cast(inputs, scale, _INPUTS, is_factor)
@@ -281,7 +293,7 @@ class FrozenPlan:
         # NaN if a value is not finite, so that the outputs show it.
         return scale * (amax * 0.0 + 1.0)
 
-    def _native(
+    def _native_product(
         self,
         inputs: Tensor,
         codes: Tensor,
@@ -289,7 +301,10 @@ class FrozenPlan:
         static_scale: list[Tensor],
         shapes: Shapes,
     ) -> Tensor:
-        """Quantize the inputs; compute the outputs by a float8 matmul."""
+        """Quantize the inputs; compute the outputs by a float8 matmul.
+
+        `static_scale` has the one scale of the inputs, or nothing.
+        """
         cast, contraction = backends.engine.narrow_cast, self.contraction
         quantization: Any = self._quantization("inputs")
         home = contraction.operand("inputs", inputs, quantization)
@@ -298,14 +313,17 @@ class FrozenPlan:
         if amax is not None:  # Infinite inputs give NaN, as by `_scale`.
             x = x.with_nan_scales(amax)
         x = contraction.read("inputs", x)
-        kernel = self._stored(codes, scale)
+        kernel = self._stored_matrix(codes, scale)
         matmul_kernel, _ = self._selection
         return contraction.product(
             "forward", matmul_kernel, x, kernel, shapes, self.dtype
         )
 
-    def _stored(self, codes: Tensor, scale: Tensor) -> Quantized:
-        """Return the stored kernel as a quantized matrix."""
+    def _stored_matrix(self, codes: Tensor, scale: Tensor) -> Quantized:
+        """Return the stored kernel as the quantized matrix that a matmul reads.
+
+        `codes` are uint8, with the bits of float8 values.
+        """
         form = self.contraction.form
         narrow = backends.current.as_float8(codes, self.recipe.weights)
         values = form.matrix("kernel", narrow)
@@ -338,8 +356,8 @@ def dequantized(
 ) -> Tensor:
     """Return a stored kernel as floats, in the kernel's own axes.
 
-    Codes are uint8; or their numbers in float16, which holds all of them; or
-    float32 values that this function returned.
+    `codes` are the uint8 codes, the same numbers in float16, or a kernel that
+    this function returned before in float32, which is only cast.
     """
     if keras.backend.standardize_dtype(codes.dtype) == "float32":
         return ops.cast(codes, dtype)
@@ -349,7 +367,7 @@ def dequantized(
         numbers = ops.cast(codes, "float32")
     tile = tile_of(recipe.per)
     if tile is not None:
-        scale = spread(axes, scale, tuple(codes.shape), tile)
+        scale = scale_per_element(axes, scale, tuple(codes.shape), tile)
     return ops.cast(ops.multiply(numbers, scale), dtype)
 
 
@@ -369,7 +387,7 @@ def _are_codes(codes: Tensor) -> bool:
     return keras.backend.standardize_dtype(codes.dtype) == "uint8"
 
 
-def spread(
+def scale_per_element(
     axes: Axes, scale: Tensor, shape: tuple[int, ...], tile: tuple[int, int]
 ) -> Tensor:
     """Expand the scales of tiles of a kernel to one scale per element."""

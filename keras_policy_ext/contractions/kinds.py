@@ -308,6 +308,7 @@ class Conv:
     is_transposed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        """Raise if an attribute has a value that is not allowed."""
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -484,6 +485,7 @@ def _is_per_axis(value: object) -> bool:
 
 
 def _wrong(conv: Conv, name: str, allowed: str) -> str:
+    """Return the message for an attribute that is not allowed."""
     return (
         f"`{name}` of this convolution is not valid. Received: {conv!r}. "
         f"Allowed: {name} {allowed}. For causal padding, pad the inputs first."

@@ -64,9 +64,10 @@ class Operands:
 
     @functools.cached_property
     def cast_for_both(self) -> dict[str, Quantization | None]:
-        """By operand, the quantization one cast writes for both matmuls.
+        """By operand, the quantization that one cast writes for both matmuls.
 
-        None unless both matmuls read the same values of a matrix, with a scale.
+        None unless both matmuls read the same values of a matrix, with one
+        scale.
         """
         shared = {}
         for operand in OPERANDS:
@@ -123,8 +124,8 @@ class Operands:
         return batch, columns, rows
 
     @functools.cached_property
-    def saved(self) -> dict[str, Quantization | None]:
-        """By operand, the quantization in which the operand is saved."""
+    def saved_for_backward(self) -> dict[str, Quantization | None]:
+        """How inputs and kernel are kept for gradients; None: in floats."""
         return {
             "inputs": self.quantized_as("inputs", "kernel_grad"),
             "kernel": self.quantized_as("kernel", "inputs_grad"),
@@ -156,6 +157,7 @@ def gathered(gathering: Any, axes: tuple[Any, ...], *reads: Quantized) -> Any:
     framework = backends.current
 
     def along_axes(x: Tensor) -> Tensor:
+        """Gather a tensor along the axes that are sharded."""
         sizes = zip(x.shape, axes, strict=True)
         # Devices share a scale of size 1 along an axis.
         cut_by = [() if size == 1 else names for size, names in sizes]
@@ -215,6 +217,10 @@ class OperandUse:
     """
 
     def __init__(self, binding: Binding, operand: str, matmul: str):
+        """Look up how this matmul reads the operand.
+
+        `binding` has the plan, and the kernels selected for it.
+        """
         plan, engine, selections = binding
         operands = plan.operands
         self.operand, self.matmul = operand, matmul
@@ -254,10 +260,14 @@ class OperandUse:
     ) -> tuple[Quantized, Quantized]:
         """Quantize an operand; return one copy for outputs, one for gradients.
 
-        The outputs use saturated values. If a value is not finite and the
-        recipe has no state to report it, the gradients are NaN. `home` is from
-        `Contraction.operand`; the result has the layout of
-        `Operands.stored_transposed`. The slot is part of the random key.
+        Both have the same values, clipped to the range of the format. If a
+        value is not finite and the recipe has no state to report it, the copy
+        for gradients is marked: its scales are NaN.
+
+        `home` is the operand as `Contraction.operand` returns it; the result
+        has the layout of `Operands.stored_transposed`. `reading` is what was
+        read from the state, or None. `slot`, the number of this use of the
+        kernel in the step, is part of the random key.
         """
         if self.quantization is None:
             plain = quantized.passthrough(ops.cast(home, self.inputs_dtype))
@@ -344,6 +354,10 @@ class BoundOperand:
     use: type[OperandUse] = OperandUse
 
     def __init__(self, binding: Binding, operand: str):
+        """Bind both uses of the operand, and select its cast.
+
+        `binding` has the plan, and the kernels selected for it.
+        """
         plan, engine, _ = binding
         self.operand = operand
         self.first, self.second = (
@@ -379,7 +393,10 @@ class BoundOperand:
         return self._amax_of(self._home(x, self.first.quantization))
 
     def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
-        """Quantize an operand for the two matmuls that read it."""
+        """Quantize an operand for the two matmuls that read it.
+
+        `options.slot` is the number of this use of the kernel in the step.
+        """
         reading, slot = options.reading, options.slot
         home = self._home(x, self.first.quantization)
         cast, in_branch = self._cast, False
@@ -390,7 +407,7 @@ class BoundOperand:
         needs_amax = options.observe or self._is_stochastic
         amax = Amax(home, needs_amax, self._amax_of, in_branch)
         saturated, marked = self.first.quantize(home, amax, reading, cast, slot)
-        # Outputs read values without marks; a gradient reads them with.
+        # `marked` has NaN scales if a value is not finite. Gradients read that.
         first = saturated if self._in_forward else marked
         if not self.is_shared:
             home = self._home(x, self.second.quantization)
@@ -411,6 +428,7 @@ class OperandInBothLayouts(BoundOperand):
     second: UseOfBothLayouts
 
     def __init__(self, binding: Binding, operand: str):
+        """Prepare the one cast that writes the operand and its transpose."""
         super().__init__(binding, operand)
         plan = binding.plan
         self._both: Any = binding.engine.both_layouts
@@ -440,7 +458,10 @@ class OperandInBothLayouts(BoundOperand):
         return self._both.supports(values, self._dtype, format_name) is None
 
     def quantize(self, x: Tensor, options: PassOptions) -> QuantizedForBoth:
-        """Quantize an operand by one cast in both layouts, if it can."""
+        """Quantize an operand by one cast in both layouts, if it can.
+
+        Otherwise it is quantized as any operand.
+        """
         if not self.is_in_both_layouts(x):
             return super().quantize(x, options)
         home = self._home(x, self.first.quantization)
@@ -468,6 +489,7 @@ class OperandOfRows(BoundOperand):
     """An operand that one cast quantizes by rows for both of its matmuls."""
 
     def __init__(self, binding: Binding, operand: str):
+        """Prepare the one cast that scales rows for both matmuls."""
         super().__init__(binding, operand)
         self._row_casts: Any = binding.engine.row_casts
         self._uses = self.first, self.second
@@ -484,6 +506,7 @@ class OperandOfRows(BoundOperand):
         return not self._is_transposed_in_memory and self._can_cast(like)
 
     def _can_cast(self, x: Tensor) -> bool:
+        """Return True if the cast can write the formats of both uses."""
         formats = [quantization.format for quantization in self._by_rows]
         return self._row_casts.supports(x, *formats) is None
 
@@ -515,7 +538,11 @@ class OperandOfRows(BoundOperand):
     def _for_use(
         self, use: OperandUse, cast: RowCast | None, x: Tensor
     ) -> tuple[Quantized, Quantized]:
-        """Return what `OperandUse.quantize` returns, from a cast."""
+        """Return what `OperandUse.quantize` returns, from a cast.
+
+        That is one copy for outputs, and one for gradients, with NaN scales for
+        rows that are not finite. `cast` is None if this use needs no cast.
+        """
         if cast is None:  # The matmul is in high precision, or not run.
             plain = ops.cast(self._home(x, None), use.inputs_dtype)
             return (quantized.passthrough(plain),) * 2
@@ -536,6 +563,7 @@ class OperandOfCodes(BoundOperand):
     """
 
     def __init__(self, binding: Binding, operand: str):
+        """Raise if the kernel has more than one scale."""
         super().__init__(binding, operand)
         plan, quantization = binding.plan, self.first.quantization
         has_one_scale = quantization is not None and quantization.keeps_axes
@@ -562,7 +590,11 @@ class OperandOfCodes(BoundOperand):
 
 
 def bind_operand(binding: Binding, operand: str) -> BoundOperand:
-    """Return the `BoundOperand` that quantizes an operand of a plan."""
+    """Return the `BoundOperand` that quantizes an operand of a plan.
+
+    `binding` has the plan, and the kernels selected for it. An operand is cast
+    once for both of its matmuls where a kernel can.
+    """
     plan, engine, selections = binding
     if _is_gathered(plan, operand) and plan.gathering.is_quantized:
         return OperandOfCodes(binding, operand)
@@ -576,37 +608,44 @@ def bind_operand(binding: Binding, operand: str) -> BoundOperand:
     kind: type[BoundOperand] = BoundOperand
     if cast_for_both:
         kind = OperandInBothLayouts
-    elif _is_cast_by_rows(binding, operand):
+    elif _one_cast_may_scale_rows(binding, operand):
         kind = OperandOfRows
     return kind(binding, operand)
 
 
 def _is_gathered(plan: Any, operand: str) -> bool:
-    """Return True if the quantized shards of an operand are gathered."""
+    """Return True for a kernel whose quantized shards are gathered."""
     # Each device quantizes a small shard of such a kernel. It gathers the codes
     # in one layout, since both would be twice the bytes.
     return operand == "kernel" and plan.gathering is not None
 
 
-def _is_cast_by_rows(binding: Binding, operand: str) -> bool:
-    """Return True if one cast may quantize an operand for all its matmuls."""
+def _one_cast_may_scale_rows(binding: Binding, operand: str) -> bool:
+    """Return True if one pass that scales rows may serve all its matmuls."""
     plan, engine, selections = binding
-    quantized_for = {
+    if engine.row_casts is None:
+        return False
+    rule = plan.source.rule
+    quantizations = {
         matmul: plan.operands.quantizations[operand, matmul]
         for matmul in matmuls_of(operand)
-        if plan.operands.quantizations[operand, matmul] is not None
     }
-    rule = plan.source.rule
+    # A matmul in high precision, None, reads the operand as it is.
+    by_matmul = {m: q for m, q in quantizations.items() if q is not None}
+    has_row_scales = bool(by_matmul) and all(
+        quantization == _by_rows(quantization)
+        for quantization in by_matmul.values()
+    )
+    divides_by_amax = rule is not None and not rule.by_multiplier
+    has_no_state = plan.source.state_shape is None
+    is_native = all(selections[matmul][1].native for matmul in by_matmul)
     return (
-        engine.row_casts is not None
-        and bool(quantized_for)
-        and all(each == _by_rows(each) for each in quantized_for.values())
-        and rule is not None
-        and not rule.by_multiplier  # The cast divides by the limit.
-        and plan.source.state_shape is None
-        and not _is_gathered(plan, operand)
+        has_row_scales
+        and divides_by_amax
+        and has_no_state
+        and is_native
         and plan.contraction.reads_one_matrix
-        and all(selections[matmul][1].native for matmul in quantized_for)
+        and not _is_gathered(plan, operand)
     )
 
 

@@ -102,19 +102,31 @@ class Plan:
 
     @functools.cached_property
     def first_use(self) -> Plan:
-        """The plan of slot 0, the same object for all slots.
+        """The plan of the first use in a step, the same object for all uses.
 
-        It is what is bound and compiled. A slot is an argument of a pass.
+        It is what is bound and compiled. The slot, the number of the use, is an
+        argument of a pass.
         """
         if self.slot == 0:
             return self
-        # All fields in order, with 0 in place of the slot.
-        before_slot = self.inputs_dtype, self.kernel_dtype, self.training
-        others = self.prefer, self.for_xla, self.gathering
-        return plan_of(self.contraction, self.recipe, *before_slot, 0, *others)
+        # All fields in order, by position: the cache tells calls apart by that.
+        return plan_of(
+            self.contraction,
+            self.recipe,
+            self.inputs_dtype,
+            self.kernel_dtype,
+            self.training,
+            0,  # The slot.
+            self.prefer,
+            self.for_xla,
+            self.gathering,
+        )
 
     def another_slot(self, slot: Slot) -> Slot:
-        """Return another slot, for gradients that are differentiated."""
+        """Return another slot, for gradients that are differentiated.
+
+        A slot is the number of a use of a kernel in a step.
+        """
         return self.source.another_slot(slot)
 
     @functools.cached_property
@@ -142,7 +154,8 @@ class Plan:
     def bound(self) -> BoundPlan:
         """This plan with the kernels selected for the current device.
 
-        It is one object for all slots, until the device or engine changes.
+        It is one object for all uses of a kernel in a step, until the device or
+        engine changes.
         """
         engine = backends.engine
         device = engine.device()
@@ -200,7 +213,11 @@ def make_plan(
     slot: int = 0,
     gathering: Any = None,
 ) -> Plan:
-    """Return a contraction's plan for the current backend and settings."""
+    """Return a contraction's plan for the current backend and settings.
+
+    `training`, `slot` (the number of this use of the kernel in the step) and
+    `gathering` are as for `Plan`.
+    """
     framework = backends.current
     fields = contraction, recipe, inputs_dtype, kernel_dtype, training, slot
     if framework.is_compiling():

@@ -68,20 +68,24 @@ class _Operands:
     """
 
     def __init__(self, bound: Any, residuals: Any, outputs_grad: Tensor):
+        """Keep the bound plan, what it saved, and the outputs gradient."""
         self._bound, self._plan = bound, bound.plan
         self._residuals = residuals
         self._outputs_grad = outputs_grad
 
     @property
     def inputs(self) -> Quantized:
-        return self._decoded("inputs", self._residuals.inputs)
+        """The inputs, as the matrix that the forward matmul reads."""
+        return self._saved_matrix("inputs", self._residuals.inputs)
 
     @property
     def kernel(self) -> Quantized:
-        return self._decoded("kernel", self._residuals.kernel)
+        """The kernel, as the matrix that the forward matmul reads."""
+        return self._saved_matrix("kernel", self._residuals.kernel)
 
     @property
     def gradient(self) -> Quantized:
+        """The outputs gradient, as the matrix of its first matmul."""
         return self.plain("outputs_grad", self._outputs_grad)
 
     def product(self, matmul: str, a: Quantized, b: Quantized) -> Tensor:
@@ -106,7 +110,7 @@ class _Operands:
         plain = quantized.passthrough(ops.cast(home, plan.inputs_dtype))
         return plan.contraction.read(operand, plain)
 
-    def _decoded(self, operand: str, saved: Quantized) -> Quantized:
+    def _saved_matrix(self, operand: str, saved: Quantized) -> Quantized:
         """Dequantize a saved operand; return the matrix of its first matmul."""
         bound_operand = getattr(self._bound, operand)
         # The second matmul reads what was saved, or else its transpose.

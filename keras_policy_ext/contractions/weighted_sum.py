@@ -37,6 +37,7 @@ class WeightedSum(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """Return that of `activations`; values get the scale 1."""
         asked = self.activations.quantization(operand, matmul)
         # The kernel is the values, which `fold` brings into range.
         if asked is None or (operand, matmul) != ("kernel", "forward"):
@@ -79,25 +80,33 @@ def fold(
     Raises:
         ValueError: If neither weights nor outputs have an axis of the values.
     """
-    of_weights, of_values, out = split(equation)
-    if set(of_values) - set(of_weights + out):
+    weights_letters, values_letters, outputs_letters = split(equation)
+    if set(values_letters) - set(weights_letters + outputs_letters):
         raise ValueError(
             "An axis of the values is in no other term of the equation, so a "
             "key has no single scale. Received: "
             f"{equation!r}. Allowed: axes that the weights or the outputs "
             "have too. Sum the values over the axis first."
         )
-    columns = tuple(i for i, c in enumerate(of_values) if c not in of_weights)
+    columns = tuple(
+        axis
+        for axis, letter in enumerate(values_letters)
+        if letter not in weights_letters
+    )
     scale = ops.stop_gradient(_scale_of_keys(values, columns, limit))
     scale = ops.cast(scale, keras.backend.standardize_dtype(values.dtype))
-    for_weights = _with_axes_of(of_weights, scale, of_values)
+    for_weights = _with_axes_of(weights_letters, scale, values_letters)
     return ops.multiply(weights, for_weights), ops.divide(values, scale)
 
 
 def _scale_of_keys(
     values: Tensor, columns: tuple[int, ...], limit: float
 ) -> Tensor:
-    """Return a float32 power of two per key; the axes `columns` have size 1."""
+    """Return a float32 power of two for each key of the values of attention.
+
+    The axes `columns` of the values then have size 1. A value divided by the
+    scale is at most `limit`.
+    """
     if columns:
         amax = scaling.amax(values, axis=columns, keepdims=True)
     else:
@@ -106,16 +115,22 @@ def _scale_of_keys(
     return scale * (amax * 0.0 + 1.0)  # NaN where an amax is not finite.
 
 
-def _with_axes_of(of_weights: str, scale: Tensor, of_values: str) -> Tensor:
-    """Give the scales of keys the axes of weights, to which they broadcast."""
-    keys = [letter for letter in of_weights if letter in of_values]
-    columns = [letter for letter in of_values if letter not in keys]
-    order = [of_values.index(letter) for letter in keys + columns]
+def _with_axes_of(
+    weights_letters: str, scale: Tensor, values_letters: str
+) -> Tensor:
+    """Give the scales of keys the axes of weights, to which they broadcast.
+
+    `weights_letters` and `values_letters` are the einsum terms of both
+    operands. `scale` has the axes of the values.
+    """
+    shared = [x for x in weights_letters if x in values_letters]  # Of keys.
+    columns = [x for x in values_letters if x not in shared]
+    order = [values_letters.index(letter) for letter in shared + columns]
     scale = ops.transpose(scale, order)
     # A reshape would need sizes, of which a graph may not know some.
     for _ in columns:
         scale = ops.squeeze(scale, -1)
-    for axis, letter in enumerate(of_weights):
-        if letter not in keys:
+    for axis, letter in enumerate(weights_letters):
+        if letter not in shared:
             scale = ops.expand_dims(scale, axis)
     return scale

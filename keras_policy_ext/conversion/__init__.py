@@ -44,6 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of an extension; raise if that is not installed."""
     if name in __all__:
         # Raises AttributeError if the extension is not installed.
         return _extensions.get(f"conversion.{name}")

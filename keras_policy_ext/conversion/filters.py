@@ -59,6 +59,7 @@ class Safe(SizeFilter):
 
     @override
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        """Return why candidates are left out, by index: odd sizes."""
         return {  # Reversed: the reason of the first kernel counts.
             number: reason
             for number, candidate in enumerate(candidates)
@@ -68,6 +69,7 @@ class Safe(SizeFilter):
 
 
 def __getattr__(name: str) -> Any:
+    """Import `Auto`, an extension's, at its first use."""
     if name == "Auto":
         return _extensions.get("conversion.filters.Auto")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

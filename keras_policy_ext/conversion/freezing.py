@@ -57,7 +57,7 @@ _SAVING_METHODS = ("save_own_variables", "load_own_variables")
 
 
 def has_own_files(layer: keras.Layer) -> str | None:
-    """Return why a layer that overrides saving is not frozen, or None."""
+    """Return why a layer that overrides saving cannot be frozen, or None."""
     # Its files hold float kernels: codes would be loaded as values.
     for name in _SAVING_METHODS:
         if name in vars(layer):
@@ -321,8 +321,10 @@ def freezable(
 
 
 def _with_own_kernels(candidate: Candidate) -> Candidate:
-    """Return a candidate without the kernels that are of other layers."""
-    # Those are stored in their own layers.
+    """Return a candidate with only the kernels that its layer owns.
+
+    Kernels of other layers, with which it multiplies, are stored there.
+    """
     if not candidate.owners:
         return candidate
     own = {id(each) for each in walking.own_weights(candidate.layer)}
@@ -333,7 +335,11 @@ def _with_own_kernels(candidate: Candidate) -> Candidate:
 def deciding(
     selection: Selection, eligible: list[Candidate], traced: TracedModel
 ) -> dict[int, str]:
-    """Return why layers that decide stay in floats, by index in `eligible`."""
+    """Return why some layers stay in floats: they choose, as routers do.
+
+    The reasons are by index in `eligible`. Layers that are in float8 already
+    are frozen all the same.
+    """
     if selection.deciding:
         return {}
     reasons = roles.deciding(eligible, traced)
@@ -342,6 +348,7 @@ def deciding(
 
 
 def _no_filter(given: object) -> str:
+    """Return the message for a filter that `freeze` does not take."""
     return (
         "This filter is about the speed or the accuracy of training, and not "
         f"about stored kernels. Received: filter={given!r}. Allowed: a "
@@ -352,8 +359,11 @@ def _no_filter(given: object) -> str:
 
 
 def _revert_users(model: keras.Layer, chosen: list[Candidate]) -> None:
-    """Make stock layers of those that multiply kernels of layers to freeze."""
-    # They hold the state of these kernels; as stock layers they read values.
+    """Make stock layers of those that multiply with kernels to be frozen.
+
+    They are layers that do not own these kernels.
+    """
+    # They hold the state of these kernels. As stock layers they read values.
     to_freeze = {id(each.layer) for each in chosen}
     for each in candidates.survey(model).candidates:
         reads_stored = any(id(owner) in to_freeze for owner in each.owners)
@@ -377,7 +387,7 @@ def _computing_logits(
 
 
 def shares_stored_kernels(model: keras.Layer) -> bool:
-    """Return True if more than one layer of a model holds a stored kernel."""
+    """Return True if several layers of a model hold the same stored kernel."""
     layers = walking.layers_within(model)
     holders = _holders(layers)
     stored = [each for x in layers for each in stored_weights.stored_in(x)]
@@ -421,7 +431,7 @@ def _why_moved(candidate: Candidate) -> str | None:
 
 
 def _kernels_in_floats(layer: Any) -> Iterator[Unconverted]:
-    """Yield the kernels of a frozen layer that are not stored."""
+    """Yield the kernels of a frozen layer that stay in floats, and why."""
     for each in walking.own_weights(layer):
         if isinstance(each, stored_weights.StoredVariable):
             continue
@@ -435,7 +445,8 @@ def _kernels_in_floats(layer: Any) -> Iterator[Unconverted]:
 def form_to_freeze(layer: keras.Layer) -> Any:
     """Return the float8 class with which to freeze a stock layer, or None.
 
-    None if it has that class already, or has no kernels of its own to store.
+    None if it has that class already, saves its weights in its own way, or has
+    no kernels of its own to store.
     """
     form = _float8_class(layer)
     if form is type(layer) or not issubclass(form or object, Float8Mixin):
@@ -525,10 +536,12 @@ class _Plan:
 
     @property
     def layer(self) -> Any:
+        """The layer to freeze."""
         return self.candidate.layer
 
     @property
     def policy(self) -> Float8DTypePolicy:
+        """The float8 policy that the layer gets."""
         source = source_policy_of(self.layer).name
         return Float8DTypePolicy(source, recipe=self.recipe)
 
@@ -581,6 +594,7 @@ def _plan(candidate: Candidate, asked: _Asked) -> _Plan:
 
 
 def _unseen(layer: keras.Layer) -> str:
+    """Return the message for a layer that lacks a static scale."""
     return (
         f"Layer {candidates.path_of(layer)!r} has seen no amax of its "
         "inputs. Received: activations='static'. Allowed: a model that "
@@ -593,6 +607,7 @@ def _unseen(layer: keras.Layer) -> str:
 
 
 def _check_trained(trained_scales: bool, granularity: str | None) -> None:
+    """Raise if trained scales are asked for, and not one per tensor."""
     if trained_scales and granularity != "tensor":
         raise ValueError(
             "trained_scales=True needs granularity='tensor': scales from "
@@ -605,6 +620,7 @@ def _check_trained(trained_scales: bool, granularity: str | None) -> None:
 
 
 def _check_not_frozen(chosen: list[Candidate]) -> None:
+    """Raise if a layer to freeze is frozen already."""
     for each in chosen:
         policy: Any = float8_policy_of(each.layer)
         if is_frozen(each.layer):
@@ -677,6 +693,10 @@ def _to_widen(layer: keras.Layer) -> list[stored_weights.StoredVariable]:
 
 
 def _refusal(model: keras.Layer, frozen: list[Any]) -> str:
+    """Return the message for a model that cannot be widened.
+
+    `frozen` are its frozen layers, perhaps none.
+    """
     if not frozen:
         return (
             f"No layer of {model.name!r} is frozen. Received: a model with "

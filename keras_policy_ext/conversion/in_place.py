@@ -83,11 +83,12 @@ Followed = list[tuple[str, Float8DTypePolicy | None]]
 def enter_float8_with_children(layer: keras.Layer) -> bool:
     """Convert a composite if all layers in it follow one float8 policy.
 
-    It then creates float8 layers. It keeps the policy that it holds if that
-    one gives each of these layers the policy that it follows. Return whether
-    it has its float8 form now.
+    A composite has no kernels, but creates layers with kernels, as LSTM does.
+    In its float8 class it creates float8 layers. It keeps the policy that it
+    holds if that one gives each of these layers the policy that it follows.
+    Return whether it has its float8 class now.
     """
-    followed = _followed(layer)
+    followed = _followed_in(layer)
     distinct = {policy for _, policy in followed}
     if len(distinct) != 1 or None in distinct:
         return False
@@ -112,7 +113,7 @@ def _declare(backbone: keras.Model) -> None:
     is_map = isinstance(own, keras.dtype_policies.DTypePolicyMap)
     if is_map and not isinstance(own, Float8DTypePolicy):
         return  # KerasHub writes a map of the user's as it is.
-    followed = _followed(backbone)
+    followed = _followed_in(backbone)
     layers = walking.layers_within(backbone)
     if any(map(candidates.quantized_by_keras, layers)):
         return
@@ -122,8 +123,11 @@ def _declare(backbone: keras.Model) -> None:
     global_policy.replace_layer_policy(backbone, policy)
 
 
-def _followed(composite: keras.Layer) -> Followed:
-    """Return (path, float8 policy or None) of each convertible inner layer."""
+def _followed_in(composite: keras.Layer) -> Followed:
+    """Return the path of each convertible inner layer, with its float8 policy.
+
+    The policy is None for a layer that is not in float8.
+    """
     layers = [c.layer for c in candidates.survey(composite).candidates]
     return [(path_of(layer), float8_policy_of(layer)) for layer in layers]
 
@@ -163,7 +167,7 @@ Decision = tuple[Candidate, Target]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Decided:
+class _Decisions:
     """The decisions of `convert`, before any layer is changed."""
 
     survey: candidates.Survey
@@ -250,7 +254,7 @@ def convert(
         'float8_from_float32'
     """
     selection = Selection.read(include, exclude, filter, min_size)
-    decided = _decided(model, policy, selection, attention, recipe)
+    decided = _decisions_of(model, policy, selection, attention, recipe)
     if decided.decisions:
         training.check_optimizers(model)
     change = training.change_of(model, to_float8=True, optimizer=optimizer)
@@ -298,18 +302,18 @@ def converted(
     are not updated, so do not train the model in the block.
     """
     selection = Selection.read(**selected)
-    decided = _decided(model, policy, selection, attention, recipe)
+    decided = _decisions_of(model, policy, selection, attention, recipe)
     with undone(walking.layers_within(model)), training.replicas(model):
         yield _convert(model, decided, attention)
 
 
-def _decided(
+def _decisions_of(
     model: keras.Layer,
     policy: PolicyLike | HasPolicy | None,
     selection: Selection,
     attention: Literal["float8"] | None,
     recipe: Recipe | str | None,
-) -> _Decided:
+) -> _Decisions:
     """Check the arguments of `convert`, and choose a policy for each layer."""
     if attention not in (None, "float8"):
         raise ValueError(
@@ -333,12 +337,12 @@ def _decided(
             by_role = {**roles.ends(convertible, traced), **by_role}
     reasons = selection.reasons(convertible, by_role)
     decisions, unconverted = _decide(convertible, requested, reasons)
-    return _Decided(survey, decisions, unconverted, work)
+    return _Decisions(survey, decisions, unconverted, work)
 
 
 def _convert(
     model: keras.Layer,
-    decided: _Decided,
+    decided: _Decisions,
     attention: Literal["float8"] | None,
     retraced: Sequence[str] = (),
 ) -> Report:
@@ -358,7 +362,7 @@ def _convert(
     refused = [  # Their attention stays in floats.
         Unconverted(composite, reason)
         for composite in survey.composites
-        if (reason := _enter_composite(composite, attention))
+        if (reason := _convert_composite(composite, attention))
     ]
     declare_policies(model)
     # With `attention`, composites multiply too: two activations.
@@ -460,7 +464,10 @@ def _revert(model: keras.Layer, staying: Container[int]) -> None:
 def _decide(
     convertible: list[Candidate], requested: Requested, reasons: dict[int, str]
 ) -> tuple[list[Decision], list[Unconverted]]:
-    """Split candidates into (candidate, policy) pairs and layers left out."""
+    """Split candidates into those to convert, with their policies, and others.
+
+    `reasons` says, by index, why a candidate is left out.
+    """
     decisions, unconverted = [], []
     for number, candidate in enumerate(convertible):
         reason = reasons.get(number)
@@ -505,7 +512,7 @@ def _with_one_state(
 
 
 def _by_foreign_kernel(candidate: Candidate) -> dict[int, Candidate]:
-    """Return the candidate by the ids of its kernels; {} if all are its own."""
+    """Return {id of kernel: candidate} for kernels that other layers own."""
     kernels = candidate.kernels if candidate.owners else ()
     return {id(kernel): candidate for kernel in kernels}
 
@@ -522,6 +529,7 @@ def _why_it_stays(layer: keras.Layer) -> Iterator[Unconverted]:
 
 
 def _all_frozen(model: keras.Layer) -> str:
+    """Return the message for a model that `thaw` is for."""
     return (
         f"All float8 layers of {model.name!r} are frozen, and their float "
         "weights are gone. Received: a frozen model. Allowed: one with layers "
@@ -553,7 +561,11 @@ def _with_attention_in_floats(
     converted: Sequence[keras.Layer],
     refused: Sequence[Unconverted],
 ) -> Iterator[Unconverted]:
-    """Yield other layers around float8 layers, with attention in floats."""
+    """Yield layers whose attention stays in floats, for the report.
+
+    Some of the layers in them, such as projections, are in float8. Those in
+    `converted` and `refused` are in the report already.
+    """
     listed = {id(x) for x in converted} | {id(each.layer) for each in refused}
     for layer in walking.layers_within(model):
         reason = _why_attention_in_floats(layer)
@@ -584,8 +596,11 @@ def _why_attention_in_floats(layer: keras.Layer) -> str | None:
     return None if attention is None else attention.reason_in_floats
 
 
-def _enter_composite(layer: keras.Layer, attention: str | None) -> str | None:
-    """Convert a composite; return why its attention stays in floats."""
+def _convert_composite(layer: keras.Layer, attention: str | None) -> str | None:
+    """Convert a composite; return why its attention is in floats.
+
+    A composite has no kernels, but creates layers with kernels.
+    """
     was_stock = original_of(type(layer)) is None
     if not enter_float8_with_children(layer):
         reason = (

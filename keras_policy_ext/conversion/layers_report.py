@@ -96,39 +96,25 @@ class Totals:
         if self.is_counted and not self.multiplications:
             layers = counted(self.listed, "layer")
             return [f"{self.listed_in_float8} of {layers} in float8"]
-        weights = percent(self.parameters_in_float8, self.parameters)
-        layers = counted(self.layers, "layer")
-        numbers = f"{amount(self.parameters)} parameters"
-        products = ""
+        if self.stored and self.stored == self.in_float8:
+            return self._head_of_stored_kernels()
+        share = self._share_of_parameters
+        if self.on_grid and self.on_grid == self.in_float8:
+            layers = counted(self.layers, "layer")
+            return [
+                f"Kernels are rounded in each step, {share}. Matmuls and "
+                "gradients are in floats.",
+                f"{self.on_grid} of {layers} with a kernel; {self._sizes}",
+            ]
         if self.is_counted:
-            share = percent(
+            of_products = percent(
                 self.multiplications_in_float8, self.multiplications
             )
-            products = f"{share} of the multiplications and "
-            numbers = (
-                f"{amount(self.multiplications)} multiplications (MACs) per "
-                f"sample, {numbers}"
-            )
-        if self.stored and self.stored == self.in_float8:
-            which = f"The kernels of {self.stored} of {layers}"
-            if self.partly_stored:
-                which = "Some kernels"
-            elif self.stored == self.layers:
-                which = "All kernels"
-            return [
-                f"{which} are stored {self.stored_as}, {weights} of the "
-                "parameters. Matmuls run in floats.",
-                f"{layers} with a kernel; {numbers}",
-            ]
-        if self.on_grid and self.on_grid == self.in_float8:
-            return [
-                f"Kernels are rounded in each step, {weights} of the "
-                "parameters. Matmuls and gradients are in floats.",
-                f"{self.on_grid} of {layers} with a kernel; {numbers}",
-            ]
+            share = f"{of_products} of the multiplications and {share}"
+        layers = counted(self.layers, "layer")
         sentences = [
-            f"{products}{weights} of the parameters are in float8",
-            f"{self.in_float8} of {layers} with a kernel; {numbers}",
+            f"{share} are in float8",
+            f"{self.in_float8} of {layers} with a kernel; {self._sizes}",
         ]
         if self.stored:
             stored = counted(self.stored, "layer")
@@ -143,6 +129,35 @@ class Totals:
                 "are rounded in each step"
             )
         return sentences
+
+    def _head_of_stored_kernels(self) -> list[str]:
+        """Return the sentences for a model whose matmuls are all in floats."""
+        layers = counted(self.layers, "layer")
+        which = f"The kernels of {self.stored} of {layers}"
+        if self.partly_stored:
+            which = "Some kernels"
+        elif self.stored == self.layers:
+            which = "All kernels"
+        return [
+            f"{which} are stored {self.stored_as}, "
+            f"{self._share_of_parameters}. Matmuls run in floats.",
+            f"{layers} with a kernel; {self._sizes}",
+        ]
+
+    @property
+    def _share_of_parameters(self) -> str:
+        """The share of the parameters that is in float8, in words."""
+        share = percent(self.parameters_in_float8, self.parameters)
+        return f"{share} of the parameters"
+
+    @property
+    def _sizes(self) -> str:
+        """The numbers of multiplications, if counted, and of parameters."""
+        parameters = f"{amount(self.parameters)} parameters"
+        if not self.is_counted:
+            return parameters
+        products = amount(self.multiplications)
+        return f"{products} multiplications (MACs) per sample, {parameters}"
 
     def notes(self) -> list[str]:
         """Return a note if input sizes were unknown, else an empty list."""

@@ -201,12 +201,13 @@ class Report(LayersReport):
         return (*self.converted, *self.skipped)
 
     def _treatment(self, entry: Converted | Skipped) -> str:
-        return _kind(entry.outcome)
+        return _without_names(entry.outcome)
 
     def _cells(self, group: Sequence[Converted | Skipped]) -> list[str]:
         return [outcome_of(group)]
 
     def _full_rows(self, entry: Converted | Skipped) -> list[list[str]]:
+        """Return the one row of a layer in the full table."""
         cells = [
             entry.path,
             entry.class_name,
@@ -232,18 +233,21 @@ class Report(LayersReport):
         return [each for each in self.skipped if each.reason == NOT_BUILT]
 
     def _notes(self, full: bool) -> list[str]:
+        """Return the sentences below the table, on single layers."""
         notes = [*super()._notes(full), *self.without_effect]
         notes += saved_input_bytes.note(self.converted)
         coarser = [e.class_name for e in self._entries if e.per_tensor]
         if coarser:
+            classes = _counts_by_class(coarser)
             notes.append(
-                f"Scaled per tensor, in eight bits: {_counted(coarser)}. Rows "
+                f"Scaled per tensor, in eight bits: {classes}. Rows "
                 "and blocks are those of matrix products."
             )
         sharing = [e.class_name for e in self.converted if e.shares_scales]
         if sharing:
+            classes = _counts_by_class(sharing)
             notes.append(
-                f"Scales of all positions and examples: {_counted(sharing)}. "
+                f"Scales of all positions and examples: {classes}. "
                 "Later tokens and other examples change their outputs a "
                 "little, in causal models too; not so under rowwise, block "
                 "and mxfp8."
@@ -373,6 +377,7 @@ class FrozenReport(Report):
             yield Table(_KERNELS, rows)
 
     def _notes(self, full: bool) -> list[str]:
+        """Return the sentences below the table; one on kernels."""
         notes = super()._notes(full)
         return [*notes, *([self.kernels_note()] if self.stored else [])]
 
@@ -394,6 +399,7 @@ class ThawedReport(Report):
     _nothing_done = "No layer was frozen; there is nothing to thaw"
 
     def _notes(self, full: bool) -> list[str]:
+        """Return the sentences below the table; one on rounding."""
         layers = counted(len(self.converted), "layer")
         rounded = (
             f"The weights of {layers} are those that `freeze` has rounded "
@@ -440,8 +446,11 @@ def report_of(
         if in_floats:
             of_layer, of_kernels = work.of_parts(layer, in_floats)
             by_kernel.update(zip(map(id, in_floats), of_kernels, strict=True))
-        changed.append(_converted(layer, of_layer))
-    skipped = [_skipped(x, work, by_kernel.get(id(x.kernel))) for x in excluded]
+        changed.append(_entry_of_converted(layer, of_layer))
+    skipped = [
+        _entry_of_skipped(x, work, by_kernel.get(id(x.kernel)))
+        for x in excluded
+    ]
     weights = [v for v in model.weights if not is_state(v)]
     return cls(
         converted=tuple(changed),
@@ -453,10 +462,10 @@ def report_of(
     )
 
 
-def _skipped(
+def _entry_of_skipped(
     each: Unconverted, work: ModelWork, of_kernel: Work | None
 ) -> Skipped:
-    """Return the entry of a layer, or of one kernel with its own `Work`."""
+    """Return the report's entry of a layer that was left, or of one kernel."""
     is_whole = each.kernel is None
     return Skipped(
         path=path_of(each.layer) if each.kernel is None else each.kernel.path,
@@ -469,8 +478,8 @@ def _skipped(
     )
 
 
-def _converted(layer: keras.Layer, work: Work) -> Converted:
-    """Return the entry of a layer; after `revert` or `thaw` it is in floats."""
+def _entry_of_converted(layer: keras.Layer, work: Work) -> Converted:
+    """Return the report's entry of a layer; after `revert` it is in floats."""
     kept, kept_before = saved_input_bytes.of_layer(layer) or (None, None)
     return Converted(
         path=path_of(layer),
@@ -540,7 +549,7 @@ def outcome_of(group: Sequence[Converted | Skipped]) -> str:
     return f"{mark} e.g. {reason}"
 
 
-def _kind(outcome: str) -> str:
+def _without_names(outcome: str) -> str:
     """Return an outcome with numbers and quoted names as `#`, for grouping."""
     if not outcome.startswith("–"):
         return outcome
@@ -565,6 +574,7 @@ def _reasons(report: Report) -> str:
 
 
 def _float8_policy_name(layer: keras.Layer) -> str | None:
+    """Return the full name of a layer's float8 policy, or None."""
     policy = float8_policy_of(layer)
     return None if policy is None else policy.full_name
 
@@ -586,7 +596,7 @@ def _shares_scales(layer: keras.Layer) -> bool:
     return quantization is not None and bool(quantization.has_one_scale)
 
 
-def _counted(names: Sequence[str]) -> str:
+def _counts_by_class(names: Sequence[str]) -> str:
     """Return names of classes with their counts: `"2 Conv1D, 1 Dense"`."""
     counts = collections.Counter(names).items()
     return ", ".join(f"{number:,} {name}" for name, number in counts)

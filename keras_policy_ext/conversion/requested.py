@@ -179,7 +179,9 @@ class Selection:
                 f"its kernel has {candidate.size} entries, fewer than "
                 f"{self.min_size}"
             )
-        if callable(self.filter) and not _answer(self.filter, candidate.layer):
+        if callable(self.filter) and not _answer_of_filter(
+            self.filter, candidate.layer
+        ):
             return "`filter` returned False"
         return None
 
@@ -195,6 +197,7 @@ class Selection:
 
 
 def _first_match(patterns: Patterns, path: str) -> re.Pattern[str] | None:
+    """Return the first pattern that is found in a path, or None."""
     return next((p for p in patterns if p.search(path)), None)
 
 
@@ -220,6 +223,7 @@ def _wrong_patterns(
     given: object,
     fault: str = "is neither a regular expression nor a list of them",
 ) -> str:
+    """Return the message for patterns that cannot be read."""
     return (
         f"`{name}` {fault}. Received: {given!r}. Allowed: a regular "
         "expression that is found in the paths of layers, or a list of them, "
@@ -229,6 +233,7 @@ def _wrong_patterns(
 
 
 def _no_match(name: str, patterns: Patterns, paths: list[str]) -> str:
+    """Return the message for patterns that match no path."""
     shown = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
     given = [pattern.pattern for pattern in patterns]
     return (
@@ -239,6 +244,7 @@ def _no_match(name: str, patterns: Patterns, paths: list[str]) -> str:
 
 
 def _is_all(given: object) -> bool:
+    """Return True for the filter `"all"`."""
     return isinstance(given, str) and given == "all"
 
 
@@ -265,7 +271,7 @@ def _filter(given: object) -> Any:
     )
 
 
-def _answer(
+def _answer_of_filter(
     predicate: Callable[[keras.Layer], object], layer: keras.Layer
 ) -> bool:
     """Return what the filter says of a layer; raise if it is no bool."""
@@ -290,6 +296,7 @@ def _min_size(given: object) -> int:
 
 
 def _wrong_size(given: object) -> str:
+    """Return the message for a `min_size` that is no number."""
     return (
         f"`min_size` is not a number of entries. Received: {given!r} (of type "
         f"{type(given).__name__}). Allowed: an int >= 0, the fewest entries "
@@ -314,18 +321,23 @@ class Requested:
     def read(
         cls, model: keras.Layer, policy: object, recipe: object
     ) -> Requested:
-        """Return the policies that the arguments of `convert` request."""
+        """Return the policies that the arguments of `convert` request.
+
+        Without arguments these are the policies of earlier conversions, else
+        the global policy if it is float8, else the default recipe. A layer that
+        was made under a float8 policy of its own then follows that
+        (`own_first`).
+        """
         given = _requested_policy(policy, recipe)
         if given is not None:
             return cls((given,), own_first=False)
-        # Without arguments, the docstring of `convert` says which rank first.
         layers = [x for x in walking.layers_within(model) if not is_frozen(x)]
         earlier = _given_before(layers)
         if earlier or any(map(_made_in_float8, layers)):
             return cls(tuple(earlier), own_first=True)
         current = policies.dtype_policy()
         if any(isinstance(x, Float8DTypePolicy) for x in _within(current)):
-            return cls((_checked_float8(current),), own_first=True)
+            return cls((_float8_or_raise(current),), own_first=True)
         return cls((_of_recipe(recipes.DEFAULT),), own_first=True)
 
     def target(self, layer: keras.Layer) -> Target:
@@ -339,12 +351,12 @@ class Requested:
             return Target(reason=FROZEN)
         own = held_policy(layer)
         if self.own_first and _made_in_float8(layer):
-            return _target(layer, given=own, own=own)
+            return _target_of(layer, given=own, own=own)
         if not self.policies:
             return Target(reason=f"{_PLAIN}{own.name}, not float8")
         if len(self.policies) > 1:
             raise ValueError(_different_policies(layer, self.policies))
-        return _target(layer, given=self.policies[0], own=None)
+        return _target_of(layer, given=self.policies[0], own=None)
 
 
 def warn_if_only_plain_policies(unconverted: list[Unconverted]) -> None:
@@ -373,10 +385,14 @@ class Target:
     reason: str | None = None
 
 
-def _target(
+def _target_of(
     layer: keras.Layer, given: keras.DTypePolicy, own: keras.DTypePolicy | None
 ) -> Target:
-    """Return the target of a layer; `own` is `given` if that is its own."""
+    """Return the policy that a layer gets, or why it gets none.
+
+    `given` is the policy to apply; `own` is the same if the layer had it
+    before, else None.
+    """
     source = source_policy_of(layer)
     policy = policies.as_float8(of_path(given, layer.path))
     policy_here = policy
@@ -417,14 +433,14 @@ def _given_before(layers: list[keras.Layer]) -> list[keras.DTypePolicy]:
 
 
 def _made_in_float8(layer: keras.Layer) -> bool:
-    """Return True if the user made a layer under a trainable float8 policy."""
+    """Return True if a layer was made under a float8 policy to train."""
     # That of a backbone with frozen layers is float8 too, but does not train.
     held = held_policy(layer)
     return isinstance(held, Float8DTypePolicy) and held.recipe.trains
 
 
 def _policy_of_tuned(policy: object) -> Float8DTypePolicy | None:
-    """Return the policy of what `tune` returns; None for anything else."""
+    """Return the policy of what `tune` returned; None for anything else."""
     own = getattr(policy, "policy", None)
     return own if isinstance(own, Float8DTypePolicy) else None
 
@@ -450,9 +466,9 @@ def _requested_policy(policy: object, recipe: Any) -> keras.DTypePolicy | None:
     """Return the policy that the arguments request; None without arguments."""
     policy = _policy_of_tuned(policy) or policy
     if recipe is None:
-        return None if policy is None else _checked_float8(_policy(policy))
+        return None if policy is None else _float8_or_raise(_policy(policy))
     if policy is None:
-        return _checked_float8(_of_recipe(recipe))
+        return _float8_or_raise(_of_recipe(recipe))
     names_recipe = is_spec(policy) and policy != policy_names.MODE
     if isinstance(policy, recipes.Recipe) or names_recipe:
         raise ValueError(
@@ -460,8 +476,8 @@ def _requested_policy(policy: object, recipe: Any) -> keras.DTypePolicy | None:
             f"policy={policy!r} and recipe={recipe!r}. Allowed: one of them, "
             "or a float8 policy beside a recipe. Leave one out."
         )
-    _checked_float8(_policy(policy))  # It raises if the policy has no float8.
-    return _checked_float8(Float8DTypePolicy(policy, recipe=recipe))
+    _float8_or_raise(_policy(policy))  # It raises if the policy has no float8.
+    return _float8_or_raise(Float8DTypePolicy(policy, recipe=recipe))
 
 
 def _of_recipe(recipe: Any) -> Float8DTypePolicy:
@@ -481,7 +497,7 @@ def _policy(policy: object) -> keras.DTypePolicy:
         raise ValueError(_no_float8(policy)) from error
 
 
-def _checked_float8(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+def _float8_or_raise(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     """Return a policy in this package's form; raise if it has no float8."""
     policy = policies.as_float8(policy)
     inner = [x for x in _within(policy) if isinstance(x, Float8DTypePolicy)]
@@ -511,6 +527,7 @@ def _within(policy: keras.DTypePolicy) -> list[keras.DTypePolicy]:
 
 
 def _no_float8(received: object, hint: str = "") -> str:
+    """Return the message for a policy that is not float8."""
     words = ("float8", policy_names.ALIAS, *recipes.names())
     return (
         f"{received!r} is not a recipe or a float8 dtype policy. "
@@ -525,6 +542,7 @@ def _no_float8(received: object, hint: str = "") -> str:
 def _different_policies(
     layer: keras.Layer, given: tuple[keras.DTypePolicy, ...]
 ) -> str:
+    """Return the message that a policy has to be passed again."""
     named = " and ".join(repr(getattr(x, "full_name", x.name)) for x in given)
     return (
         "Layers of this model were converted with different policies, and "

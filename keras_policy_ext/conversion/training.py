@@ -45,12 +45,12 @@ def compiled_in(model: keras.Layer) -> list[Compiled]:
     for layer in walking.layers_within(model):
         path = path_of(layer)
         for name, value in _callables_held_by(layer):
-            function = _unwrapped(value)
+            function = _innermost_function(value)
             if is_compiled(function):  # Once, whoever holds it.
                 compiled = Compiled(f"{path}.{name}", function, layer=None)
                 by_ids.setdefault((id(function), 0), compiled)
         for name, value in _members_of_user_classes(layer):
-            function = _unwrapped(value)
+            function = _innermost_function(value)
             if is_compiled(function):  # For each layer of the class.
                 compiled = Compiled(f"{path}.{name}", function, layer)
                 by_ids[id(function), id(layer)] = compiled
@@ -76,8 +76,8 @@ def _members_of_user_classes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
             yield from vars(cls).items()
 
 
-def _unwrapped(value: Any) -> Any:
-    """Return the function inside a `functools.partial`, or `value` itself."""
+def _innermost_function(value: Any) -> Any:
+    """Return the function inside `functools.partial`s, or `value` itself."""
     while isinstance(value, functools.partial):
         value = value.func
     return value
@@ -87,8 +87,9 @@ def _unwrapped(value: Any) -> Any:
 def changing(model: keras.Layer) -> Iterator[tuple[str, ...]]:
     """In the block, a model may be changed; an error undoes the changes.
 
-    New variables are created in the scope of those of the model, and
-    optimizers and compiled steps are updated. It yields what `continued` does.
+    New variables are created in the scope of those of the model. On exit,
+    optimizers get the new variables, and compiled steps are dropped. It yields
+    the names of the functions that will be traced again.
     """
     with (
         unchanged_on_error(parts(model)),
@@ -172,7 +173,10 @@ def replicas(model: keras.Layer) -> AbstractContextManager[object]:
 def _update_optimizers(
     model: keras.Model, gone: set[int], added: set[int]
 ) -> None:
-    """Give a model's optimizers its variables: `gone` and `added` are ids."""
+    """Give a model's optimizers the variables that the model has now.
+
+    `gone` and `added` are the ids of variables that it lost and got.
+    """
     walking.forget_compiled_functions(model)
     walking.forget_gone_layers(model)
     keras_hub.count_adapted_layers_again(model)
@@ -249,6 +253,7 @@ def all_optimizers(model: keras.Layer) -> list[keras.optimizers.Optimizer]:
 
 
 def _models_in(model: keras.Layer) -> list[keras.Model]:
+    """Return a model and the models in it."""
     layers = walking.layers_within(model)
     return [layer for layer in layers if isinstance(layer, keras.Model)]
 
@@ -277,7 +282,10 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def _has_substitutes(
     model: keras.Model, optimized: list[keras.Variable], gone: set[int]
 ) -> bool:
-    """Return True if a built optimizer knows none of a model's variables."""
+    """Return True if an optimizer knows only other variables than a model's.
+
+    Some keep copies of the weights and update those.
+    """
     ids = {id(v) for v in optimized}
     return bool(ids) and ids.isdisjoint(gone | {id(v) for v in model.variables})
 
@@ -300,7 +308,10 @@ def _has_all_weights(
 def _ids_of_states(
     model: keras.Model, optimized: list[keras.Variable], has_all: bool
 ) -> set[int]:
-    """Return the ids of the float8 state that an optimizer has to update."""
+    """Return the ids of the float8 states that an optimizer has to update.
+
+    `optimized` are its variables; `has_all`: all trainable weights are.
+    """
     # States of the layers that it optimizes, trainable or not. The optimizer of
     # `compile` gets all trainable states if it has all trainable weights.
     ids = {id(v) for v in optimized}
@@ -320,7 +331,10 @@ def _to_optimize(
     new: set[int],
     gone: set[int],
 ) -> list[keras.Variable]:
-    """Return an optimizer's variables without `gone` and with `new` ones."""
+    """Return an optimizer's variables, without `gone` and with `new` ones.
+
+    Both are ids of variables. The order is that of `model.variables`.
+    """
     # A state follows the variable that precedes it in `model.variables`. So the
     # order is again that of `trainable_variables`, which the trainers rely on,
     # and of lists that a custom loop joins from several parts.
@@ -339,7 +353,10 @@ def _to_optimize(
 
 
 def may_differ(model: keras.Model) -> bool:
-    """Return True if a file of the model may differ in having a loss scaler."""
+    """Return True if a file may have a loss scaler and the model none.
+
+    Or the other way round.
+    """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return False
@@ -349,7 +366,10 @@ def may_differ(model: keras.Model) -> bool:
 
 
 def restore(model: keras.Model, weights: str) -> bool:
-    """Wrap or unwrap an optimizer as in a file; return True if it changed."""
+    """Put a loss scaler around the optimizer, or take it off, as in a file.
+
+    Return True if that has changed the optimizer.
+    """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return False

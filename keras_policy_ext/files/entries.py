@@ -126,6 +126,7 @@ class Group:
 
 
 def _positive(array: np.ndarray) -> np.ndarray:
+    """Return True for each finite number above 0."""
     return np.isfinite(array) & (array > 0)
 
 

@@ -155,6 +155,7 @@ def within_memory_of(path: object, numbers: int) -> Iterator[None]:
     created = 0  # Numbers in all variables, of every time a model is built.
 
     def check(shape: tuple[Any, ...]) -> None:
+        """Raise if a variable of this shape is too large."""
         nonlocal created
         size = math.prod(shape)
         created += size
@@ -194,6 +195,7 @@ def damaged(path: object, fault: str) -> ValueError:
 
 
 def _is_compressed(dataset: h5py.Dataset) -> bool:
+    """Return True if an HDF5 array is stored in compressed chunks."""
     chunked = dataset.chunks is not None
     return chunked and dataset.id.get_create_plist().get_nfilters() > 0
 

@@ -71,9 +71,9 @@ def extension() -> TakesOver | None:
 
 
 def needed(received: str) -> TakesOver:
-    """Return `extension()`; raise ValueError, which says what has such layers.
+    """Return the extension for layers in Keras's own float8; raise without.
 
-    `received` is a noun with its path.
+    `received` is a noun with its path, for the message.
     """
     found = extension()
     if found is None:

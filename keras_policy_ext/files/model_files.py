@@ -61,14 +61,14 @@ def opened(path: Source) -> Iterator[h5py.File | None]:
     with contextlib.ExitStack() as stack:
         source: Any = None
         if isinstance(path, io.BytesIO):
-            source = stack.enter_context(_member(path))
+            source = stack.enter_context(_weights_in_archive(path))
         elif place.suffix == ".keras" and place.is_file():
             archive = stack.enter_context(place.open("rb"))
-            source = stack.enter_context(_member(archive))
+            source = stack.enter_context(_weights_in_archive(archive))
         elif place.suffix in (".h5", ".hdf5") and place.is_file():
             source = place
         elif place.suffix == ".json" and place.is_file():
-            source = stack.enter_context(_linked(_shards(place)))
+            source = stack.enter_context(_shards_as_one_file(_shards(place)))
         file = None if source is None else h5py.File(source, "r")
         yield file if file is None else stack.enter_context(file)
 
@@ -90,10 +90,11 @@ def _shards(place: pathlib.Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _linked(parts: list[str]) -> Iterator[str]:
+def _shards_as_one_file(parts: list[str]) -> Iterator[str]:
     """In the block, an HDF5 file exists that links to the arrays of others."""
 
     def link(name: str, item: Any) -> None:
+        """Link to an array from the new file."""
         if isinstance(item, h5py.Dataset):
             file[name] = h5py.ExternalLink(item.file.filename, item.name)
 
@@ -209,6 +210,7 @@ def groups(file: h5py.File) -> list[h5py.Group]:
     of_layers: list[h5py.Group] = []
 
     def visit(name: str, item: Any) -> None:
+        """List an item that is the group of a layer."""
         is_layer = not name.startswith("optimizer/")
         if name.endswith("/vars") and isinstance(item, h5py.Group) and is_layer:
             of_layers.append(item)
@@ -228,7 +230,7 @@ def count(path: Source, wanted: Callable[[h5py.Group], object]) -> int:
 
 
 @contextlib.contextmanager
-def _member(
+def _weights_in_archive(
     file: IO[bytes],
 ) -> Iterator[IO[bytes] | io.RawIOBase | None]:
     """In the block, the weights in a `.keras` archive are open, if there."""
@@ -261,6 +263,7 @@ class _Section(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes], start: int, size: int):
+        """Begin at the first byte of the range."""
         super().__init__()
         self._file, self._start, self._size = file, start, size
         self._at = 0  # The next byte to read, counted from `start`.
@@ -269,12 +272,14 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset in the range; return the new position."""
         # SEEK_SET, SEEK_CUR and SEEK_END are 0, 1 and 2.
         base = (0, self._at, self._size)[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes; return their number."""
         size = max(0, min(len(buffer), self._size - self._at))
         self._file.seek(self._start + self._at)
         content = self._file.read(size)

@@ -124,7 +124,10 @@ def _is_in_keras_float8(layer: keras.Layer, store: Mapping[str, Any]) -> bool:
 
 
 def save_frozen(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
-    """Write the codes, scales and other weights of a frozen layer to a file."""
+    """Write the codes, scales and other weights of a frozen layer to a file.
+
+    `store` takes arrays by name.
+    """
     weights = list(walking.own_weights(layer))
     recipe = layer.float8_policy.recipe
     summed = {
@@ -170,8 +173,8 @@ def _load_codes(layer: keras.Layer, store: Mapping[str, Any]) -> None:
         )
     check_rank(saved)
     enable_saved_lora(layer, saved)
-    pairs = _pairs(layer, saved)
-    values = [_checked(each, saved, name) for each, name in pairs]
+    pairs = _weights_and_names(layer, saved)
+    values = [_value_in_file(each, saved, name) for each, name in pairs]
     for (each, _), value in zip(pairs, values, strict=True):
         if isinstance(each, ComputedVariable):
             each.take(*value)
@@ -199,7 +202,7 @@ def enable_saved_lora(layer: keras.Layer, saved: FrozenWeights) -> None:
         layer.enable_lora(int(lora["rank"]), lora_alpha=lora["alpha"])
 
 
-def _pairs(
+def _weights_and_names(
     layer: keras.Layer, saved: FrozenWeights
 ) -> list[tuple[keras.Variable, str]]:
     """Pair each weight of a layer with its name in the file."""
@@ -223,9 +226,14 @@ def _pairs(
     return [(v, v.name if v.name in taken else next(unmatched)) for v in own]
 
 
-def _checked(variable: keras.Variable, saved: FrozenWeights, name: str) -> Any:
-    """Return the value for a weight from a file; raise if it does not fit."""
-    # It is an array, or for a kernel what its method `take` takes.
+def _value_in_file(
+    variable: keras.Variable, saved: FrozenWeights, name: str
+) -> Any:
+    """Return the value for a weight from a file; raise if it does not fit.
+
+    It is an array. For a stored kernel it is a pair, which its method `take`
+    takes: the kernel, and the scale of the inputs or None.
+    """
     is_codes = name in saved.summed  # The header has axes of kernels alone.
     if is_codes != isinstance(variable, ComputedVariable):
         kinds = ("codes", "floats") if is_codes else ("floats", "codes")

@@ -88,7 +88,7 @@ class SavedState(Group):
         self.check_version(int(self.read(entries.VERSION)))
 
     def _unknown(self, what: str, value: str, allowed: str) -> str:
-        """Return the text of an error about a value that the file has."""
+        """Return the message for a value that this version does not know."""
         layer = self.path.removesuffix(f"/{entries.GROUP}")
         return (
             f"Layer {layer!r} was saved under {what} that this version of "
@@ -267,9 +267,11 @@ def header_for_file(
     lora: Mapping[str, Any] | None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> np.ndarray:
-    """Return the header that `FrozenWeights` reads.
+    """Return the header of a frozen layer, JSON in bytes, for a file.
 
-    It has the shapes of kernels if their codes are packed.
+    `names` are those of all weights; `summed` has, by kernel, the axes that a
+    matmul sums over; `lora` the rank and alpha of adapters, or None.
+    `shapes` has the shapes of kernels if their codes are packed.
     """
     header = {
         "version": FROZEN.version,

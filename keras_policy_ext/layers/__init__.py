@@ -94,6 +94,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Return a layer of an extension, or else the stock layer."""
     if _extensions.has(f"layers.{name}"):
         return _extensions.get(f"layers.{name}")
     if name in __all__ and not hasattr(keras.layers, name):

@@ -43,6 +43,7 @@ class _Float8Attention(Float8Mixin):
     if not TYPE_CHECKING:
 
         def __init__(self, *args, attention=None, **kwargs):
+            """Check `attention`, make the stock layer, look up the policy."""
             if attention not in (None, "float8"):
                 raise ValueError(
                     f"Unknown `attention` of {type(self).__name__}. Received: "
@@ -69,7 +70,10 @@ class _Float8Attention(Float8Mixin):
     def build(
         self, query_shape: Any, value_shape: Any, key_shape: Any = None
     ) -> None:
-        """Build the projections; swap them to float8 under a float8 policy."""
+        """Build the projections; swap them to float8 under a float8 policy.
+
+        Other sublayers are rematerialized with this layer, not by themselves.
+        """
         super().build(query_shape, value_shape, key_shape)
         self._resolve_float8_policy()  # Path and equations are known now.
         _, *sublayers = walking.layers_within(self)
@@ -79,7 +83,7 @@ class _Float8Attention(Float8Mixin):
         for layer in sublayers:
             if type(layer) in drop_ins():
                 to_float8_class(layer)
-            else:  # Such as a softmax: not rematerialized a second time.
+            else:  # Such as a softmax.
                 calls.rematerialize_with_outer(layer)
 
     @property

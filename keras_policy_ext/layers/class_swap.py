@@ -104,7 +104,10 @@ def to_stock_class(layer: keras.Layer) -> None:
 
 
 def _contract_foreign_kernels(layer: ByOperation, policy: Any) -> None:
-    """Make a layer contract weights of other layers, which then do not."""
+    """Make a layer contract weights of other layers, which then stop.
+
+    Such a weight, read by a layer that does not own it, is called foreign.
+    """
     recipe = getattr(policy, "recipe", None)
     # To freeze a layer concerns its own weights alone.
     trains = recipe is not None and recipe.trains

@@ -44,6 +44,7 @@ class Float8Controller:
     """
 
     def __init__(self, layer: keras.Layer) -> None:
+        """Begin without policy and kernels."""
         self.layer = layer
         # Paths of the weights that are contracted in float8.
         self.kernel_paths: tuple[str, ...] = ()
@@ -163,12 +164,15 @@ class Float8Controller:
     @property
     def contracted(self) -> list[keras.Variable]:
         """The weights that the layer contracts in float8."""
-        return self._ordered(lambda v: v.path in self.kernel_paths)
+        return self._weights_where(lambda v: v.path in self.kernel_paths)
 
-    def _ordered(
+    def _weights_where(
         self, is_wanted: Callable[[keras.Variable], bool]
     ) -> list[Any]:
-        """Return the wanted weights: of the layer, then those of others."""
+        """Return the wanted weights: those of the layer, then those of others.
+
+        A layer may multiply with weights that other layers own.
+        """
         weights = self.layer.weights
         if self.foreign:
             ids = {id(v) for v in weights}
@@ -189,6 +193,7 @@ class Float8Controller:
             self._add_state(variable, policy.recipe)
 
     def _add_state(self, kernel: keras.Variable, recipe: Recipe) -> None:
+        """Add the state of a kernel, one per matrix if it is a bank."""
         axis = self.layer.float8_bank_axis(self.layer, kernel)
         self.layer.float8_state.add(kernel, recipe, axis)
 
@@ -200,7 +205,7 @@ class Float8Controller:
         own = walking.own_weights(layer)
         kernels = [v for v in own if layer.is_float8_kernel(layer, v)]
         ids = {id(v) for v in (*kernels, *self.foreign)}
-        return self._ordered(lambda v: id(v) in ids)
+        return self._weights_where(lambda v: id(v) in ids)
 
     def contract(
         self,
@@ -231,13 +236,25 @@ class Float8Controller:
         # `compiling` first, or torch.compile's graph would guard `open_count`.
         may_be_handled = run is None and not compiling
         if may_be_handled and seams.blocks.open_count and seams.handlers():
-            given = contraction, inputs, kernel, training, dtype, bias, moved
-            contract = functools.partial(self.contract, *given)
-            of_kernel = layer, getattr(kernel, "name", "kernel"), kernel
-            read = kernel if moved is None else moved
-            operands = inputs, kernel
-            return seams.handled(
-                *of_kernel, contraction, operands, read.shape, dtype, contract
+            contract = functools.partial(
+                self.contract,
+                contraction,
+                inputs,
+                kernel,
+                training,
+                dtype,
+                bias,
+                moved,
+            )
+            return seams.through_handlers(
+                layer,
+                name=getattr(kernel, "name", "kernel"),
+                weight=kernel,
+                contraction=contraction,
+                operands=(inputs, kernel),
+                second_shape=(kernel if moved is None else moved).shape,
+                dtype=dtype,
+                contract=contract,
             )
         if keras.backend.standardize_dtype(inputs.dtype) != dtype:
             inputs = ops.cast(inputs, dtype)
@@ -258,7 +275,9 @@ class Float8Controller:
         states = layer.float8_state.states if self._remembers else None
         if self.scales_each_matrix(kernel):
             contraction = self._of_bank(contraction, kernel, states)
-        remembered, slot = (), 0  # What a state adds to the operands.
+        # What a state adds to the operands, and the number of this use of the
+        # kernel in the step.
+        remembered, slot = (), 0
         if states is not None:
             remembered, slot = states.operands(
                 kernel, value, training, compiling
@@ -298,7 +317,10 @@ class Float8Controller:
         kernel: keras.Variable,
         states: StateOf | None,
     ) -> Any:
-        """Return the contraction of a bank; unchanged if the kernel is none."""
+        """Return a contraction with a bank of matrices, as of experts.
+
+        It is unchanged if the kernel is not a bank.
+        """
         matrices = 1 if states is None else states.matrices_of(kernel)
         product: Any = _with_bank(contraction, matrices)
         if states is not None:
@@ -330,8 +352,14 @@ class Float8Controller:
         dtype: str,
     ) -> Tensor:
         """Contract two activations in float8, scaled by their own amaxes."""
-        given = self.recipe_of_activations, contraction, first, second
-        return self._contract_two_activations(seams.SCORES, *given, dtype)
+        return self._contract_two_activations(
+            seams.SCORES,
+            self.recipe_of_activations,
+            contraction,
+            first,
+            second,
+            dtype,
+        )
 
     def contract_weighted_sum(
         self,
@@ -340,15 +368,23 @@ class Float8Controller:
         values: Tensor,
         dtype: str,
     ) -> Tensor:
-        """Contract weights and values in float8; no scale covers two keys."""
+        """Contract weights and values of attention in float8.
+
+        No scale covers two keys, unless the recipe has one scale per tensor.
+        """
         recipe, limit = self.recipe_of_weighted_sum, self.limit_of_values
-        given = seams.WEIGHTED_SUM, recipe, contraction, weights, values
-        if limit is None:  # The recipe has one scale per tensor, for all keys.
-            return self._contract_two_activations(*given, dtype)
         # A product of a probability and a scale can be too small for float16.
-        wide_dtype = "float32" if dtype == "float16" else dtype
-        outputs = self._contract_two_activations(*given, wide_dtype, limit)
-        return ops.cast(outputs, dtype)
+        is_narrow = limit is not None and dtype == "float16"
+        outputs = self._contract_two_activations(
+            seams.WEIGHTED_SUM,
+            recipe,
+            contraction,
+            weights,
+            values,
+            "float32" if is_narrow else dtype,
+            limit,
+        )
+        return ops.cast(outputs, dtype) if is_narrow else outputs
 
     def _contract_two_activations(
         self,
@@ -365,16 +401,30 @@ class Float8Controller:
         # With `limit`, they are weights and values of attention. Before these
         # are quantized, `contractions.fold` divides the values of each key by
         # a scale, so that they are at most `limit`, and multiplies the weights
-        # by it. `name` and `run` are as for `seams.handled` and `contract`.
+        # by it. `name` is as for `seams.through_handlers`, `run` as for
+        # `contract`.
         compiling = backends.current.is_compiling()
         may_be_handled = run is None and not compiling
         if may_be_handled and seams.blocks.open_count and seams.handlers():
-            given = name, recipe, contraction, first, second, dtype, limit
-            contract = functools.partial(self._contract_two_activations, *given)
-            of_none = self.layer, name, None  # No weight.
-            operands = first, second
-            return seams.handled(
-                *of_none, contraction, operands, second.shape, dtype, contract
+            contract = functools.partial(
+                self._contract_two_activations,
+                name,
+                recipe,
+                contraction,
+                first,
+                second,
+                dtype,
+                limit,
+            )
+            return seams.through_handlers(
+                self.layer,
+                name=name,
+                weight=None,
+                contraction=contraction,
+                operands=(first, second),
+                second_shape=second.shape,
+                dtype=dtype,
+                contract=contract,
             )
         if limit is not None:
             first, second = contractions.fold(
@@ -396,12 +446,16 @@ _with_bank = cached(contractions.with_bank)
 
 @functools.cache
 def recipes_of_activations(recipe: Recipe) -> tuple[Any, Any, float | None]:
-    """Return the recipes for activations and weighted sums, and the limit."""
+    """Return the recipes for activations and weighted sums, and the limit.
+
+    The limit is the largest number of the format of the values; None if these
+    do not have a scale per key.
+    """
     activations = recipe.for_activations
-    summed, limit = weighted_sum_of(activations), None
-    if isinstance(summed, WeightedSum):
-        limit = formats.get(summed.format_of("kernel")).max
-    return activations, summed, limit
+    weighted_sum, limit = weighted_sum_of(activations), None
+    if isinstance(weighted_sum, WeightedSum):
+        limit = formats.get(weighted_sum.format_of("kernel")).max
+    return activations, weighted_sum, limit
 
 
 def new_state(layer: keras.Layer) -> Float8State:

@@ -31,7 +31,7 @@ class _Convolves(Float8Mixin):
         """
         if self.float8_policy is None:
             return super().call(inputs)
-        x = self._convolved(self.convert_input(inputs), training)
+        x = self._convolve(self.convert_input(inputs), training)
         if self.use_bias:
             bias = self.convert_input(self.bias)
             if self.data_format != "channels_last":
@@ -40,7 +40,7 @@ class _Convolves(Float8Mixin):
             x = ops.add(x, bias)
         return activated(self.activation, x)
 
-    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+    def _convolve(self, inputs: Tensor, training: bool | None) -> Tensor:
         """Return the float8 convolution alone, without bias and activation."""
         raise NotImplementedError
 
@@ -48,7 +48,8 @@ class _Convolves(Float8Mixin):
 class _Float8Conv(_Convolves):
     """The common base of `Conv1D`, `Conv2D` and `Conv3D`."""
 
-    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+    def _convolve(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """Return the convolution in float8, with LoRA's share."""
         padding = self.padding
         if padding == "causal":  # Of `Conv1D` alone.
             widths = [(0, 0), (0, 0), (0, 0)]
@@ -72,7 +73,8 @@ class _Float8Conv(_Convolves):
 class _Float8ConvTranspose(_Convolves):
     """The common base of the transposed convolutions of rank 1 to 3."""
 
-    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+    def _convolve(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """Return the transposed convolution in float8."""
         contraction = contractions.ConvTranspose(
             self.strides,
             self.padding,
@@ -87,7 +89,7 @@ class _Float8ConvTranspose(_Convolves):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        # Its kernel has the filters before the channels, unlike other kernels.
+        """Return its axes; the filters come before the channels."""
         *window, filters, channels = range(len(kernel.shape))
         return Axes(summed=(*window, channels), free=(filters,))
 
@@ -101,7 +103,8 @@ class _Float8SeparableConv(_Convolves):
 
     float8_kernels = ("pointwise_kernel",)
 
-    def _convolved(self, inputs: Tensor, training: bool | None) -> Tensor:
+    def _convolve(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """Convolve each channel in floats, then all in float8."""
         x = ops.depthwise_conv(
             inputs,
             self.convert_input(self.depthwise_kernel),

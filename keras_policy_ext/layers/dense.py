@@ -48,12 +48,13 @@ class _OneEinsum(KerasNames, Float8Mixin):
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         contraction = contraction_of_tensors(self._equation, inputs, kernel)
         # The controller casts the inputs, and adds the bias.
-        operands = contraction, inputs, kernel
         bias, dtype = layer.bias, layer.compute_dtype
         if not layer.lora_enabled:
-            x = controller.contract(*operands, training, dtype, bias)
+            x = controller.contract(
+                contraction, inputs, kernel, training, dtype, bias
+            )
             return activated(layer.activation, x)
-        x = controller.contract(*operands, training, dtype)
+        x = controller.contract(contraction, inputs, kernel, training, dtype)
         inputs = self.convert_input(inputs)
         x = ops.add(x, lora.einsum_adapter(layer, self._equation, inputs))
         return activated(layer.activation, with_bias(x, bias))
@@ -82,6 +83,7 @@ class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
+        """Return the kernel's axes, as its equation sums them."""
         # Summed are the axes of both terms, and those of the kernel alone.
         first, second, out = equations.split(layer.equation.replace("...", ""))
         summed = [x for x in first if x in second and x not in out]
@@ -97,4 +99,5 @@ class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
     def float8_bank_axis(
         cls, layer: keras.Layer, kernel: keras.Variable
     ) -> int | None:
+        """Return the axis that tells matrices apart, or None."""
         return bank_axis(layer.equation.replace("...", ""))

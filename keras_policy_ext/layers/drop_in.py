@@ -53,7 +53,7 @@ def drop_in_of(cls: type) -> Any:
 
 
 def form_of(cls: type) -> type | None:
-    """Return the float8 form of a layer class, or itself if it is one, or None.
+    """Return the float8 class of a layer class, perhaps itself, or None.
 
     For a subclass of a stock layer, a class is created: the subclass with the
     drop-in as a further base, so that its `super().call(...)` runs in float8.
@@ -69,7 +69,7 @@ def form_of(cls: type) -> type | None:
     if cls in _FORMS:
         return _FORMS[cls]
     stock = _ORIGINALS[form]
-    replaced = _replaced(cls, stock)
+    replaced = _override_skipped_in_float8(cls, stock)
     if replaced:
         raise TypeError(
             f"its class {cls.__name__} has {replaced} of its own, and may "
@@ -98,12 +98,15 @@ def new_form(cls: type, base: type, **namespace: Any) -> type:
 
 
 def original_of(cls: type) -> type | None:
-    """Return the class that a float8 form replaces, or None."""
+    """Return the class that a float8 class (form) replaces, or None."""
     return _ORIGINALS.get(cls)
 
 
-def _replaced(cls: type, stock: type) -> str | None:
-    """Return, in words, an override that a float8 call would skip, or None."""
+def _override_skipped_in_float8(cls: type, stock: type) -> str | None:
+    """Return, in words, an override that a float8 call would skip, or None.
+
+    `cls` is a user's subclass of the layer class `stock`.
+    """
     # An override may call `super()` if the form has the method too and the
     # class declares `float8_calls_super`.
     form: Any = _FORMS[stock]

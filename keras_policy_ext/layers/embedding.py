@@ -83,7 +83,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     @classmethod
     @override
     def float8_axes(cls, layer: keras.Layer, kernel: keras.Variable) -> Axes:
-        # The axis of the vocabulary is free; the other one is summed.
+        """Return the table's axes; that of the vocabulary is free."""
         if kernel.name == "reverse_embeddings":
             return Axes(summed=(0,), free=(1,))
         return Axes(summed=(1,), free=(0,))
@@ -93,7 +93,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     def is_stored_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        # Also a table that is only looked up.
+        """Return True for both tables, also if only looked up."""
         return variable.name in cls.float8_kernels
 
     @classmethod
@@ -101,7 +101,7 @@ class ReversibleEmbedding(Float8Mixin, keras.layers.ReversibleEmbedding):
     def is_float8_kernel(
         cls, layer: keras.Layer, variable: keras.Variable
     ) -> bool:
-        # Only the table that projects inputs to logits is multiplied.
+        """Return True for the table that projects to logits."""
         tied = "embeddings" if layer.tie_weights else "reverse_embeddings"
         return variable.name == tied
 

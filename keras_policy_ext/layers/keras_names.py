@@ -16,28 +16,30 @@ class _Shown:
     """
 
     def __init__(self, operand: str, kind: str):
-        self.names = operand, kind
+        self._operand, self._kind = operand, kind
 
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        """Return the scale or history; AttributeError without one."""
         if layer is None:  # As for a property that is read from the class.
             return self
         state = getattr(layer, "float8_state", None)
         variables = [] if state is None else state.matrices
         has_amaxes = bool(variables) and variables[0].observes_amaxes
+        name = f"{self._operand}_{self._kind}"
         if layer.float8_policy is None or not has_amaxes:
             raise AttributeError(
-                f"Layer {layer.name!r} has no {'_'.join(self.names)!r}: its "
+                f"Layer {layer.name!r} has no {name!r}: its "
                 "recipe keeps no amaxes. Received: the policy "
                 f"{layer.dtype_policy!r}. Allowed: a float8 policy with "
                 "delayed scaling."
             )
-        found = extension()
-        if found is None:
+        keras_float8 = extension()
+        if keras_float8 is None:
             raise AttributeError(
-                f"Layer {layer.name!r} has no {'_'.join(self.names)!r} without "
+                f"Layer {layer.name!r} has no {name!r} without "
                 f"the extension {NAME!r}. Install the whole package."
             )
-        return found.shown(layer, *self.names)
+        return keras_float8.shown(layer, self._operand, self._kind)
 
 
 class KerasNames(bases.MixedInto):

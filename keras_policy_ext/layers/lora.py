@@ -67,4 +67,5 @@ def _factors(layer: keras.Layer) -> tuple[Tensor, Tensor]:
 
 
 def _scale(layer: keras.Layer, x: Tensor) -> Tensor:
+    """Multiply what LoRA adds by `alpha / rank`."""
     return ops.multiply(x, layer.lora_alpha / layer.lora_rank)

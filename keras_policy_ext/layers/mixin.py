@@ -86,6 +86,7 @@ class Float8Mixin(
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise if a subclass lists the mixin after a Keras class."""
         super().__init_subclass__(**kwargs)
         bases.check_before(cls, Float8Mixin, keras.Layer, "keras.Layer")
 
@@ -101,10 +102,16 @@ class Float8Mixin(
     if not TYPE_CHECKING:
 
         def __init__(self, *args, **kwargs):
-            Float8Controller.join(self)  # Keras's constructor asks for it.
+            """Make the stock layer under its policy, with a controller.
+
+            The controller comes first, since Keras's constructor sets
+            `dtype_policy`, whose setter asks it.
+            """
+            Float8Controller.join(self)
             kwargs["dtype"] = policies.get(kwargs.get("dtype"))
             super().__init__(*args, **kwargs)
             self.float8_state = new_state(self)
+            # A subclass may have set Keras's own float8 policy meanwhile.
             self.dtype_policy = policies.as_float8(self.dtype_policy)
 
     # The getter is Keras's: torch.compile does not follow `super` into one.
@@ -216,9 +223,9 @@ class Float8Mixin(
         if self.float8_policy is None:
             outputs = self._plain_einsum(contraction, inputs, kernel, dtype)
             return with_bias(outputs, bias)
-        operands = contraction, inputs, kernel
-        controller = self.float8_controller
-        return controller.contract(*operands, training, dtype, bias)
+        return self.float8_controller.contract(
+            contraction, inputs, kernel, training, dtype, bias
+        )
 
     def float8_activations_einsum(
         self,
@@ -479,7 +486,7 @@ class Float8Mixin(
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Load this layer's weights, also from a file of Keras's own float8.
 
-        The state notes whether the weights were loaded.
+        `float8_state` notes whether that worked: it loads its entries later.
 
         Raises:
             ValueError: If the weights do not fit, or the state that Keras
@@ -596,7 +603,7 @@ _RECOMPUTED = (
 
 
 def activated(activation: Any, x: Tensor) -> Tensor:
-    """Return `activation(x)`, or `x`; save little for the gradient."""
+    """Return `activation(x)`, or `x` for None; save little for the gradient."""
     if activation is None:
         return x
     if activation is keras.activations.relu:

@@ -92,6 +92,7 @@ class TensorNotes(Generic[Value]):
         values, key = self._values, id(x)
 
         def forget(reference: Any) -> None:
+            """Forget the value of a tensor that was deleted."""
             # Unless another tensor has this id by now.
             if key in values and values[key][0] is reference:
                 del values[key]
@@ -143,7 +144,10 @@ known_contraction_of = functools.lru_cache(maxsize=4096)(contraction_of)
 def contraction_of_tensors(
     equation: str, first: Tensor, second: Tensor
 ) -> Einsum:
-    """Return the `Einsum` of an equation, for two operands."""
+    """Return the `Einsum` of an equation, for two operands.
+
+    ValueError says that the equation does not fit them.
+    """
     # torch.compile leaves caches out, and sizes that it traces have no hash.
     has_hash = isinstance(equation, str)  # The check refuses all else.
     is_cached = has_hash and not backends.current.is_compiling()

@@ -46,6 +46,7 @@ class Float8State(keras.layers.Layer):
     """
 
     def __init__(self, trainable: bool = True):
+        """Make an empty state, whose group in files is `entries.GROUP`."""
         super().__init__(
             name=entries.GROUP, trainable=trainable, dtype="float32"
         )
@@ -193,7 +194,7 @@ class Float8State(keras.layers.Layer):
         self._layer_loaded = True
 
     def load_with_layer(self, arrays: dict[str, np.ndarray]) -> None:
-        """Load the entries that came with the layer's own weights, if any."""
+        """Load the entries that were among the layer's own weights, if any."""
         # Such a file has no group for this sublayer. The empty group that
         # Keras's loader passes afterwards leaves the state unchanged.
         if arrays:

@@ -157,6 +157,7 @@ def _memory(recipe: Recipe) -> Memory:
 
 
 def _raise_missing(recipe: Recipe) -> NoReturn:
+    """Raise: what keeps the states of a recipe is not installed."""
     raise ValueError(
         f"The recipe {recipe.name!r} keeps a state of each kernel, and what "
         "keeps it is not installed here. Received: the core alone, without "

@@ -62,6 +62,7 @@ def of_floating_tensors(
     kind = None if compiling else contractions.preferred()
 
     def bound(*tensors: Tensor, **_: Any) -> Tensor:
+        """Call the layer with these tensors in their places."""
         # `**_`: Keras passes `training` again, which is among the leaves.
         given = iter(tensors)
         merged = [

@@ -58,7 +58,7 @@ class StoredConstant(NoWeight, keras.Variable):
 
     @override
     def check(self, value: Any) -> None:
-        # NaN and infinities, and a scale that is not positive, are refused.
+        """Raise if a value is not finite, or as a scale not positive."""
         numbers = np.asarray(ops.convert_to_numpy(value))
         is_scale = not self.name.endswith(WIDENED)  # Else a whole kernel.
         if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
@@ -96,6 +96,7 @@ class StoredCodes(keras.Variable):
     decoded_by: StoredVariable | None = None
 
     def __init__(self, shape: tuple[int, ...], name: str | None, codes: Any):
+        """Make the variable, of zeros if `codes` is None."""
         super().__init__(
             initializer="zeros" if codes is None else codes,
             shape=shape,
@@ -126,6 +127,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     def __init__(
         self, codes: StoredCodes, axes: Axes, recipe: FrozenKernels, dtype: str
     ):
+        """Read the kernel of these axes and recipe from its codes."""
         self.axes = axes
         self.recipe = recipe
         super().__init__(codes, dtype)
@@ -209,14 +211,17 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The tensors of codes, scales and, if static, the inputs' scale."""
+        """The tensors of codes and scales, and a fixed scale of the inputs.
+
+        The latter only if the kernel has one.
+        """
         codes = variable_values.value_without_autocast(self.codes)
         scales = (self.scale, self.inputs_scale)
         return codes, *(each.as_stored for each in scales if each is not None)
 
     @property
     def _numbers_and_scales(self) -> tuple[Any, ...]:
-        """The constants, with numbers in float16 for codes if there are."""
+        """The constants, with floats in place of codes where these are kept."""
         codes, *scales = self.constants
         if self.decoded is not None:
             codes = self.decoded
@@ -258,7 +263,8 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
     def take(self, stored: StoredKernel, inputs_scale: Any = None) -> None:
         """Assign the codes and scales of another kernel of the same shape.
 
-        The scale of the inputs is unchanged for None.
+        `inputs_scale` is the fixed scale of the inputs; for None it is
+        unchanged.
         """
         self.codes.assign(stored.codes)
         self.scale.assign(stored.scale)
@@ -279,8 +285,8 @@ def add_stored(
 ) -> StoredVariable:
     """Create the variables of a stored kernel; return the `StoredVariable`.
 
-    The caller puts its codes into an attribute of the layer;
-    `read_as_numbers` later replaces them by the kernel.
+    That reads as dequantized values. The caller puts its codes into an
+    attribute of the layer; `read_as_numbers` later replaces them by the kernel.
     """
     # Imported here, and not in the first call, which a compiler may trace.
     _ = backends.engine
@@ -309,7 +315,8 @@ def add_stored(
 def decoded_once(kernel: keras.Variable) -> keras.Variable:
     """Return a kernel for the steps of a loop: it is dequantized now, once.
 
-    A kernel that is not stored, or that float8 matmuls read, is unchanged.
+    A kernel that is not stored, or that float8 matmuls read as codes, is
+    unchanged.
     """
     if not isinstance(kernel, StoredVariable):
         return kernel
@@ -331,7 +338,10 @@ _MULTIPLY_MATRICES = (
 
 
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
-    """Keep the numbers of a stored kernel in float16, for its products."""
+    """Keep the numbers of a stored kernel in float16 too, for its products.
+
+    Unless the framework packs the codes in a faster form.
+    """
     codes, *_ = variable.constants
     if isinstance(layer, _MULTIPLY_MATRICES) and backends.current.pack(codes):
         return
@@ -345,7 +355,10 @@ def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
 
 
 def read_as_numbers(layer: keras.Layer) -> None:
-    """Replace codes in a layer's attributes by their `StoredVariable`s."""
+    """Replace codes in a layer's attributes by the kernels they stand for.
+
+    Such a kernel reads as dequantized values.
+    """
     # The layer still tracks the codes, since they were assigned first: behind
     # all weights, where a layer that is frozen later has them.
     for name, value in list(vars(layer).items()):
@@ -359,7 +372,7 @@ def read_as_numbers(layer: keras.Layer) -> None:
 def in_place_of_codes(
     layer: keras.Layer, variables: list[keras.Variable]
 ) -> list[Any]:
-    """Return a list of variables with codes replaced by `StoredVariable`s."""
+    """Return variables with codes replaced by the kernels they stand for."""
     kernels = {
         id(each.codes): each
         for each in vars(layer).values()
@@ -369,7 +382,7 @@ def in_place_of_codes(
 
 
 def held(variable: keras.Variable) -> Any:
-    """Return what `layer.variables` has for a weight: its codes, or itself."""
+    """Return the variable that Keras tracks for a weight, maybe codes."""
     return variable.codes if isinstance(variable, StoredVariable) else variable
 
 
@@ -377,6 +390,7 @@ first_use.wait(lambda: saving_hooks.leave_out_of_totals(is_state))
 
 
 def _name_of(dtype: Any) -> str:
+    """Return the name that Keras has for a dtype."""
     return str(keras.backend.standardize_dtype(dtype))
 
 
@@ -440,7 +454,10 @@ def codes_of_new_weight(
 
 
 def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Raise ValueError if a policy needs kernels stored in another form."""
+    """Raise ValueError if a policy needs kernels stored in another form.
+
+    Kernels are floats, or codes in the format and with the scales of a recipe.
+    """
     recipe = getattr(policy, "recipe", None)
     stores = recipe is not None and not recipe.trains
     # Any policy fits a layer without kernels, or float kernels that stay such.
@@ -462,9 +479,13 @@ def check_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
 
 def kernels_to_store(layer: keras.Layer, form: Any) -> list[keras.Variable]:
-    """Return the weights of a built layer that freezing it as `form` stores."""
+    """Return the weights of a built layer that freezing it stores.
+
+    `form` is the float8 class that the layer then has.
+    """
     own = walking.own_weights(layer)
-    # A class without names of kernels says `add_weight(..., float8=...)`.
+    # A class that does not name its kernels (`float8_kernels`) marks them by
+    # `add_weight(..., float8=True)`.
     if layer.__class__ is form and form.float8_kernels is None:
         return list(layer.float8_contracted)
     return [
@@ -481,7 +502,11 @@ def stored_in(layer: keras.Layer) -> list[StoredVariable]:
 
 
 def store_all(layer: keras.Layer, kernels: Iterable[Frozen] | None) -> None:
-    """Replace the float kernels of a frozen layer; by zeros for None."""
+    """Replace the float kernels of a frozen layer by stored ones.
+
+    `kernels` has each kernel with its stored form; None stores zeros, to be
+    loaded later.
+    """
     if not layer.is_frozen:
         return
     if kernels is None:

@@ -57,7 +57,7 @@ def unchanged_on_error(
                 # By Keras's method: what is put back is no observation.
                 keras.Variable.assign(variable, value)
         for memory in memories:
-            memory.restore_companions()
+            memory.restore_states()
         raise
 
 
@@ -77,6 +77,7 @@ class _Memory:
     """A copy of the class, attributes and lists of a layer or optimizer."""
 
     def __init__(self, thing: Any):
+        """Copy the class, attributes and lists of a layer or optimizer."""
         self._thing = thing
         self._class = type(thing)
         # Where Keras lists the variables and layers of the thing.
@@ -105,7 +106,7 @@ class _Memory:
         if type(self._thing) is not self._class:
             object.__setattr__(self._thing, "__class__", self._class)
 
-    def restore_companions(self) -> None:
+    def restore_states(self) -> None:
         """Restore what float8 state variables recorded about their kernels."""
         for put_back in self._put_backs:
             put_back()

@@ -15,7 +15,7 @@ from keras_policy_ext._types import Tensor
 from keras_policy_ext.layers.state_of import NoWeight
 from keras_policy_ext.layers.stored_weights import StoredVariable
 
-_CHECKED = (NoWeight, StoredVariable)
+_CHECKED_CLASSES = (NoWeight, StoredVariable)
 
 
 def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
@@ -44,7 +44,7 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
         _check_numbers(variable, value)
     # By id: which codes a kernel gets also depends on the scale given for it.
     given = {id(v): x for v, x in zip(variables, weights, strict=True)}
-    values = [_checked(v, given) for v in variables]
+    values = [_value_to_assign(v, given) for v in variables]
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
     for variable in variables:
@@ -52,26 +52,26 @@ def set_all(layer: keras.Layer, weights: Sequence[Any]) -> None:
             variable.set_with_weights()
 
 
-def _set_checked(
+def _set_weights(
     stock: Any, layer: keras.Layer, weights: Sequence[Any]
 ) -> None:
     """Set the weights, all or none if some are of frozen kernels."""
-    if any(isinstance(each, _CHECKED) for each in layer.weights):
+    if any(isinstance(each, _CHECKED_CLASSES) for each in layer.weights):
         set_all(layer, weights)
     else:
         stock(layer, weights)
 
 
-first_use.wait(lambda: built_layers.around_set_weights(_set_checked))
+first_use.wait(lambda: built_layers.around_set_weights(_set_weights))
 
 
-def _checked(variable: keras.Variable, given: dict[int, Any]) -> Any:
+def _value_to_assign(variable: keras.Variable, given: dict[int, Any]) -> Any:
     """Return the value to assign to a variable; raise if it is invalid."""
     value = given[id(variable)]
     if isinstance(variable, NoWeight):
         variable.check(value)
     if isinstance(variable, StoredVariable):
-        return _codes(variable, value, given)
+        return _codes_of(variable, value, given)
     return value
 
 
@@ -87,11 +87,14 @@ def _check_numbers(variable: keras.Variable, value: Tensor) -> None:
         )
 
 
-def _codes(
+def _codes_of(
     variable: StoredVariable, value: Tensor, given: dict[int, Any]
 ) -> np.ndarray:
-    """Return the codes of a frozen kernel, from codes or dequantized values."""
-    # `given` has the values to set, by the id of the variable.
+    """Return the codes of a frozen kernel, from codes or dequantized values.
+
+    `given` has all values to set, by the id of the variable: the codes also
+    depend on the scale.
+    """
     array = np.asarray(ops.convert_to_numpy(value))
     if array.dtype == "uint8":
         variable.check(array)

@@ -92,7 +92,8 @@ class Primitives:
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
         """Convert uint8 codes of a format in `DECODED` to float32 values.
 
-        There are no codes of NaN or infinity among them.
+        A code has the bits of a narrow value. There are no codes of NaN or
+        infinity among them.
         """
         # By way of float16, which has every number of these formats: half the
         # time of a table (JAX 0.10, TF 2.21, CPU).
@@ -153,7 +154,8 @@ def view(x: Tensor, dtype: str) -> Tensor:
 def halves(codes: Tensor, format_name: str) -> Tensor:
     """Return codes as float16: their values divided by the factor of `DECODED`.
 
-    There are no codes of NaN among them. Numbers in float16 are unchanged.
+    A code has the bits of a narrow value, and none is NaN. Codes that are in
+    float16 already are unchanged.
     """
     if keras.backend.standardize_dtype(codes.dtype) == "float16":
         return codes
@@ -181,6 +183,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        """Import the primitives of Keras's backend at their first use."""
         if name != "current":
             raise AttributeError(f"module {__name__!r} has no {name!r}")
         globals()[name] = found = _load(keras.backend.backend())

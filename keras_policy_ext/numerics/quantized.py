@@ -68,9 +68,10 @@ class Quantized:
     def encoded(self, dtype: str, encode: Codec = casting.encode) -> Quantized:
         """Return a copy whose values are in a narrow dtype, or codes.
 
-        This is the form saved for the backward pass. `dtype` is float32 for no
-        change, uint8 for codes, or the dtype of the format. Eight-bit scales
-        then become codes. Unquantized and narrow tensors stay unchanged.
+        A code has the bits of a narrow value. This is the form saved for the
+        backward pass. `dtype` is float32 for no change, uint8 for codes, or the
+        dtype of the format. Eight-bit scales then become codes. Unquantized and
+        narrow tensors stay unchanged.
         """
         quantization, values, scale = self.quantization, self.values, self.scale
         if quantization is None or dtype == "float32":
@@ -93,10 +94,10 @@ class Quantized:
         decode: Codec = casting.decode,
         compute_dtype: str = "float32",
     ) -> Quantized:
-        """Return a copy whose scales are in float32, and whose values are wide.
+        """Return a copy with float32 scales, and values in a wide dtype.
 
-        `widen` takes values in a float8 dtype. It returns them in float32, or
-        in the compute dtype.
+        `decode` converts codes to values, `widen` values of a float8 dtype to
+        float32 or to the compute dtype.
         """
         quantization, values = self.quantization, self.values
         if quantization is None:
@@ -148,7 +149,7 @@ class Quantized:
         return Quantized(values, scale, quantization, self.tensor_scale)
 
     def leaves(self) -> list[Tensor]:
-        """Return the operand's tensors in a fixed order."""
+        """Return the operand's tensors, as `of_leaves` takes them."""
         others = [] if self.tensor_scale is None else [self.tensor_scale]
         return [self.values, self.scale, *others]
 
@@ -156,7 +157,10 @@ class Quantized:
 def of_leaves(
     leaves: Iterator[Tensor], quantization: Quantization | None
 ) -> Quantized:
-    """Rebuild a `Quantized` from the next tensors of an iterator."""
+    """Rebuild a `Quantized` from the next tensors of an iterator.
+
+    `leaves` yields what `Quantized.leaves` returned.
+    """
     values, scale = next(leaves), next(leaves)
     is_next = quantization is not None and quantization.has_tensor_scale
     tensor_scale = next(leaves) if is_next else None
@@ -189,7 +193,7 @@ class Extended(Protocol):
         """Quantize a matrix; see `quantize`."""
 
     def untransformed(self, values: Tensor, size: Size, axis: int) -> Tensor:
-        """Undo the transform of an axis, whose size was `size` before it."""
+        """Undo the transform of an axis, which had this `size` before."""
 
 
 _extended: list[Extended] = []

@@ -116,10 +116,16 @@ class ScaleSource(Protocol):
         """Read a state before a step."""
 
     def simplified(self, reading: Any, *state: Tensor) -> Reading:
-        """Return a reading without what the host knows not to matter."""
+        """Return what was read from a state, without flags that cannot matter.
+
+        The host knows of some operands that they were observed.
+        """
 
     def reading_of(self, leaves: Sequence[Tensor]) -> ReadingAndRest:
-        """Return the reading in saved tensors, perhaps None, and the rest."""
+        """Return what was read from a state, or None, and the other tensors.
+
+        `leaves` are saved tensors, those of the reading first.
+        """
 
     def scale(
         self,
@@ -130,8 +136,8 @@ class ScaleSource(Protocol):
     ) -> Tensor | None:
         """Return the float32 scale of an operand, a scalar.
 
-        None to compute it from the tensor's own amax. The reading is None for a
-        source without state.
+        None to compute it from the tensor's own amax. `reading` is what was
+        read from the state; None for a source without state.
         """
 
     def gradient(
@@ -143,13 +149,23 @@ class ScaleSource(Protocol):
         slot: Slot,
         inference: bool,
     ) -> Tensor:
-        """Return the "gradient" of a state: what this use has observed."""
+        """Return the "gradient" of a state: what this use has observed.
+
+        An optimizer then writes it into the state. `reading` is what was read
+        from the state, `slot` the number of this use of the kernel in the step.
+        """
 
     def caught_up(self, amax: Tensor, state: Tensor) -> Tensor:
-        """Return the state, with a larger scale if the kernel needs one."""
+        """Return the state, with a larger scale if the kernel needs one.
+
+        `amax` is that of the kernel now.
+        """
 
     def another_slot(self, slot: Slot) -> Slot:
-        """Return another slot, for gradients that are differentiated."""
+        """Return another slot, for gradients that are differentiated.
+
+        A slot is the number of a use of a kernel in a step.
+        """
 
     def before_gradients(self, state: Tensor, in_graph: bool = False) -> None:
         """Called before a forward pass whose gradients are taken.
@@ -165,6 +181,7 @@ class CurrentSource:
     is_straight = True
 
     def __init__(self, recipe: Recipe):
+        """Keep the recipe; there is no state."""
         self.recipe = recipe
         self.state_shape: tuple[int, int] | None = None
         self.rule: ScaleRule | None = ScaleRule(by_multiplier=False)
@@ -187,7 +204,7 @@ class CurrentSource:
         return None
 
     def another_slot(self, slot: Slot) -> Slot:
-        """Return the slot: without state there is nothing to tell apart."""
+        """Return the same slot: without state no use is told apart."""
         return slot
 
 

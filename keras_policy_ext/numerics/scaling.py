@@ -116,7 +116,12 @@ def scale_for_limit(
     power_of_two: bool = False,
     previous: Tensor = 1.0,
 ) -> Tensor:
-    """Return the scale that maps `amax` to `limit`; see `scale_from_amax`."""
+    """Return the scale, a divisor, by which `amax` becomes `limit`.
+
+    It is `amax * 2**margin / limit`, or `previous` where `amax` is 0 or not
+    finite; see `scale_from_amax`. A number that the host knows is computed
+    without ops.
+    """
     number = primitives.current.known_number(amax)
     if number is not None and isinstance(limit, float):
         divisor = with_margin(limit, margin)

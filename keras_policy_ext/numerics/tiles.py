@@ -113,7 +113,10 @@ def spread(scale: Tensor, tile: Tile, matrix: Tensor) -> Tensor:
 
 
 def blocks(matrix: Tensor, tile: Tile) -> Tensor:
-    """Pad a matrix; reshape it to (b, m', free, k', contracted)."""
+    """Pad a matrix; reshape it to (b, m', free, k', contracted).
+
+    These are the numbers and the sizes of tiles along its two axes.
+    """
     b, m, k = ops.shape(matrix)
     rows, free = _tiles_along(m, tile.free)
     columns, contracted = _tiles_along(k, tile.contracted)

@@ -108,7 +108,7 @@ def set_dtype_policy(policy: object) -> None:
 
 
 def _state_of(policy: object) -> _global.State:
-    """Return what to store for a policy; None follows the floatx."""
+    """Return the state of a thread under a policy; None follows the floatx."""
     first_use.begin()  # A file then tells the policies of its models.
     if policy is None:
         floatx = keras.config.floatx()
@@ -202,6 +202,7 @@ def carry_policy(function: _F) -> _F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Call the function under the policy that was carried."""
         own = _global.snapshot()  # Of the thread that runs the function.
         _global.restore(carried)
         try:
@@ -213,6 +214,7 @@ def carry_policy(function: _F) -> _F:
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of an extension; raise if that is not installed."""
     if name in __all__:
         return _extensions.get(f"policies.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

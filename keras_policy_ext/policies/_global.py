@@ -57,7 +57,7 @@ SCOPES = scopes.Scopes("policy_scope", snapshot, restore)
 
 
 def _is_outdated(stored: keras.DTypePolicy | None, floatx: str) -> bool:
-    """Return True if a policy, or none, follows a floatx that has changed."""
+    """Return True if a policy, or none, is of a floatx that changed."""
     if keras.config.floatx() == floatx:
         return False
     # Keras has stored the policy of that floatx, or nothing yet.

@@ -20,6 +20,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
     """`policies.get`, assigned there, since it knows the subclasses."""
 
     def __init__(self, source: keras.DTypePolicy) -> None:
+        """Make a map without entries, of which `source` is the default."""
         first_use.begin()
         super().__init__(default_policy=source)
         self._source_policy = source
@@ -64,6 +65,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return True  # Otherwise a policy without entries is an empty map.
 
     def __eq__(self, other: object) -> bool:
+        """Return True for a policy of the same class and fields."""
         if not isinstance(other, SourceMap):
             return NotImplemented
         return type(self) is type(other) and self._key() == other._key()
@@ -95,6 +97,7 @@ class SourceMap(keras.dtype_policies.DTypePolicyMap):
         return (self._source_name,)
 
     def _immutable(self, key: object) -> str:
+        """Return the message for a write to the policy."""
         return (
             f"A {type(self).__name__} is immutable: many layers share it. "
             f"Received: a write to {key!r}. Allowed: reading it. "

@@ -80,6 +80,7 @@ class Float8DTypePolicy(SourceMap):
         rules: object = (),
         mode: str | None = None,
     ) -> None:
+        """Read the arguments, and raise if they disagree."""
         source_name, length = plain.mode_first(
             source_name, args, mode, amax_history_length
         )
@@ -149,6 +150,7 @@ class Float8DTypePolicy(SourceMap):
         return self._without_rules
 
     def __getitem__(self, key: str) -> keras.DTypePolicy:
+        """Return the plain policy of a path, as stock layers ask."""
         # Fast without rules: Keras asks seven times in the call of a layer.
         if not self._rules:
             return self._source_policy
@@ -167,6 +169,7 @@ class Float8DTypePolicy(SourceMap):
         return iter([pattern for pattern, _ in self._rules])
 
     def __repr__(self) -> str:
+        """Return the call that makes this policy."""
         arguments = [repr(self._source_name)]
         length = plain.length_of(self._recipe)
         if self._recipe.spec == str(length):  # No other field is changed.
@@ -277,7 +280,10 @@ def of_file(name: str) -> keras.DTypePolicy:
 
 
 def _rules_of_file(rules: Any) -> Any:
-    """Return rules with names of policies read as those of a file."""
+    """Return the rules in a file, with names replaced by policies.
+
+    Rules that are malformed are returned unchanged: `_read_rules` raises.
+    """
     # `_read_rules` says what is wrong with rules that are returned unchanged.
     try:
         pairs = dict(rules)
@@ -373,6 +379,7 @@ def _loss_scale_policy() -> Any:
 
 
 def _not_legacy(config: object) -> str:
+    """Return the message for a config that is not of tf_keras."""
     return (
         f"Cannot read this config of a tf_keras policy. Received: {config!r}. "
         "Allowed: {'name': <policy name>}, and 'loss_scale': 'auto', "
@@ -393,6 +400,7 @@ def _from_dtype(identifier: object) -> keras.DTypePolicy:
 
 
 def _unknown(identifier: object, cause: str) -> str:
+    """Return the message for something that is no policy."""
     return (
         f"{identifier!r} is not a dtype policy. {_hint(identifier)}Received: "
         f"{identifier!r} (of type {type(identifier).__name__}). Allowed: "
@@ -466,6 +474,7 @@ def _plain_source(identifier: object) -> keras.DTypePolicy:
 
 
 def _wrong_source(identifier: object, also: str = "") -> str:
+    """Return the message for a source that is no plain policy."""
     return (
         f"{identifier!r} cannot be the source of a Float8DTypePolicy, which is "
         "a plain policy: other settings would be lost. "
@@ -477,6 +486,7 @@ def _wrong_source(identifier: object, also: str = "") -> str:
 
 
 def _merge_rules(named: Rules, rules: Rules) -> Rules:
+    """Return the rules of a name, or else those given; not both."""
     if named and rules and _with_names(named) != _with_names(rules):
         raise ValueError(
             "Name and `rules` of a Float8DTypePolicy disagree. Received: "
@@ -531,10 +541,12 @@ def _read_rule(rule: object) -> tuple[str, keras.DTypePolicy | None]:
 
 
 def _is_full_name(identifier: object) -> TypeGuard[str]:
+    """Return True for the name of a float8 policy with its source."""
     return isinstance(identifier, str) and policy_names.is_full_name(identifier)
 
 
 def _wrong_rules(received: object, cause: str = "") -> str:
+    """Return the message for rules that cannot be read."""
     return (
         f"Cannot read rules of a Float8DTypePolicy. Received: {received!r}. "
         "Allowed: pairs (pattern, policy), where the pattern is a regular "
@@ -550,6 +562,7 @@ def _with_names(rules: Rules) -> policy_names.NamedRules:
 
 
 def _full_name(policy: keras.DTypePolicy | None) -> str | None:
+    """Return a policy's name, a full one if it is float8; None for None."""
     if isinstance(policy, Float8DTypePolicy):
         return policy.full_name
     return None if policy is None else policy.name

@@ -49,7 +49,10 @@ def policy_of(layer: keras.Layer) -> keras.DTypePolicy:
 
 
 def stock_policy_of(layer: keras.Layer) -> keras.DTypePolicy:
-    """Return the policy that a layer would follow as a stock layer."""
+    """Return the policy that a layer would follow without this package.
+
+    That is Keras's own float8 policy only if Keras has quantized the layer.
+    """
     policy = of_path(layer.dtype_policy, layer.path)
     # A layer follows Keras's own float8 policy only if Keras has quantized it.
     is_keras_float8 = as_float8(policy) is not policy

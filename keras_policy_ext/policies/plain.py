@@ -92,10 +92,10 @@ def length_of(recipe: recipes.Recipe) -> int | None:
 
 
 def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
-    """Return a recipe with the scales of this device if its own are open.
+    """Return a recipe that says whether its scales are powers of two.
 
-    They are open if its `power_of_two` is None. Some devices compute faster
-    with powers of two, unless bfloat16 holds the scaled values exactly.
+    If its `power_of_two` is None, the device decides: some compute faster with
+    powers of two, unless bfloat16 holds the scaled values exactly.
     """
     if not is_open(recipe):
         return recipe
@@ -111,6 +111,7 @@ def for_this_device(recipe: recipes.Recipe) -> recipes.Recipe:
 
 
 def _conflict(given: list[recipes.Recipe], length: int | None) -> str:
+    """Return the message for arguments that disagree."""
     parts = [repr(recipe) for recipe in given]
     if length is not None:
         parts.append(f"amax_history_length={length}")

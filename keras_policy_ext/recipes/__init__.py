@@ -100,6 +100,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of an extension; raise if that is not installed."""
     if _extensions.has(f"recipes.{name}") or name in __all__:
         return _extensions.get(f"recipes.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

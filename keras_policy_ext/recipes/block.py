@@ -39,6 +39,7 @@ class BlockScaling(Recipe):
     power_of_two: bool | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         boolean(self, "power_of_two", or_none=True)
         super().__post_init__()
 
@@ -54,6 +55,7 @@ class BlockScaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """Return e4m3fn with a scale per 1x128, or 128x128 of a kernel."""
         if self.in_high_precision(matmul):
             return None
         of_kernel = operand == "kernel"
@@ -73,5 +75,5 @@ class _BlocksOfRows(BlockScaling):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # Each operand as inputs are, with a scale per 1x128.
+        """Return e4m3fn with a scale per 1x128, for each operand."""
         return super().quantization("inputs", matmul)

@@ -46,6 +46,7 @@ class CurrentScaling(Recipe):
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         choice(self, "fp8_format", FP8_FORMATS)
         boolean(self, "power_of_two")
         super().__post_init__()
@@ -59,6 +60,7 @@ class CurrentScaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """Return one scale per tensor, in a format of `fp8_format`."""
         # Both matmuls of an operand read the same values.
         if self.in_high_precision(matmul):
             return None

@@ -45,7 +45,7 @@ def tensorwise(
 
 
 def counterpart(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with OCP and fnuz formats exchanged, or None."""
+    """Return the recipe with the formats of OCP and fnuz exchanged, or None."""
     word = getattr(recipe, "fp8_format", None)
     if word not in _COUNTERPARTS:
         return None
@@ -95,9 +95,9 @@ def is_open(recipe: Recipe) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def settled(recipe: Recipe, power_of_two: bool) -> Recipe:
-    """Return a recipe that says whether its scales are powers of two.
+    """Return a recipe with `power_of_two` filled in, if that is None.
 
-    It is returned unchanged unless it leaves that open.
+    Other recipes are returned unchanged.
     """
     if not is_open(recipe):
         return recipe

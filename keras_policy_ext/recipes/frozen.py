@@ -52,6 +52,7 @@ class FrozenKernels(Recipe):
     kernel_grad: str = HIGH_PRECISION
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         _check(self, "weights", WEIGHTS)
         _check(self, "per", GRANULARITIES)
         _check(self, "activations", ACTIVATIONS)
@@ -88,6 +89,7 @@ class FrozenKernels(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """Return how a forward operand is quantized; else None."""
         # Where inputs are not quantized, the kernel is widened and multiplied.
         if matmul != "forward" or self.activations is None:
             return None
@@ -106,6 +108,7 @@ class FrozenKernels(Recipe):
 def _check(
     recipe: FrozenKernels, name: str, allowed: tuple[str | None, ...]
 ) -> None:
+    """Raise if a field of a recipe is not one of the allowed values."""
     value = getattr(recipe, name)
     if value not in allowed:
         raise ValueError(

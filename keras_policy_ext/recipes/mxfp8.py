@@ -50,7 +50,7 @@ class MXFP8Scaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
-        # All operands alike.
+        """Return e4m3fn with an E8M0 scale per 32 elements."""
         if self.in_high_precision(matmul):
             return None
         return Quantization(

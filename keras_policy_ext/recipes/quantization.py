@@ -101,6 +101,7 @@ class Quantization:
     constant_scale: float | None = None
 
     def __post_init__(self) -> None:
+        """Raise if an attribute is not allowed."""
         formats.get(self.format)  # Raises for others.
         for name, allowed in self._wrong_attributes():
             raise ValueError(

@@ -61,11 +61,13 @@ class Recipe:
     kernel_grad: str = "float8"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register a subclass that has a name."""
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             _register(cls)
 
     def __post_init__(self) -> None:
+        """Raise if a field is not allowed, or the recipe contradicts itself."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for matmul in MATMULS:
             allowed = (str(defaults[matmul]), HIGH_PRECISION)
@@ -284,7 +286,7 @@ def _fault(first: Quantization | None, second: Quantization | None) -> str:
         return "no hardware multiplies formats of OCP by those named fnuz"
     if first.hadamard != second.hadamard:
         return "the Hadamard transforms of two operands cancel only in pairs"
-    return _unsupported(first) or _unsupported(second)
+    return _what_is_unsupported(first) or _what_is_unsupported(second)
 
 
 @functools.lru_cache(maxsize=256)
@@ -321,7 +323,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 """The supported quantizations, by attribute."""
 
 
-def _unsupported(quantization: Quantization) -> str:
+def _what_is_unsupported(quantization: Quantization) -> str:
     """Return what is not supported of a quantization, or ""."""
     for name, allowed in _SUPPORTED.items():
         if getattr(quantization, name) not in allowed:

@@ -46,6 +46,7 @@ class RowwiseScaling(Recipe):
     power_of_two: bool | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         boolean(self, "power_of_two", or_none=True)
         super().__post_init__()
 
@@ -56,6 +57,7 @@ class RowwiseScaling(Recipe):
 
     @override
     def quantization(self, operand: str, matmul: str) -> Quantization | None:
+        """Return e4m3fn with a scale per row, or one of the kernel."""
         if self.in_high_precision(matmul):
             return None
         # As in torchao: one scale lets shards be gathered in float8.

@@ -190,7 +190,11 @@ def parse(spec: str) -> Recipe:
 
 @functools.lru_cache(maxsize=256)
 def _recipe_of(spec: str, cls: type[Recipe]) -> Recipe:
-    """Return the recipe of a string, whose name is that of a class."""
+    """Return the recipe that a string such as `"current(margin=1)"` means.
+
+    `cls` is the class of recipes that it names. An empty string, or an integer
+    (a history length), means the delayed scaling of Keras's names.
+    """
     # The class is an argument, since a notebook may define it again.
     text = spec.strip()
     if not text:
@@ -248,6 +252,7 @@ def _literals(arguments: str, spec: str) -> dict[str, Any]:
 
 
 def _grammar(spec: str) -> str:
+    """Return the message for a string that is no recipe."""
     return (
         f"Cannot read this as a recipe. Received: {spec!r}. Allowed: a name "
         f"({', '.join(names(None))}), a name with keyword literals such as "

@@ -38,8 +38,9 @@ def load_model(
     """Load a file with frozen layers as `keras.saving.load_model` would."""
     text = model_files.content(path, CONFIG)
     compile_config = input_files.json_in(text, path).get("compile_config")
-    given = text, custom_objects, safe_mode
-    new_model = functools.partial(saving_hooks.model_of, *given)
+    new_model = functools.partial(
+        saving_hooks.model_of, text, custom_objects, safe_mode
+    )
     with model_files.weights_of(path) as weights:
         model = made_frozen(new_model, weights)
         freeze_as_saved(model, weights)
@@ -53,9 +54,10 @@ def load_model(
 def made_frozen(
     make: Callable[[], keras.Model], weights: PathLike
 ) -> keras.Model:
-    """Return the model that `make` makes, frozen layer by layer if it can be.
+    """Return the model that `make` makes, each layer frozen once it is built.
 
-    Its float kernels are then never in memory at the same time.
+    So its float kernels are never in memory all at once. If that fails, the
+    model is made in floats.
     """
     # Keras may not tell of builds, or code of a layer may fail, by any error,
     # where it assigns or inverts a kernel. The model in floats raises its own.
@@ -81,9 +83,10 @@ def _frozen_when_built(weights: PathLike) -> Iterator[None]:
         return
 
     def freeze(layer: keras.Layer) -> None:
+        """Freeze a layer that was just built, if it can be."""
         form = freezing.form_to_freeze(layer)
         if form is None:  # It has nothing of its own to freeze.
-            _enter_composite(layer)
+            _convert_composite(layer)
         elif stored_weights.kernels_to_store(layer, form):
             source = source_policy_of(layer).name
             to_float8_class(layer, Float8DTypePolicy(source, recipe=recipe))
@@ -118,7 +121,7 @@ def freeze_as_saved(model: keras.Layer, weights: PathLike) -> None:
 
 
 def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
-    """Return True if a weight that a layer is adding will be frozen."""
+    """Return True if a weight that a layer is about to add will be frozen."""
     form = freezing.form_to_freeze(layer)
     if form is None or name is None or form.float8_kernels is None:
         return False
@@ -127,16 +130,20 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
     return bool(form.is_stored_kernel(layer, weight))
 
 
-def _enter_composite(layer: keras.Layer) -> None:
-    """Convert a composite layer such as LSTM if its cell is frozen."""
-    # The stock layer would read the codes of the cell as values.
+def _convert_composite(layer: keras.Layer) -> None:
+    """Give a layer with frozen layers in it, such as LSTM, its float8 class.
+
+    Other layers are unchanged.
+    """
+    # The stock layer would read the codes of its cell as values. Composites are
+    # layers without kernels that create layers with kernels.
     survey = candidates.survey(layer)
     if any(each is layer for each in survey.composites):
         in_place.enter_float8_with_children(layer)
 
 
 def _freeze_as(layer: keras.Layer, recipe: FrozenKernels | None) -> None:
-    """Freeze a layer by a recipe; thaw it if the recipe is None."""
+    """Freeze a layer by a recipe; give it floats if the recipe is None."""
     policy = float8_policy_of(layer)
     current = None if policy is None or policy.recipe.trains else policy.recipe
     if current == recipe:
@@ -153,30 +160,34 @@ def _frozen_in(
     model: keras.Layer, weights: PathLike
 ) -> dict[int, FrozenWeights]:
     """Return what a file has of frozen layers, by `id` of the layer."""
-    # Keras's loader finds each layer's place; `_noting` loads no weights.
+    # Keras's loader finds each layer's place in the file. Nothing is loaded.
     by_id: dict[int, FrozenWeights] = {}
     layers = walking.layers_within(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_loader.without_skip_warnings())
         for layer in layers:
-            stack.enter_context(_noting(layer, by_id))
+            stack.enter_context(_recording_frozen(layer, by_id))
         keras_loader.load(model, weights)
     return by_id
 
 
 @contextlib.contextmanager
-def _noting(
+def _recording_frozen(
     layer: keras.Layer, by_id: dict[int, FrozenWeights]
 ) -> Iterator[None]:
-    """In the block, a layer that loads weights only records what it finds."""
+    """In the block, a layer loads no weights, but records frozen ones.
 
-    def note(store: Any) -> None:  # In place of the method.
+    They go to `by_id`, so that the layer can be frozen before it loads them.
+    """
+
+    def record(store: Any) -> None:
+        """Stand in for the layer's `load_own_variables`."""
         if is_frozen(store):
             saved = FrozenWeights.of(store, layer.path)
             own_weights.check_rank(saved)
             by_id[id(layer)] = saved
 
-    vars(layer)["load_own_variables"] = note
+    vars(layer)["load_own_variables"] = record
     try:
         yield
     finally:

@@ -127,7 +127,12 @@ _OF_LAYERS = "layer_policies"
 
 
 def policies_of_models(model: Any) -> dict[str, Any]:
-    """Return the dtype policies of a model and inner models, for its file."""
+    """Return the dtype policies of a model and its layers, for its file.
+
+    They are JSON types: the name and policy of each model; the distinct
+    policies of other layers; and the class of each, with the number of its
+    policy.
+    """
     # Keras writes optimizers, losses and metrics by the same function, when
     # they are pickled: they have no policies.
     if not isinstance(model, keras.Layer):
@@ -138,8 +143,8 @@ def policies_of_models(model: Any) -> dict[str, Any]:
     ]
     distinct: list[Any] = []
     layers: list[list[Any]] = []
-    for each in _others(model):
-        number = None  # Of its policy in `distinct`; None to leave it.
+    for each in _inner_layers(model):
+        number = None  # Of its policy in `distinct`; None: it has no entry.
         policy = each.dtype_policy
         is_float8 = isinstance(policy, policies.Float8DTypePolicy)
         can_follow = is_float8 or is_plain(policy)
@@ -160,7 +165,10 @@ def is_plain(policy: Any) -> bool:
 
 
 def saved_under(saved: SavedPolicies, config: Any) -> keras.DTypePolicy | None:
-    """Return the policy of the model in a file, without float8, or None."""
+    """Return the source policy of the model in a file, or None.
+
+    `config` is that of the model.
+    """
     # It is made global for loading, since layers that others make in their
     # constructors have the global policy.
     models = saved.models
@@ -174,31 +182,32 @@ def saved_under(saved: SavedPolicies, config: Any) -> keras.DTypePolicy | None:
 def restore_policies(model: keras.Layer, saved: SavedPolicies) -> None:
     """Give a model and its inner models the dtype policies in a file.
 
-    Nothing changes if the file has no policies, or lists other models than the
-    loaded ones.
+    Layers get theirs if the file lists the same classes in the same order, and
+    models if it lists the same names.
     """
-    saved_models, distinct, layers = saved
-    others = _others(model)
-    if [name for name, _ in layers] == [type(x).__name__ for x in others]:
-        for each, (_, number) in zip(others, layers, strict=True):
-            if number is None or isinstance(each, Float8Mixin):
+    layers = _inner_layers(model)
+    classes = [class_name for class_name, _ in saved.layers]
+    if classes == [type(layer).__name__ for layer in layers]:
+        for layer, (_, number) in zip(layers, saved.layers, strict=True):
+            if number is None or isinstance(layer, Float8Mixin):
                 continue
-            if each.dtype_policy != distinct[number]:
-                global_policy.replace_layer_policy(each, distinct[number])
+            policy = saved.distinct[number]
+            if layer.dtype_policy != policy:
+                global_policy.replace_layer_policy(layer, policy)
     models = _models(model)
-    if [name for name, _ in saved_models] != [each.name for each in models]:
-        return
-    for each, (_, policy) in zip(models, saved_models, strict=True):
-        if each.dtype_policy != policy:
-            global_policy.replace_layer_policy(each, policy)
+    if [name for name, _ in saved.models] == [each.name for each in models]:
+        for each, (_, policy) in zip(models, saved.models, strict=True):
+            if each.dtype_policy != policy:
+                global_policy.replace_layer_policy(each, policy)
 
 
 def _models(model: keras.Layer) -> list[Any]:
+    """Return a model and the models in it."""
     layers = walking.layers_within(model)
     return [layer for layer in layers if isinstance(layer, keras.Model)]
 
 
-def _others(model: keras.Layer) -> list[Any]:
+def _inner_layers(model: keras.Layer) -> list[Any]:
     """Return the layers in a model that are neither models nor states."""
     left_out = keras.Model, Float8State
     layers = walking.layers_within(model)

@@ -14,7 +14,7 @@ import io
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -148,6 +148,7 @@ def load_for_keras(
         _extensions.import_for("keras_float8_policy")
 
     def fails_in_keras(layer: Any) -> bool:
+        """Return True if Keras would fail on, or lose, float8."""
         return is_frozen(layer) or (in_memory and is_float8_layer(layer))
 
     if not model_files.count(file, fails_in_keras):
@@ -176,7 +177,7 @@ def _load_model(
         saved = keras_hooks.read_policies(path)
     with (
         keras_hooks.loading(path),
-        optimizer_facts.for_private_names(config),
+        optimizer_facts.scope_of_optimizer_names(config),
         keras_loader.without_skip_warnings() as skipped,
         _policy_of_file(saved, config),
     ):
@@ -292,15 +293,15 @@ def _load_as_saved(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
 ) -> bool:
     """Load weights and float8 policies; return True if it loaded them twice."""
-    saved_layers = _load_and_capture(model, weights, places)
-    in_file = any(saved.store for _, saved, *_ in saved_layers)
+    layers_in_file = _load_and_capture(model, weights, places)
+    in_file = any(each.state.store for each in layers_in_file)
     if not in_file and not layers_in_float8(model):
         return False  # On any backend of Keras, also without float8 kernels.
     sizes = _optimizer_sizes(model)
     # The block updates an optimizer to the variables that the model has then.
     with training.continued(model), training.replicas(model):
-        for each in saved_layers:
-            _restore_float8(*each)
+        for each in layers_in_file:
+            _restore_float8(each)
         # Then what has such layers in it: composites like LSTM, and backbones.
         for layer in candidates.survey(model).composites:
             in_place.enter_float8_with_children(layer)
@@ -315,7 +316,10 @@ def _load_as_saved(
 def _for_layers_of(
     model: keras.Layer, path: PathLike, contents: Contents
 ) -> AbstractContextManager[PathLike]:
-    """Return a block in which a file exists that the layers can read."""
+    """Return a block with a file that the layers of a model can read.
+
+    It is a rewritten copy if the file has layers in Keras's own float8.
+    """
     # Layers in Keras's own float8 read the file as Keras wrote it.
     layers = walking.layers_within(model)
     is_read_as_it_is = any(map(quantization.is_in_float8, layers))
@@ -325,24 +329,33 @@ def _for_layers_of(
     return extension.rewritten(path, whole=False)
 
 
+class _LayerInFile(NamedTuple):
+    """A layer, and what a file says of its float8."""
+
+    layer: Any
+    state: SavedState
+    policy: Float8DTypePolicy | None  # None if it was not in float8.
+    attention: str  # The argument `attention` of an attention layer, or "".
+
+
 def _load_and_capture(
     model: keras.Layer, weights: PathLike, places: list[Candidate]
-) -> list[tuple[Any, SavedState, Float8DTypePolicy | None, str]]:
-    """Load weights; return what the file says of float8, as `_checked` does."""
+) -> list[_LayerInFile]:
+    """Load weights; return what the file says of the float8 of layers."""
     stores: list[dict[str, np.ndarray]] = [{} for _ in places]
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_loader.without_skip_warnings())
         for place, arrays in zip(places, stores, strict=True):
             stack.enter_context(_capturing(place.layer, arrays.update))
         keras_loader.load(model, weights)
-    return [_checked(*each) for each in zip(places, stores, strict=True)]
+    return [_read_layer(*each) for each in zip(places, stores, strict=True)]
 
 
-def _checked(
+def _read_layer(
     place: Candidate, arrays: dict[str, np.ndarray]
-) -> tuple[Any, SavedState, Float8DTypePolicy | None, str]:
-    """Return a layer, and its state, policy and `attention` in a file."""
-    # All is checked before any layer is changed.
+) -> _LayerInFile:
+    """Read the float8 state of a layer from a file; raise if it is damaged."""
+    # So all is checked before any layer is changed.
     layer = place.layer
     saved = SavedState.of(arrays, f"{path_of(layer)}/{GROUP}")
     policy = saved.policy(source_policy_of(layer))
@@ -350,14 +363,14 @@ def _checked(
     if policy_to_follow is not None:
         recipes = [policy_to_follow.recipe] * len(place.kernels)
         check_saved(saved, recipes)
-    return layer, saved, policy, saved.attention
+    return _LayerInFile(layer, saved, policy, saved.attention)
 
 
 @contextlib.contextmanager
 def _capturing(
     layer: keras.Layer, take: Callable[[Mapping[str, np.ndarray]], None]
 ) -> Iterator[None]:
-    """In the block, pass a layer's float8 state from the file to `take`."""
+    """In the block, pass the float8 entries that a layer loads to `take`."""
     if isinstance(layer, Float8Mixin):
         with layer.float8_state.capture_entries(take):
             yield
@@ -373,19 +386,15 @@ def _capturing(
             built_layers.detach(layer, "float8_state")
 
 
-def _restore_float8(
-    layer: Any,
-    saved: SavedState,
-    policy: Float8DTypePolicy | None,
-    attention: str,
-) -> None:
+def _restore_float8(in_file: _LayerInFile) -> None:
     """Give a layer the policy and the float8 state that it was saved with."""
+    layer, state, policy, attention = in_file
     if policy is not None and policy_of(layer) != policy:
         to_float8_class(layer, policy)
     elif policy is not None and not isinstance(layer, Float8Mixin):
         to_float8_class(layer)  # A stock layer, but under this policy.
     if isinstance(layer, Float8Mixin):
-        layer.float8_state.load_own_variables(saved.store)
+        layer.float8_state.load_own_variables(state.store)
         policy = float8_policy_of(layer)
         if policy is not None:
             own_weights.warn_of_formats(policy)
@@ -403,7 +412,10 @@ def _restore_float8(
 
 
 def _places(model: keras.Layer) -> list[Candidate]:
-    """Return a model's convertible layers and the composites that hold them."""
+    """Return a model's convertible layers, and layers that create these.
+
+    The latter, such as LSTM, have no kernels of their own.
+    """
     survey = candidates.survey(model, attention=True)
     return [
         *survey.candidates,
@@ -428,6 +440,7 @@ def _is_as_in_file(layer: keras.Layer) -> bool:
 
 
 def _optimizer_sizes(model: keras.Layer) -> list[int]:
+    """Return the number of variables of each optimizer of a model."""
     return [len(each.variables) for each in training.all_optimizers(model)]
 
 

@@ -46,7 +46,7 @@ class Gathering(NamedTuple):
     is_quantized: bool = False
 
 
-def _sharded(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
+def _shard_along(x: Tensor, mesh: Mesh, axes: list[Names | None]) -> Tensor:
     """Have each axis sharded along these mesh axes; None leaves it to XLA."""
     spec = [PartitionSpec.UNCONSTRAINED if a is None else a for a in axes]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -78,7 +78,7 @@ class JaxBackend(Backend):
 
     @override
     def is_compiled(self, function: object) -> bool:
-        # What `jax.jit` and `jax.pmap` return.
+        """Return True for what `jax.jit` or `jax.pmap` returns."""
         return callable(getattr(function, "clear_cache", None)) and callable(
             getattr(function, "lower", None)
         )
@@ -94,6 +94,7 @@ class JaxBackend(Backend):
 
     @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
+        """Return absolute values; on a CPU, infinity for NaN."""
         # XLA on a CPU drops NaN from a maximum of 4096 numbers and more (JAX
         # 0.10). On a GPU the comparison would be a pass over memory.
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -106,6 +107,7 @@ class JaxBackend(Backend):
 
     @override
     def before_cast(self, x: Tensor, dtype: str) -> Tensor:
+        """Return traced values rounded to a format, unless on a CPU."""
         # XLA for a GPU replaces casts from float32 to float8 and back by
         # nothing (JAX 0.10 to 0.11). An eager cast is compiled alone and stays.
         if not isinstance(x, jax.core.Tracer):
@@ -118,6 +120,7 @@ class JaxBackend(Backend):
 
     @override
     def divided(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `x / y` of normal float32 numbers, correctly rounded."""
         # XLA divides on a GPU with an error of up to 2 ulp (JAX 0.11).
         if self.on_cpu(y):
             return super().divided(x, y)
@@ -128,6 +131,7 @@ class JaxBackend(Backend):
 
     @override
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return `scale` in a form that XLA does not see as a scalar."""
         # On CUDA the scale is clipped to itself, which XLA does not undo. So a
         # cast that is transposed is one kernel: with `isnan` XLA would write
         # the transposed mask (JAX 0.10). On a CPU clipping takes 1/3 longer.
@@ -146,6 +150,7 @@ class JaxBackend(Backend):
         arguments: tuple[Any, ...],
         variables: Sequence[keras.Variable],
     ) -> None:
+        """Call `update(*arguments)` if a flag is set, also in a trace."""
         # A branch of `lax.cond` must not assign: what it would assign is its
         # result. Eagerly no branch is traced.
         if not isinstance(flag, jax.core.Tracer):
@@ -154,13 +159,14 @@ class JaxBackend(Backend):
             return
         before = [variable.value for variable in variables]
 
-        def updated() -> list[Tensor]:
+        def values_after_update() -> list[Tensor]:
+            """Return the variables' values after `update`."""
             mapping = list(zip(variables, before, strict=True))
             with keras.StatelessScope(state_mapping=mapping) as scope:
                 update(*arguments)
             return [scope.get_current_value(v) for v in variables]
 
-        after = lax.cond(flag, updated, lambda: before)
+        after = lax.cond(flag, values_after_update, lambda: before)
         for variable, value in zip(variables, after, strict=True):
             variable.assign(value)
 
@@ -181,6 +187,7 @@ class JaxBackend(Backend):
 
     @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
+        """Return the dtype that saves values like `x`: uint8 on a CPU."""
         # Codes on a CPU, where arithmetic of integers is faster than casts. A
         # step of an MLP 512-2048-512 takes 8 to 12 % longer than with float32
         # for 256 rows, and 2 to 7 % less for 2048 (JAX 0.10, 2 cores).
@@ -189,6 +196,7 @@ class JaxBackend(Backend):
 
     @override
     def gathering_of(self, variable: keras.Variable) -> Gathering | None:
+        """Return how a kernel sharded along the batch's axis is gathered."""
         # A device with a shard of the batch needs all of a kernel that is
         # sharded along the same mesh axis. Matmuls of kernels that are sharded
         # along other mesh axes are left to XLA.
@@ -212,6 +220,11 @@ class JaxBackend(Backend):
     def gathered(
         self, x: Tensor, gathering: Gathering, axes: Sequence[Names | None]
     ) -> Tensor:
+        """Gather `x` along the mesh axis that shards the batch (FSDP).
+
+        `axes` has the mesh axes that shard each axis of `x`; None leaves an
+        axis to XLA.
+        """
         # The first constraint keeps XLA from gathering the tensors that `x` is
         # computed from. Float8 is gathered as bytes: XLA gathers it as float16
         # if the device has no float8 (JAX 0.10, CPU).
@@ -220,8 +233,8 @@ class JaxBackend(Backend):
             for names in axes
         ]
         bits = x if x.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
-        bits = _sharded(bits, gathering.mesh, list(axes))
-        bits = _sharded(bits, gathering.mesh, axes_after)
+        bits = _shard_along(bits, gathering.mesh, list(axes))
+        bits = _shard_along(bits, gathering.mesh, axes_after)
         return lax.bitcast_convert_type(bits, x.dtype)
 
     @override
@@ -233,6 +246,7 @@ class JaxBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
+        """Run an operation and add a bias, inside of it if it can."""
         # The operation adds the bias only if its backward pass can sum the
         # gradient of the bias as well.
         bias_inside = None
@@ -256,6 +270,7 @@ class JaxBackend(Backend):
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
+        """Compute `activation(x)`; compute it again for its gradient."""
         # On a CPU only a GELU in 16 bits: 12 blocks take 110 MiB in place of
         # 206, in no more time. Other functions, and a GELU in float32, XLA for
         # a CPU fuses otherwise if recomputed: last bits change (JAX 0.10).
@@ -268,6 +283,7 @@ class JaxBackend(Backend):
 
     @override
     def cuts(self, numbers: int) -> bool:
+        """Return True if products cut a kernel of so many numbers."""
         # Of a kernel that is sharded XLA would gather each part.
         is_whole = keras.distribution.distribution() is None
         reads_codes = jax.default_backend() in ("cpu", "gpu") and is_whole
@@ -275,6 +291,7 @@ class JaxBackend(Backend):
 
     @override
     def gains_from_float16(self, numbers: int) -> bool:
+        """Return True if `kpe.widen` speeds up a kernel of so many elements."""
         # For a GPU without float8 XLA writes the kernel in floats, unless it is
         # in float16: see `_product_with_cast`.
         if jax.default_backend() == "gpu":
@@ -285,6 +302,7 @@ class JaxBackend(Backend):
     def product_by_parts(
         self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
+        """Multiply rows by a stored kernel; None to decode it first."""
         if jax.default_backend() == "gpu":
             return _product_with_cast(x, kernel, dtype)
         if not isinstance(x.shape[1], int):
@@ -340,6 +358,7 @@ def _relu_forward(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _relu_backward(mask: Tensor, outputs_grad: Tensor) -> tuple[Tensor]:
+    """Pass the gradient where the mask, perhaps packed, is set."""
     if mask.dtype == jnp.uint8:  # It is packed into bits.
         count = outputs_grad.shape[-1]
         mask = jnp.unpackbits(mask, axis=-1, count=count).astype(bool)
@@ -362,7 +381,10 @@ def _correctly_divided(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the upper 12 bits of float32 numbers, and the rest."""
+    """Split float32 numbers into one of 12 significant bits and the rest.
+
+    Products of such halves are exact in float32.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32) & ~0xFFF
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high, x - high

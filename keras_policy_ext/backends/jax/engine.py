@@ -44,7 +44,10 @@ def here() -> Device:
 
 
 def lacking(*formats: str) -> str | None:
-    """Return why XLA has no matmul of these formats on the device, or None."""
+    """Return why XLA has no matmul of these formats on the device.
+
+    None if it has one.
+    """
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -52,7 +55,10 @@ def lacking(*formats: str) -> str | None:
 
 
 def lacking_mx() -> str | None:
-    """Return why XLA has no matmul with MX block scales here, or None."""
+    """Return why XLA has no matmul with MX block scales here.
+
+    None if it has one.
+    """
     device = here()
     if device.maker == "cpu":
         return "XLA has no float8 matmul for a CPU"
@@ -113,6 +119,7 @@ class ScaledDot(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
+        """Return why `lax.scaled_dot` cannot run a matmul, or None."""
         if request.refused_as_mx is not None:
             return request.refused_as_mx
         if not hasattr(lax, "scaled_dot"):
@@ -123,6 +130,7 @@ class ScaledDot(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, which operation multiplies MX blocks."""
         if lacking_mx() is None:
             return "lax.scaled_dot on float8 operands"
         return "lax.scaled_dot, converted by XLA"
@@ -131,6 +139,7 @@ class ScaledDot(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply two operands with scales of MX blocks."""
         # `fast` is not read: `scaled_dot` has one way to accumulate.
         read = a.values, a.scale, b.values, b.scale
         if dtype != "bfloat16":
@@ -185,14 +194,14 @@ def _scaled_product(
     """Multiply (b, m, k) by (b, n, k) transposed, with scales of MX blocks."""
     scales = [
         lax.bitcast_convert_type(
-            _padded(encode_scales(each, E8M0), TERMS // MX_BLOCK),
+            _pad_last_axis(encode_scales(each, E8M0), TERMS // MX_BLOCK),
             jnp.float8_e8m0fnu,
         )
         for each in (a_scale, b_scale)
     ]
     return lax.scaled_dot(
-        _padded(a, TERMS),
-        _padded(b, TERMS),
+        _pad_last_axis(a, TERMS),
+        _pad_last_axis(b, TERMS),
         lhs_scale=scales[0],
         rhs_scale=scales[1],
         dimension_numbers=(((2,), (2,)), ((0,), (0,))),
@@ -200,7 +209,7 @@ def _scaled_product(
     )
 
 
-def _padded(x: Tensor, multiple: int) -> Tensor:
+def _pad_last_axis(x: Tensor, multiple: int) -> Tensor:
     """Pad the last axis of a tensor with zeros to a multiple of a number."""
     missing = -x.shape[2] % multiple
     return jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
@@ -241,6 +250,7 @@ class EmulatedDot(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply the decoded operands, in 16 bits if that is exact."""
         device = here()
         x, y = unscaled(a), unscaled(b)
         in_16_bits = device.multiplies_in
@@ -255,7 +265,7 @@ class EmulatedDot(Emulated):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply as `_product` does, in float64 if an operand is float64."""
+    """Return the matmul `_product` in float32, in float64 if `a` is float64."""
     wide = a.dtype == jnp.float64
     return _product(a, b, dtype=jnp.float64 if wide else jnp.float32)
 
@@ -280,6 +290,7 @@ class Float8Dot(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, which operation multiplies float8."""
         if lacking(*request.formats) is None:
             return "lax.dot_general on float8 operands"
         return "lax.dot_general, converted by XLA"
@@ -288,6 +299,8 @@ class Float8Dot(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply float8 values; on CUDA, by cuBLASLt."""
+
         def usual() -> Tensor:
             product = _product(a.values, b.values, _PRECISION[fast])
             return scaled(product, a, b, dtype)
@@ -364,6 +377,8 @@ class GradientOfRows(Float8DotOfRows):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply; on CUDA, round sums to bfloat16 before scaling."""
+
         def usual() -> Tensor:
             product = super(GradientOfRows, self).multiply(a, b, dtype, fast)
             return product.astype(jnp.float32)

@@ -45,21 +45,21 @@ class _Static:
 
 
 @jax.tree_util.register_pytree_node_class
-class _SavedLeaves:
+class _SavedTensors:
     """A JAX pytree of saved tensors, with static shapes."""
 
-    def __init__(self, leaves: Sequence[Tensor], shapes: Any):
-        self.leaves = list(leaves)
+    def __init__(self, tensors: Sequence[Tensor], shapes: Any):
+        self.tensors = list(tensors)
         self.shapes = shapes  # Of inputs and kernel; if frozen, of inputs.
 
     def tree_flatten(self) -> tuple[list[Tensor], Any]:
-        return self.leaves, self.shapes
+        return self.tensors, self.shapes
 
     @classmethod
     def tree_unflatten(
-        cls, shapes: Any, leaves: Sequence[Tensor]
-    ) -> _SavedLeaves:
-        return cls(leaves, shapes)
+        cls, shapes: Any, tensors: Sequence[Tensor]
+    ) -> _SavedTensors:
+        return cls(tensors, shapes)
 
 
 def _behind_barrier_on_cpu(x: Tensor) -> Tensor:
@@ -84,8 +84,11 @@ def _forward(
     kernel: Tensor,
     state: State,
     bias: Tensor | None,
-) -> tuple[Tensor, _SavedLeaves]:
-    """Return the outputs, and the residuals as leaves."""
+) -> tuple[Tensor, _SavedTensors]:
+    """Return the outputs, and the tensors to save for the backward pass.
+
+    `observe` says whether the amaxes of the operands are needed.
+    """
     outputs, residuals = operation.bound.forward(
         inputs, kernel, state, observe, bias
     )
@@ -93,7 +96,7 @@ def _forward(
         # The backward pass needs amaxes to see if a kernel outgrew its scale.
         residuals = operation.bound.observed(residuals, inputs, kernel)
     outputs = _behind_barrier_on_cpu(outputs)
-    return outputs, _SavedLeaves(residuals.leaves(), residuals.shapes)
+    return outputs, _SavedTensors(residuals.leaves(), residuals.shapes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -132,8 +135,14 @@ def _run_forward(
     kernel: Tensor,
     state: State,
     bias: Tensor | None,
-) -> tuple[Tensor, tuple[_SavedLeaves, State, Links, _Static]]:
-    """Return the outputs, and what is saved for the backward pass."""
+) -> tuple[Tensor, tuple[_SavedTensors, State, Links, _Static]]:
+    """Return the outputs, and what is saved for the backward pass.
+
+    Saved are the residuals (tensors of the forward pass), the state of the
+    recipe, the links (see this module; None if there is no second derivative)
+    and the shape of a bias. A state, if there is one, is trained by a
+    "gradient" in which the backward pass returns the amaxes that it saw.
+    """
     # JAX passes each tensor as a `CustomVJPPrimal`: its `value`, and whether it
     # is `perturbed`, which is that a gradient of it is taken.
     kernel_learns = kernel.perturbed
@@ -144,12 +153,13 @@ def _run_forward(
     if bias is not None:
         bias, bias_shape = bias.value, bias.value.shape
     if kernel_learns and not state_learns:
-        # The observation of this pass, a gradient, is discarded. So a scale
-        # that is too small for the kernel is raised here.
+        # The amaxes that this pass observes are a gradient of the state, and
+        # discarded. So a scale too small for the kernel is raised here.
         state = operation.bound.caught_up(kernel, state)
     # A gradient is taken, so `training=None` counts as True.
     observe = operation.training is not False
-    # The plan of slot 0: one program for the uses of all slots.
+    # One compiled program for all uses of the kernel in a step (`slot` is the
+    # number of a use).
     forward = functools.partial(_forward, operation.first_use, observe)
     tensors = inputs, kernel, state
     if not _are_differentiated_twice(*tensors):
@@ -159,14 +169,14 @@ def _run_forward(
     # differentiates the addition of the bias.
     outputs, saved = forward(*lax.stop_gradient(tensors), None)
     links = _link(inputs), _link(kernel)
-    outputs = _linked(operation, outputs, saved, state, links)
+    outputs = _with_linked_gradients(operation, outputs, saved, state, links)
     outputs = outputs if bias is None else outputs + bias
     return outputs, (saved, state, links, _Static(bias_shape))
 
 
 def _run_backward(
     operation: Operation,
-    residuals: tuple[_SavedLeaves, State, Links, _Static],
+    residuals: tuple[_SavedTensors, State, Links, _Static],
     outputs_grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
     """Return the gradients of inputs, kernel, state and, if any, bias."""
@@ -178,10 +188,12 @@ def _run_backward(
         return _backward_of(operation, bias_shape, *tensors)
     # With links the gradient of the bias may be differentiated again, which a
     # kernel that sums it could not be: JAX sums it.
-    *others, _ = _backward_of(operation, None, *tensors)
+    inputs_grad, kernel_grad, state_grad, _ = _backward_of(
+        operation, None, *tensors
+    )
     row_axes = tuple(range(outputs_grad.ndim - len(bias_shape)))
     bias_grad = jnp.sum(outputs_grad, row_axes).reshape(bias_shape)
-    return *others, bias_grad
+    return inputs_grad, kernel_grad, state_grad, bias_grad
 
 
 run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
@@ -208,52 +220,63 @@ _link.defvjp(lambda x: (_link(x), None), lambda _, gradient: (gradient,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linked(
+def _with_linked_gradients(
     operation: Operation,
     outputs: Tensor,
-    saved: _SavedLeaves,
+    saved: _SavedTensors,
     state: State,
     links: Links,
 ) -> Tensor:
-    """Return `outputs` unchanged; the gradients go to `links` and `state`."""
+    """Return `outputs` unchanged; the gradients go to `links` and `state`.
+
+    `links` are zeros in place of the operands, which get their gradients.
+    """
     return outputs
 
 
-def _linked_forward(
+def _with_linked_gradients_forward(
     operation: Operation, outputs: Tensor, *residuals: Any
 ) -> tuple[Tensor, Any]:
-    return _linked(operation, outputs, *residuals), residuals
+    return _with_linked_gradients(operation, outputs, *residuals), residuals
 
 
-def _linked_backward(
+def _with_linked_gradients_backward(
     operation: Operation, residuals: Any, outputs_grad: Tensor
 ) -> tuple[None, None, State, Any]:
-    """Return gradients of outputs, saved (None for both), state and links."""
+    """Return the gradients of all arguments of `_with_linked_gradients`.
+
+    Those of `outputs` and `saved` are None.
+    """
     gradients = _backward_of(operation, None, *residuals, outputs_grad)
     of_inputs, of_kernel, of_state, _ = gradients
     return None, None, of_state, (of_inputs, of_kernel)
 
 
-_linked.defvjp(_linked_forward, _linked_backward)
+_with_linked_gradients.defvjp(
+    _with_linked_gradients_forward, _with_linked_gradients_backward
+)
 
 
 _LARGE = 1 << 16
 """Tensors with fewer elements may be saved in any dtype."""
 
 
-def _encoded_until(grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return saved leaves that XLA cannot decode before the outputs' `grad`."""
+def _decoded_after(grad: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
+    """Return saved tensors that XLA decodes only in the backward pass.
+
+    On a CPU float8 codes are made to depend on `grad`, the outputs gradient.
+    """
     codes = {
-        place: leaf
-        for place, leaf in enumerate(leaves)
-        if leaf.dtype == jnp.uint8
+        place: tensor
+        for place, tensor in enumerate(saved)
+        if tensor.dtype == jnp.uint8
         # The size is symbolic in an export with open sizes.
-        and isinstance(leaf.size, int)
-        and leaf.size >= _LARGE
+        and isinstance(tensor.size, int)
+        and tensor.size >= _LARGE
     }
     off_cpu = jax.default_backend() != "cpu"
     if off_cpu or not codes or 0 in grad.shape:
-        return list(leaves)
+        return list(saved)
     # In one program XLA for a CPU would decode codes where they are made, and
     # save float32: it removes barriers before it fuses. So codes pass through a
     # loop that XLA cannot see through and that changes nothing: it runs zero
@@ -264,56 +287,74 @@ def _encoded_until(grad: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
         lambda carry: (jax.tree.map(jnp.invert, carry[0]), carry[1] - 1),
         (codes, times),
     )
-    return [codes.get(place, leaf) for place, leaf in enumerate(leaves)]
+    return [codes.get(place, tensor) for place, tensor in enumerate(saved)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
     static: tuple[Operation, Shape | None],
-    saved: _SavedLeaves,
+    saved: _SavedTensors,
     state: State,
     links: Links,
     outputs_grad: Tensor,
     slot: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
-    """Return the gradients of the inputs, the kernel, state and bias."""
+    """Return the gradients of the inputs, the kernel, state and bias.
+
+    `static` is the operation, and the shape of a bias that is added, or None.
+    `saved` are the tensors of the forward pass. `slot` is the number of this
+    use of the kernel in the step. `links` are only read by the gradient of this
+    function.
+    """
     # The second part of `static` is the shape of a bias that is added, or None.
     operation, bias_shape = static
-    leaves = _encoded_until(outputs_grad, saved.leaves)
-    residuals = operation.bound.residuals(leaves, saved.shapes)
-    inputs_grad, kernel_grad, *others = operation.bound.backward(
+    tensors = _decoded_after(outputs_grad, saved.tensors)
+    residuals = operation.bound.residuals(tensors, saved.shapes)
+    inputs_grad, kernel_grad, state_grad, bias_grad = operation.bound.backward(
         residuals, outputs_grad, state, bias_shape=bias_shape, slot=slot
     )
-    of_operands = map(_behind_barrier_on_cpu, (inputs_grad, kernel_grad))
-    return *of_operands, *others
+    inputs_grad = _behind_barrier_on_cpu(inputs_grad)
+    kernel_grad = _behind_barrier_on_cpu(kernel_grad)
+    return inputs_grad, kernel_grad, state_grad, bias_grad
 
 
 def _gradients_forward(
     static: tuple[Operation, None], *tensors: Any
 ) -> tuple[Any, Any]:
-    """Return the gradients, and what their own gradients are made of."""
+    """Return the gradients, and what their own gradients are made of.
+
+    `static` is the operation, and None for no bias. `tensors` are the other
+    arguments of `_gradients`.
+    """
     operation, _ = static
-    *others, slot = tensors
-    results = _gradients(static, *others, operation.another_slot(slot))
-    saved, _, links, outputs_grad = others
-    _, _, observation, _ = results
-    return results, (saved, observation, links, outputs_grad)
+    saved, state, links, outputs_grad, slot = tensors
+    other_slot = operation.another_slot(slot)
+    gradients = _gradients(
+        static, saved, state, links, outputs_grad, other_slot
+    )
+    _, _, observed_amaxes, _ = gradients
+    return gradients, (saved, observed_amaxes, links, outputs_grad)
 
 
 def _gradients_backward(
     static: tuple[Operation, None], residuals: Any, gradients: Any
 ) -> tuple[Any, ...]:
-    """Differentiate `_gradients`; return a gradient per argument."""
+    """Differentiate `_gradients`; return a gradient per argument.
+
+    `static` is the operation, and None for no bias. `gradients` are those of
+    the results of `_gradients`.
+    """
     operation, _ = static
-    saved, observation, links, outputs_grad = residuals
-    of_inputs_grad, of_kernel_grad, *_ = gradients
+    saved, observed_amaxes, links, outputs_grad = residuals
+    inputs_grad_grad, kernel_grad_grad, *_ = gradients
     if links is None:
         raise NotImplementedError(DIFFERENTIATED_AGAIN)
     of_outputs_grad, *of_operands = _second_derivatives(
-        operation, saved, outputs_grad, of_inputs_grad, of_kernel_grad
+        operation, saved, outputs_grad, inputs_grad_grad, kernel_grad_grad
     )
-    # The "gradient" of the state is an observation.
-    return None, observation, tuple(of_operands), of_outputs_grad, None
+    # The "gradient" of a state is not one: it carries the amaxes that were
+    # observed. So it is passed on as it is.
+    return None, observed_amaxes, tuple(of_operands), of_outputs_grad, None
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
@@ -323,7 +364,10 @@ _backward = jax.jit(_gradients, static_argnums=0)
 def _backward_of(
     operation: Operation, bias_shape: Shape | None, *tensors: Any
 ) -> tuple[Tensor | None, Tensor | None, State, Tensor | None]:
-    """Compute the gradients for one slot, by a pass that all slots share."""
+    """Compute the gradients for one use of a kernel in a step.
+
+    All uses share one compiled pass, which takes the number of the use.
+    """
     static = operation.first_use, bias_shape
     gradients: Any = _backward(static, *tensors, np.int32(operation.slot))
     return gradients
@@ -332,13 +376,13 @@ def _backward_of(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _second_derivatives_once(
     operation: Operation,
-    saved: _SavedLeaves,
+    saved: _SavedTensors,
     outputs_grad: Tensor,
     inputs_grad_grad: Tensor,
     kernel_grad_grad: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the second derivatives; a third derivative raises."""
-    residuals = operation.bound.residuals(saved.leaves, saved.shapes)
+    residuals = operation.bound.residuals(saved.tensors, saved.shapes)
     return operation.bound.second_derivatives(
         residuals, outputs_grad, inputs_grad_grad, kernel_grad_grad
     )
@@ -374,16 +418,16 @@ def run_frozen(
 
 def _run_frozen_forward(
     operation: FrozenOperation, inputs: Tensor, constants: State
-) -> tuple[Tensor, _SavedLeaves]:
+) -> tuple[Tensor, _SavedTensors]:
     outputs = _frozen_outputs(operation, inputs, constants)
-    return outputs, _SavedLeaves(constants, inputs.shape)
+    return outputs, _SavedTensors(constants, inputs.shape)
 
 
 def _run_frozen_backward(
-    operation: FrozenOperation, saved: _SavedLeaves, outputs_grad: Tensor
+    operation: FrozenOperation, saved: _SavedTensors, outputs_grad: Tensor
 ) -> tuple[Tensor, State]:
     """Return the gradient of the inputs, and zeros for the constants."""
-    constants = tuple(saved.leaves)
+    constants = tuple(saved.tensors)
     inputs_grad = operation.inputs_grad(outputs_grad, constants, saved.shapes)
     return inputs_grad, tuple(map(_no_gradient, constants))
 
@@ -392,6 +436,7 @@ run_frozen.defvjp(_run_frozen_forward, _run_frozen_backward)
 
 
 def _no_gradient(constant: Tensor) -> Any:
+    """Return zeros as JAX expects them for a constant's gradient."""
     if jnp.issubdtype(constant.dtype, jnp.floating):
         return jnp.zeros_like(constant)
     # JAX's dtype for a gradient of integers.

@@ -121,6 +121,10 @@ class PallasCasts(BothLayouts):
         hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
+        """Quantize a matrix and its transpose, on each shard of it.
+
+        `hint` has the scale, or says how to compute it from the amax.
+        """
         # The kernel reads rows of memory. Its two layouts are then exchanged.
         is_transposed = wanted.is_transposed_in_memory
         x = matrix.T if is_transposed else matrix
@@ -185,7 +189,11 @@ class ShardCast(NamedTuple):
         given_scale: Tensor | None,
         unseen: Tensor | None,
     ) -> Scale:
-        """Return a scale of the history, or amaxes to compute one from."""
+        """Return the given scale, or amaxes to compute one from.
+
+        `unseen` is a flag: the operand was never observed, so that the given
+        scale does not count. None: it was.
+        """
 
         def amax() -> Tensor:
             largest = shards.amax(scaling.amax(x), early=True)
@@ -236,7 +244,7 @@ def failing() -> str | None:
     They are tested once per process, with real data, before their first use.
     If they fail there is a warning: without them a step takes longer.
     """
-    reason = _tried()
+    reason = _failure_of_kernels()
     if reason is not None:
         warnings.warn(
             f"Each float8 layer takes longer here: {reason}. XLA casts its "
@@ -247,7 +255,7 @@ def failing() -> str | None:
     return reason
 
 
-def _tried() -> str | None:
+def _failure_of_kernels() -> str | None:
     """Run the kernels on real data; return why they fail, or None."""
     if triton is None:
         return f"jax {jax.__version__} has no Pallas for Triton"
@@ -293,7 +301,11 @@ def _are_equal(codes: np.ndarray, others: np.ndarray) -> bool:
 
 
 def cast(options: Cast, x: Tensor, scale: Scale) -> Both:
-    """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale."""
+    """Quantize a matrix (m, k) of 16-bit or 32-bit floats with one scale.
+
+    Return the codes, their transpose and the amax: by Pallas on CUDA or in its
+    interpreter, else by XLA.
+    """
     if options.interpreted:
         return _by_pallas(options, x, scale)
     return lax.platform_dependent(
@@ -414,12 +426,14 @@ def _scale_of(options: Cast, bits: Tensor) -> Tensor:
     )
     limits = jnp.full((1,), limit, jnp.float32)
     if options.rule.by_multiplier:
-        multiplier = _divided(options, limits, amax)
+        multiplier = _divide_in_kernel(options, limits, amax)
         largest = 1.0 / scaling.SMALLEST_SCALE
         multiplier = jnp.clip(multiplier, scaling.SMALLEST_SCALE, largest)
-        scale = _divided(options, jnp.ones_like(multiplier), multiplier)
+        scale = _divide_in_kernel(
+            options, jnp.ones_like(multiplier), multiplier
+        )
     else:
-        scale = _divided(options, amax, limits)
+        scale = _divide_in_kernel(options, amax, limits)
         scale = jnp.clip(scale, scaling.SMALLEST_SCALE, scaling.LARGEST_SCALE)
         if options.power_of_two:
             # Any bit of the mantissa, 23 bits, raises the exponent.
@@ -429,7 +443,7 @@ def _scale_of(options: Cast, bits: Tensor) -> Tensor:
     return jnp.where(usable, scale, 1.0)
 
 
-def _divided(options: Cast, x: Tensor, y: Tensor) -> Tensor:
+def _divide_in_kernel(options: Cast, x: Tensor, y: Tensor) -> Tensor:
     """Divide in a kernel, correctly rounded."""
     if options.interpreted:
         # Without `where`, XLA would replace the division by a product.
@@ -485,6 +499,7 @@ def magnitude(x: Tensor) -> Tensor:
 
 
 def _largest_amax(bits: Tensor) -> Tensor:
+    """Return the largest of amaxes given by their bits, in float32."""
     return lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
 
 
@@ -511,6 +526,7 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
     """Compute `x / scale`, correctly rounded wherever a code depends on it."""
 
     def spread(scale: Tensor) -> Tensor:
+        """Broadcast a scale to the shape of `x`."""
         return jnp.broadcast_to(scale, x.shape)
 
     # By the reciprocal and one correction (P. Markstein, "Computation of
@@ -519,6 +535,7 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
     # are preserved, as quotients beyond 2^20, which are clipped, stay as they
     # are.
     def corrected() -> Tensor:
+        """Return the quotient by way of the reciprocal."""
         reciprocal = spread(_asm("rcp.rn.f32", scale))
         first = x * reciprocal
         error = _asm("fma.rn.f32", -first, spread(scale), x)
@@ -595,7 +612,10 @@ def _amax_kernel(
 
     @pl.when(wanted_ref[0] != 0)
     def _() -> None:
+        """Write the amax of this program's parts."""
+
         def larger(i: Tensor, bits: Tensor) -> Tensor:
+            """Return the larger of `bits` and part `i`'s amax."""
             # A program may read the last part again, so none is cut.
             start = jnp.minimum(first + i * PROGRAMS * PART, size - PART)
             x = x_ref[pl.ds(start, PART)].astype(jnp.float32)

@@ -119,6 +119,7 @@ def run(kernel: Kernel, x: Tensor, *scalars: Tensor | None) -> tuple[Any, ...]:
 
     @of_one.def_vmap
     def _(size: int, batched: Sequence[Any], *operands: Any) -> Any:
+        """Run a batch of matrices without Pallas."""
         # JAX has no `vmap` of what is partitioned, so XLA does the work.
         axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         of_xla = functools.partial(kernel.of_xla, WHOLE)
@@ -139,6 +140,7 @@ class _Partition:
     """The partition of a kernel along the shards of its matrix."""
 
     def __init__(self, mesh: Mesh, x: Any):
+        """Read from a matrix's sharding which mesh axes shard it."""
         spec: list[Any] = [None, None]
         if mesh.empty:  # Neither axis is sharded; JAX needs some mesh.
             mesh = Mesh(np.array(list(x.sharding.device_set)), ("devices",))

@@ -78,6 +78,7 @@ class PallasRowCasts(RowCasts):
 
     @override
     def supports(self, like: Tensor, *format_names: str) -> str | None:
+        """Return why some format cannot be written; None if all can."""
         device = None if self._interpreted else self._device()
         for name in format_names:
             reason = lacking(like, str(like.dtype), name, device)
@@ -93,6 +94,11 @@ class PallasRowCasts(RowCasts):
         across: Quantization | None,
         column_sums: bool = False,
     ) -> RowCastsOfBoth:
+        """Quantize a matrix and its transpose, each by its rows.
+
+        `plain` says how to quantize the matrix, `across` the transpose; None
+        leaves it out.
+        """
         options = How(
             plain=None if plain is None else plain.format,
             across=None if across is None else across.format,
@@ -100,13 +106,17 @@ class PallasRowCasts(RowCasts):
             interpreted=self._interpreted,
         )
         kernel = CastsOfRows(options, plain, across)
-        *casts, column_sums = partitioned.run(kernel, matrix)
-        # Each cast: codes, scales and amaxes, or three times None.
-        of_plain, of_across = (
-            None if cast[0] is None else RowCast(*cast)
-            for cast in (casts[:3], casts[3:])
+        # Each cast has codes, scales and amaxes, or three times None.
+        codes, scales, amaxes, *of_transpose, sums = partitioned.run(
+            kernel, matrix
         )
-        return RowCastsOfBoth(of_plain, of_across, column_sums)
+        codes_across, scales_across, amaxes_across = of_transpose
+        of_plain = of_across = None
+        if codes is not None:
+            of_plain = RowCast(codes, scales, amaxes)
+        if codes_across is not None:
+            of_across = RowCast(codes_across, scales_across, amaxes_across)
+        return RowCastsOfBoth(of_plain, of_across, sums)
 
 
 class CastsOfRows(NamedTuple):
@@ -213,6 +223,7 @@ def _codes_by_xla(
     """Return the codes of a matrix and of its transpose, or None."""
 
     def codes(x: Tensor, scale: Tensor, name: str | None) -> Any:
+        """Quantize a matrix with a scale per row, or not at all."""
         if name is None:
             return None
         scale = scale[: x.shape[0], jnp.newaxis]

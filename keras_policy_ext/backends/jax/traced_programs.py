@@ -29,6 +29,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
     returned: Any = None
 
     def flat(*tensors: Any) -> list[Any]:
+        """Call the function; return its tensors as a flat list."""
         # A program returns tensors alone; what else there is, is kept here.
         nonlocal returned
         returned = function(*tensors)

@@ -89,7 +89,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def traces_for_xla(self) -> bool:
-        # That is, inside of a function with `jit_compile=True`.
+        """Return True inside a function with `jit_compile=True`."""
         inside = getattr(control_flow_util, "GraphOrParentsInXlaContext", None)
         if inside is None or tf.executing_eagerly():
             return False
@@ -102,6 +102,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def kept_dtype(self, x: Tensor, format_name: str) -> str:
+        """Return the dtype that saves values like `x` at least cost."""
         if self.on_cpu(x):
             # Codes only where XLA makes them: else they take too many passes.
             has_xla = self.traces_for_xla() or compiles_parts(x)
@@ -114,6 +115,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def broadcast_guard(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return `scale` in a form that XLA does not see as a scalar."""
         if self.on_cpu(x) or not self.traces_for_xla():
             return super().broadcast_guard(x, scale)
         # The scale, clipped to itself: XLA no longer sees a scalar, by whose
@@ -122,6 +124,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def before_widening(self, x: Tensor) -> Tensor:
+        """Return float8 values behind a barrier if XLA is on a GPU."""
         # XLA for a GPU drops casts from float32 to float8 and back (TF 2.21).
         if not self.traces_for_xla() or self.on_cpu(x):
             return x
@@ -135,6 +138,7 @@ class TensorFlowBackend(Backend):
     @contextlib.contextmanager
     @override
     def functions_step_by_step(self) -> Iterator[None]:
+        """Run compiled functions eagerly in the block."""
         # One switch of TensorFlow makes loops and functions run eagerly.
         with _SWITCH:
             before = tf.config.functions_run_eagerly()
@@ -151,6 +155,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def forget_traces(self, function: Any, owner: Any) -> None:
+        """Make a `tf.function` trace anew at its next call."""
         # TensorFlow has no public way to forget them. The function becomes
         # what a copy with the same options is (`_clone`, TF 2.16 to 2.21);
         # where that is gone, it stays as it was.
@@ -178,6 +183,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def abs_or_inf(self, x: Tensor) -> Tensor:
+        """Return absolute values, and infinity for NaN."""
         # XLA as TensorFlow configures it on a CPU drops NaN from a maximum (TF
         # 2.21 with jit_compile=True).
         magnitude = tf.abs(x)
@@ -188,6 +194,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def on_all_replicas(self, flag: Tensor) -> Tensor:
+        """Return whether a flag is true on every replica."""
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return flag
@@ -202,6 +209,7 @@ class TensorFlowBackend(Backend):
         arguments: tuple[Any, ...],
         variables: Sequence[keras.Variable],
     ) -> None:
+        """Call `update(*arguments)` if a flag is set, on all replicas."""
         # Replicas that run as threads meet inside `update`, which they cannot
         # in a branch: there the branch goes around all of them.
         context = tf.distribute.get_replica_context()
@@ -210,6 +218,7 @@ class TensorFlowBackend(Backend):
             return
 
         def all_replicas(strategy: Any, flag: Any, *arguments: Any) -> None:
+            """Branch once around the update of all replicas."""
             run = strategy.extended.call_for_each_replica
             flag, *_ = strategy.experimental_local_results(flag)  # All equal.
             tf.cond(flag, lambda: run(update, args=arguments), lambda: None)
@@ -218,6 +227,7 @@ class TensorFlowBackend(Backend):
 
     @override
     def let_go(self, variables: Sequence[keras.Variable]) -> None:
+        """Free each variable's memory once nothing refers to it."""
         # TensorFlow keeps every graph in which a custom gradient was traced,
         # such as the sum over replicas in each training step of Keras. The
         # graph keeps the weights that it read (TF 2.21, `gradient_registry`).
@@ -239,6 +249,7 @@ class TensorFlowBackend(Backend):
         shape: Shape,
         cotangent: Tensor,
     ) -> Tensor:
+        """Apply a linear function's transpose, which is its gradient."""
         point = tf.zeros(shape, tf.float32)  # Any: the function is linear.
         with tf.GradientTape() as tape:
             tape.watch(point)
@@ -253,6 +264,7 @@ class TensorFlowBackend(Backend):
     def recomputed(
         self, activation: Callable[[Tensor], Tensor], x: Tensor
     ) -> Tensor:
+        """Compute `activation(x)`; XLA computes it again if it can."""
         # Under XLA alone, and there on a CPU only a GELU in 16 bits: 12 blocks
         # take 202 MiB in place of 297, and 1.00 to 1.03 of the time; without
         # XLA it would be 1.07 to 1.10. Other functions, and a GELU in float32,
@@ -273,29 +285,32 @@ class TensorFlowBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
+        """Run an operation with a gradient of its own; add a bias."""
         shapes = (tuple(inputs.shape), tuple(kernel.shape))
         forward = _shared_forward(operation.first_use, shapes, _in_a_loop())
 
         @tf.custom_gradient
-        def differentiable(
+        def outputs_with_gradient(
             inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
+            """Return the outputs, and the function of their gradient."""
             outputs, *saved = forward(inputs, kernel, state)
-            # Read here and not in the graph of `forward`: XLA compiles anew for
-            # each value of a size, and, were it a result, of the inputs.
+            # Sizes are read here, not in the graph of `forward`: XLA would
+            # compile it again for each value of a size.
             sizes = sizes_of(inputs), sizes_of(kernel)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor]:
-                leaves = saved
+                """Return the gradients of inputs, kernel and state."""
+                tensors = saved
                 if operation.training is not True:
-                    # `forward` found no amaxes. They are for the state, if it
-                    # is trained, and show a kernel that outgrew its scale.
+                    # `forward` found no amaxes. A state that is trained needs
+                    # them, also to notice that a kernel outgrew its scale.
                     residuals = operation.bound.residuals(saved, sizes)
                     residuals = operation.bound.observed(
                         residuals, inputs, kernel
                     )
-                    leaves = residuals.leaves(narrow=False)
-                backward = Backward(operation, shapes, sizes, leaves)
+                    tensors = residuals.leaves(narrow=False)
+                backward = Backward(operation, shapes, sizes, tensors)
                 return backward.gradients(outputs_grad, inputs, kernel, state)
 
             return outputs, gradient
@@ -303,21 +318,25 @@ class TensorFlowBackend(Backend):
         # A tf.Variable would make tf.custom_gradient ask for a second result.
         operands = [tf.identity(x) for x in (inputs, kernel, *state)]
         refuse_vectorized(*operands[:2])
-        outputs = differentiable(*operands)
+        outputs = outputs_with_gradient(*operands)
         return outputs if bias is None else keras.ops.add(outputs, bias)
 
     @override
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
+        """Run a frozen operation; only the inputs have a gradient."""
+
         @tf.custom_gradient
-        def differentiable(inputs: Tensor, *constants: Tensor) -> Any:
+        def outputs_with_gradient(inputs: Tensor, *constants: Tensor) -> Any:
+            """Return the outputs, and the function of their gradient."""
             # Else a tape would save what the forward pass computes.
             detached = tf.stop_gradient(inputs)
             outputs = operation.forward(detached, constants)
             sizes = sizes_of(inputs)
 
             def gradient(outputs_grad: Tensor) -> list[Tensor | None]:
+                """Return the inputs' gradient; None for constants."""
                 inputs_grad = operation.inputs_grad(
                     outputs_grad, constants, sizes
                 )
@@ -328,7 +347,7 @@ class TensorFlowBackend(Backend):
         # A tf.Variable would make tf.custom_gradient ask for a second result.
         operands = [tf.identity(x) for x in (inputs, *constants)]
         refuse_vectorized(operands[0])
-        return differentiable(*operands)
+        return outputs_with_gradient(*operands)
 
     @override
     def cuts(self, numbers: int) -> bool:
@@ -338,6 +357,7 @@ class TensorFlowBackend(Backend):
     def product_by_parts(
         self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
+        """Multiply rows by a stored kernel; None to decode it first."""
         in_xla = self.traces_for_xla()
         # A file has TensorFlow's own operations, and nothing for XLA. What is
         # differentiated again is decoded at once.
@@ -384,7 +404,7 @@ def _in_a_loop() -> bool:
 def _shared_forward(
     operation: Operation, shapes: tuple[Shape, Shape], in_a_loop: bool
 ) -> CompiledPass:
-    """Return a compiled pass, from tensors to `[outputs, *saved leaves]`."""
+    """Return a compiled pass, from tensors to `[outputs, *saved tensors]`."""
     # It is traced once. So there is one for each of `shapes` and `in_a_loop`,
     # which are only in the key of the cache.
     observe = operation.training is True
@@ -392,6 +412,7 @@ def _shared_forward(
     def forward(
         inputs: Tensor, kernel: Tensor, state: tuple[Tensor, ...]
     ) -> list[Tensor]:
+        """Return the outputs and the tensors to save for the gradient."""
         outputs, saved = operation.bound.forward(inputs, kernel, state, observe)
         narrow = _saves_few_bytes(operation, inputs, kernel)
         return [outputs, *saved.leaves(narrow)]

@@ -37,9 +37,10 @@ def here() -> Device:
 
 
 def lacking(*formats: str) -> str | None:
-    """Return why XLA has no matmul of these formats on the device, or None.
+    """Return why XLA has no matmul of these formats on the device.
 
-    TensorFlow does not tell what AMD's and Google's devices support.
+    None if it has one. TensorFlow does not tell what AMD's and Google's devices
+    support.
     """
     device = here()
     if device.maker == "nvidia":
@@ -77,16 +78,16 @@ def encode(values: Tensor, format_name: str) -> Tensor:
     """Encode values as codes; see `casting.encode`."""
     if not compiles_parts(values):
         return casting.encode(values, format_name)
-    compiled = _compiled(casting.encode, tf.float32, (format_name,))
-    return _called_flat(compiled, values)
+    compiled = _compile_by_xla(casting.encode, tf.float32, (format_name,))
+    return _call_on_vector(compiled, values)
 
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
     """Decode codes to values; see `casting.decode`."""
     if not compiles_parts(codes):
         return casting.decode(codes, format_name)
-    compiled = _compiled(casting.decode, tf.uint8, (format_name,))
-    return _called_flat(compiled, codes)
+    compiled = _compile_by_xla(casting.decode, tf.uint8, (format_name,))
+    return _call_on_vector(compiled, codes)
 
 
 def cast_in_training(
@@ -96,11 +97,13 @@ def cast_in_training(
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)
     options = dtype, is_factor
-    compiled = _compiled(casting.quantize_float32, x.dtype, options, scales=1)
-    return _called_flat(compiled, x, tf.reshape(scale, ()))
+    compiled = _compile_by_xla(
+        casting.quantize_float32, x.dtype, options, scales=1
+    )
+    return _call_on_vector(compiled, x, tf.reshape(scale, ()))
 
 
-def _called_flat(
+def _call_on_vector(
     compiled: Callable[..., Tensor], x: Tensor, *others: Tensor
 ) -> Tensor:
     """Call a function of vectors on `x`, flattened; return the shape of `x`."""
@@ -111,7 +114,7 @@ def _called_flat(
 
 
 @functools.cache
-def _compiled(
+def _compile_by_xla(
     function: Callable[..., Tensor],
     dtype: tf.DType,
     options: tuple[Any, ...],
@@ -144,7 +147,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply as `_product` does, in float64 or else in float32."""
+    """Return the matmul `_product` in float32, in float64 if `a` is float64."""
     if a.dtype == tf.float64:
         return _product(a, b)
     return _product(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
@@ -169,6 +172,7 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
+        """Return why XLA cannot run a float8 matmul; None if it can."""
         requested = request.prefer == "native"
         reason = None if requested else lacking(*request.formats)
         if reason is None and not request.for_xla:
@@ -177,6 +181,7 @@ class XlaMatmul(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, how XLA comes to multiply float8."""
         if request.prefer == "native":
             return "casts for XLA, asked for"
         return "XLA takes the casts into the matmul"
@@ -185,6 +190,7 @@ class XlaMatmul(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply two float8 operands by XLA; scale the output."""
         is_native = lacking(*map(_format_of, (a, b))) is None
         read = written = "float32"
         # XLA adds up the products of a vector in the dtype of the result.
@@ -219,6 +225,7 @@ class EmulatedMatmul(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply the decoded operands, in 16 bits if that is exact."""
         in_16_bits = here().multiplies_in
         in_xla = backends.current.traces_for_xla()
         if not in_xla or not exact_in(in_16_bits, a, b):
@@ -228,7 +235,10 @@ class EmulatedMatmul(Emulated):
 
 
 def _fast_product(a: Tensor, b: Tensor, written: str) -> Tensor:
-    """Multiply as `_product` does, in XLA; write the sums in a dtype."""
+    """Multiply (b, m, k) by (b, n, k) transposed; write the sums in a dtype.
+
+    Sums may be in fewer bits than float32.
+    """
     if a.dtype == written:
         return _product(a, b)
     return tf.raw_ops.BatchMatMulV3(
@@ -237,7 +247,7 @@ def _fast_product(a: Tensor, b: Tensor, written: str) -> Tensor:
 
 
 def _exact_product(a: Tensor, b: Tensor, written: str) -> Tensor:
-    """Multiply as `_fast_product` does, in the highest precision."""
+    """Multiply in XLA, in its highest precision; write the sums in a dtype."""
     if xla is None:
         return _fast_product(a, b, written)
     axes = xla.DotDimensionNumbers(
@@ -325,6 +335,7 @@ _HLO_TYPES = {
 
 
 def _format_of(operand: Quantized) -> str:
+    """Return the name of the float8 format of an operand."""
     quantization: Any = operand.quantization  # Not None of a float8 operand.
     return str(quantization.format)
 

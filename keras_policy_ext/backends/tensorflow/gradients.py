@@ -54,6 +54,11 @@ class Backward:
         sizes: tuple[Shape, Shape],
         leaves: Sequence[Tensor],
     ):
+        """Keep the pass's arguments, and the key of its compiled form.
+
+        `leaves` are the saved tensors. `operation.slot` is the number of this
+        use of the kernel in the step.
+        """
         self._slot, self._first_use = operation.slot, operation.first_use
         # What a compiled pass is made for, and its first arguments.
         self._key = self._first_use, shapes, tuple(x.dtype for x in leaves)
@@ -75,42 +80,56 @@ class Backward:
         memory. A vectorized loop would lose the connection.
         """
         if is_recorded(outputs_grad, inputs, kernel) and not _is_vectorized():
-            found = self._linked(outputs_grad, inputs, kernel, *state)
+            found = self._differentiable_gradients(
+                outputs_grad, inputs, kernel, *state
+            )
         else:
-            results = self._compiled(self._slot, outputs_grad, state)
+            results = self._run_compiled(self._slot, outputs_grad, state)
             found = list(map(_raising_if_differentiated, results))
         inputs_grad, *of_variables = found
         return [inputs_grad, *_after((kernel, *state), of_variables)]
 
-    def _linked(self, *tensors: Tensor) -> Gradients:
-        """Return the gradients, differentiable once more by the `tensors`."""
+    def _differentiable_gradients(self, *tensors: Tensor) -> Gradients:
+        """Return the gradients, which can be differentiated once more.
+
+        `tensors`: the gradient of the outputs, the inputs, kernel and state.
+        """
 
         @tf.custom_gradient
         def gradients(
             outputs_grad: Tensor, inputs: Tensor, kernel: Tensor, *state: Tensor
         ) -> Any:
+            """Return the gradients, and the function of their own."""
             slot = self._first_use.another_slot(self._slot)
-            results = self._compiled(slot, outputs_grad, state)
-            _, _, *observation = results
+            results = self._run_compiled(slot, outputs_grad, state)
+            _, _, *observed_amaxes = results
 
-            def second(*gradients: Tensor) -> Gradients:
-                of_inputs_grad, of_kernel_grad, *_ = gradients
+            def second_derivatives(*gradients: Tensor) -> Gradients:
+                """Return the gradient of each of the `tensors`."""
+                inputs_grad_grad, kernel_grad_grad, *_ = gradients
                 derivatives = _shared_second(*self._key)(
-                    *self._saved, outputs_grad, of_inputs_grad, of_kernel_grad
+                    *self._saved,
+                    outputs_grad,
+                    inputs_grad_grad,
+                    kernel_grad_grad,
                 )
                 found = map(_raising_if_differentiated, derivatives)
-                # The "gradient" of the state is an observation.
-                return [*found, *observation]
+                # The "gradient" of a state is not one: it carries the amaxes
+                # that were observed. So it is passed on as it is.
+                return [*found, *observed_amaxes]
 
-            return results, second
+            return results, second_derivatives
 
         results: Gradients = gradients(*tensors)
         return results
 
-    def _compiled(
+    def _run_compiled(
         self, slot: int, outputs_grad: Tensor, state: tuple[Tensor, ...]
     ) -> Gradients:
-        """Run the compiled backward pass; return the gradients."""
+        """Run the compiled backward pass; return the gradients.
+
+        `slot` is the number of this use of the kernel in the step.
+        """
         # A tensor, since a Python number would be part of the graph.
         slot_tensor = tf.constant(slot, tf.int32)
         results: Gradients = _shared_backward(*self._key)(
@@ -204,7 +223,12 @@ def _shared_backward(
     shapes: tuple[Shape, Shape],
     dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return a backward pass, to gradients of inputs, kernel and state."""
+    """Return a backward pass, to gradients of inputs, kernel and state.
+
+    It takes the saved tensors (`leaves`), the sizes that `shapes` lacks, the
+    gradient of the outputs, the state, and the number of this use of the kernel
+    in the step (`slot`).
+    """
     # `dtypes`, those of the leaves, are only in the key of the cache, since the
     # first call traces. `unknown` are the sizes that `shapes` lacks.
 
@@ -215,7 +239,10 @@ def _shared_backward(
         state: tuple[Tensor, ...],
         slot: Tensor,
     ) -> Gradients:
-        residuals = operation.bound.residuals(leaves, _known(shapes, unknown))
+        """Return the gradients of inputs, kernel and state."""
+        residuals = operation.bound.residuals(
+            leaves, _with_known_sizes(shapes, unknown)
+        )
         # No gradient of a bias: it is added outside of the operation.
         inputs_grad, kernel_grad, state_grad, _ = operation.bound.backward(
             residuals, outputs_grad, state, slot=slot
@@ -231,18 +258,25 @@ def _shared_second(
     shapes: tuple[Shape, Shape],
     dtypes: tuple[tf.DType, ...],
 ) -> CompiledPass:
-    """Return second derivatives as one pass; see `_shared_backward`."""
+    """Return second derivatives as one compiled pass.
+
+    It takes the saved tensors (`leaves`), the sizes that `shapes` lacks, and
+    the gradients of the outputs and of both results of the backward pass.
+    """
 
     def second(
         leaves: Sequence[Tensor], unknown: Sequence[Tensor], *gradients: Tensor
     ) -> Any:
-        residuals = operation.bound.residuals(leaves, _known(shapes, unknown))
+        """Return the gradients of both operands' gradients."""
+        residuals = operation.bound.residuals(
+            leaves, _with_known_sizes(shapes, unknown)
+        )
         return operation.bound.second_derivatives(residuals, *gradients)
 
     return CompiledPass(second)
 
 
-def _known(
+def _with_known_sizes(
     shapes: tuple[Shape, Shape], unknown: Sequence[Tensor]
 ) -> tuple[Any, Any]:
     """Return the shapes of inputs and kernel, with unknown sizes filled in."""
@@ -264,30 +298,38 @@ _BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)  # Of one byte.
 
 
 def relu(x: Tensor, for_xla: bool) -> Tensor:
-    """Compute `tf.nn.relu(x)`; save a mask for the gradient, no outputs."""
+    """Compute `tf.nn.relu(x)`; save a mask for the gradient, no outputs.
+
+    If XLA compiles the function (`for_xla`), the mask has one bit per element.
+    """
 
     @tf.custom_gradient
-    def differentiable(x: Tensor) -> Any:
+    def relu_with_gradient(x: Tensor) -> Any:
+        """Return the ReLU, and the function of its gradient."""
         outputs = tf.nn.relu(x)
-        mask = _packed(outputs > 0, for_xla)
+        mask = _pack_mask(outputs > 0, for_xla)
 
         def gradient(outputs_grad: Tensor) -> Tensor:
-            # `ReluGrad` reads only where its features are above 0.
-            passes = tf.cast(_unpacked(mask), outputs_grad.dtype)
+            """Pass the gradient where the mask is set."""
+            # `ReluGrad` only tests whether features are > 0, as a mask is.
+            passes = tf.cast(_unpack_mask(mask), outputs_grad.dtype)
             passes = tf.reshape(passes, tf.shape(outputs_grad))
             return tf.raw_ops.ReluGrad(gradients=outputs_grad, features=passes)
 
         return outputs, gradient
 
-    return differentiable(tf.identity(x))
+    return relu_with_gradient(tf.identity(x))
 
 
 def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute `activation(x)`; XLA computes it again for the gradient."""
 
     @tf.custom_gradient
-    def differentiable(x: Tensor) -> Any:
+    def activation_with_gradient(x: Tensor) -> Any:
+        """Return the activation, and the function of its gradient."""
+
         def gradient(outputs_grad: Tensor) -> Tensor:
+            """Compute the activation again; return the gradient."""
             point, cotangent = x, outputs_grad
             # Behind a barrier XLA does not save what it computes again. But a
             # barrier has no gradient, for which another tape would ask.
@@ -300,10 +342,10 @@ def recomputed(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
         return activation(x), gradient
 
-    return differentiable(tf.identity(x))
+    return activation_with_gradient(tf.identity(x))
 
 
-def _packed(mask: Tensor, for_xla: bool) -> Tensor:
+def _pack_mask(mask: Tensor, for_xla: bool) -> Tensor:
     """Pack a mask into 8 elements per byte if XLA compiles the function."""
     # Without XLA, packing needs several passes over memory.
     last_size = mask.shape[-1] if mask.shape.rank else None
@@ -322,8 +364,8 @@ def behind_barrier(*tensors: Tensor) -> list[Tensor]:
     return list(optimization_barrier(*tensors))
 
 
-def _unpacked(packed: Tensor) -> Tensor:
-    """Unpack a mask of `_packed`, (..., n / 8, 8): nonzero where it is True."""
+def _unpack_mask(packed: Tensor) -> Tensor:
+    """Unpack a mask to (..., n / 8, 8): nonzero where it is True."""
     if packed.dtype == tf.bool:
         return packed
     return tf.bitwise.bitwise_and(packed[..., tf.newaxis], _BITS)

@@ -37,11 +37,11 @@ def product_by_parts(x: Tensor, kernel: StoredMatrix, in_xla: bool) -> Tensor:
         """Return a function that multiplies as is best for so many rows."""
         if rows > MANY and not in_xla and kernel.blocks is None:
             codes = tf.reshape(kernel.codes, kernel.shape)
-            decoded, is_transposed = _decoded(kernel.format), not kernel.sums
+            decoded, is_transposed = _decoder_of(kernel.format), not kernel.sums
             return lambda: tf.matmul(x, decoded(codes), False, is_transposed)
         # For one row XLA makes no matmul of a part so small, but fuses its sum.
         size = kernel.size(rows, threads or parts.cores(), one_row=16)
-        product = _by_parts(size, kernel.form)
+        product = _compiled_product(size, kernel.form)
         function = product.python_function if in_xla else product
         return lambda: function(*given)
 
@@ -63,7 +63,7 @@ _by_xla = functools.partial(
 
 
 @functools.lru_cache(maxsize=1024)
-def _decoded(format_name: str) -> Any:
+def _decoder_of(format_name: str) -> Any:
     """Return a function that decodes codes, without their factor."""
     return _by_xla(
         lambda codes: tf.cast(halves(codes, format_name), tf.float32)
@@ -71,8 +71,12 @@ def _decoded(format_name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _by_parts(size: int, form: tuple[Any, ...]) -> Any:
-    """Return a function of inputs, codes and blocks: their product."""
+def _compiled_product(size: int, form: tuple[Any, ...]) -> Any:
+    """Return a function of inputs, codes and scales of blocks: their product.
+
+    `size` is that of a part. `form` has all fields of a `StoredMatrix` but its
+    tensors.
+    """
 
     def product(x: Tensor, codes: Tensor, blocks: Any = None) -> Tensor:
         kernel = StoredMatrix(codes, blocks, *form)
@@ -84,7 +88,10 @@ def _by_parts(size: int, form: tuple[Any, ...]) -> Any:
 def _loop(
     first: int, end: int, function: Callable[..., Tensor], start: Tensor
 ) -> Tensor:
-    """Return the last result of a function of a number and its last result."""
+    """Call `function(i, x)` for each i up to `end`; return the last result.
+
+    `x` is the result before, at first `start`.
+    """
     # For a gradient XLA has to know how often it runs at most.
     _, result = tf.while_loop(
         lambda i, _: i < end,

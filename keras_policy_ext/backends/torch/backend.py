@@ -233,6 +233,7 @@ class TorchBackend(Backend):
 
     @override
     def known_number(self, x: Tensor) -> float | None:
+        """Return a float32 scalar on a CPU as a float; else None."""
         # To compute a scale takes 5 µs from a number, and 50 from a tensor.
         if not is_known(x) or x.dim() or x.dtype != torch.float32:
             return None
@@ -241,6 +242,7 @@ class TorchBackend(Backend):
 
     @override
     def have_normal_product(self, a: Tensor, b: Tensor) -> bool:
+        """Return True if products of scales are normal, or on a GPU."""
         if torch.compiler.is_compiling():
             return False  # Their values are not known yet.
         if not (is_known(a) and is_known(b)):
@@ -265,6 +267,7 @@ class TorchBackend(Backend):
 
     @override
     def look_for_other_parameter(self, variable: Any) -> None:
+        """Warn once if PyTorch was given a tensor that Keras ignores."""
         listed = calls.parameter_of_call(variable)
         own = getattr(variable, "_value", listed)
         # Shards are followed: see `kpe.loops.follow_shards`.
@@ -300,6 +303,7 @@ class TorchBackend(Backend):
 
     @override
     def relu(self, x: Tensor) -> Tensor:
+        """Compute a ReLU; in an eager step, save one bit per element."""
         if not torch.is_grad_enabled():
             return torch.relu(x)  # Nothing is saved.
         # torch.compile chooses itself what to save, and transforms of
@@ -317,6 +321,7 @@ class TorchBackend(Backend):
         kernel: Tensor,
         *state: Tensor,
     ) -> Tensor:
+        """Run an operation and add a bias: compiled, transformed or eager."""
         if torch.compiler.is_compiling():
             if is_exporting():
                 outputs = _run_exported(operation, inputs, kernel, state)
@@ -372,6 +377,7 @@ class TorchBackend(Backend):
 
     @override
     def restore_random_state(self, states: Sequence[np.ndarray]) -> None:
+        """Restore the random state of the CPU, then of each GPU."""
         first, *others = (torch.from_numpy(x.copy()) for x in states)
         torch.set_rng_state(first)
         for device, state in enumerate(others[: torch.cuda.device_count()]):
@@ -381,6 +387,7 @@ class TorchBackend(Backend):
     def run_frozen(
         self, operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
+        """Run a frozen operation: compiled, transformed or eager."""
         takes_gradient = torch.is_grad_enabled() and inputs.requires_grad
         if torch.compiler.is_dynamo_compiling():
             # On a GPU the compiler may fuse what only widens. On a CPU it
@@ -401,6 +408,7 @@ class TorchBackend(Backend):
     def by_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return `function(0, *tensors)`, by parts on a CPU."""
         # On a CPU the intermediate results of a part stay in its cache.
         first, count = tensors[0], tensors[0].numel()
         fits = count <= self.numbers_of_a_part
@@ -419,6 +427,7 @@ class TorchBackend(Backend):
 
     @override
     def sqrt(self, x: Tensor) -> Tensor:
+        """Return the square roots of float32 values, rounded correctly."""
         # In float32 a CPU rounds one root of 150 wrongly (torch 2.13, x86).
         if self.on_cpu(x):
             return x.double().sqrt_().float()
@@ -426,6 +435,7 @@ class TorchBackend(Backend):
 
     @override
     def numbers(self, codes: Tensor, format_name: str) -> Tensor:
+        """Convert codes to float32 values, on a CPU by a table."""
         # A GPU casts float8, and so does an exported program.
         is_cast = codes.device.type != "cpu" or not is_real(codes)
         if is_cast and format_name not in INTEGERS:
@@ -434,6 +444,7 @@ class TorchBackend(Backend):
 
     @override
     def cuts(self, numbers: int) -> bool:
+        """Return True if products cut a kernel of so many numbers."""
         # A transform of `torch.func` follows nothing that is used again.
         if torch.compiler.is_compiling() or are_transforms_active():
             return False
@@ -447,6 +458,7 @@ class TorchBackend(Backend):
     def product_by_parts(
         self, x: Tensor, kernel: StoredMatrix, dtype: str
     ) -> Tensor | None:
+        """Multiply rows by a stored kernel; None to decode it first."""
         on_cpu = x.device.type == "cpu" == kernel.codes.device.type
         if not (on_cpu and is_real(x) and is_real(kernel.codes)):
             return None

@@ -194,6 +194,7 @@ class TritonCasts(BothLayouts):
     def supports(
         self, like: Tensor, dtype: str, format_name: str
     ) -> str | None:
+        """Return why an operand cannot be quantized; None if it can."""
         if format_name not in FAMILIES["ocp"]:
             return f"Triton's casts do not write {format_name}"
         if dtype not in ("bfloat16", "float16", "float32"):
@@ -208,6 +209,7 @@ class TritonCasts(BothLayouts):
         hint: ScaleHint,
         wanted: Wanted,
     ) -> Both:
+        """Quantize a matrix and its transpose; empty ones in a trace."""
         if is_real(matrix):
             return triton_casts.quantize_both_ways(
                 matrix, quantization, hint, wanted, self.interpreted

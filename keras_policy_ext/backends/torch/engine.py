@@ -45,6 +45,7 @@ class TorchConvolutions(KerasConvolutions):
 
     @override
     def outputs(self, conv: Convolution, x: Tensor, w: Tensor) -> Tensor:
+        """Compute a convolution; PyTorch's own if it is transposed."""
         if not conv.is_transposed:
             return super().outputs(conv, x, w)
         pads = conv.around(tuple(w.shape[:-2]))
@@ -106,7 +107,10 @@ def _conv_backward(
 
 
 def _conv_options(conv: Convolution) -> tuple[Any, ...]:
-    """Return strides, padding, dilation, `transposed` and output padding."""
+    """Return the arguments of `torch.convolution` from strides to `groups`.
+
+    There is no padding: the caller pads or crops.
+    """
     no_padding = [0] * len(conv.strides)
     rates = list(conv.dilation_rate)
     return list(conv.strides), no_padding, rates, conv.is_transposed, no_padding
@@ -174,6 +178,7 @@ class Float32Matmul(Emulated):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply the decoded operands in the fastest exact way."""
         # `fast` is ignored: it is for float8 matmuls of a GPU.
         if dtype == "bfloat16" and _fits_bfloat16(a, b):
             if not _have_one_scale_each(a, b):

@@ -281,8 +281,11 @@ def _gradients(
     saved: tuple[Tensor, ...],
     bias_shape: Shape | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of inputs, kernel, a state if any, and the bias."""
-    # The last is None without `bias_shape`; see `BoundOperation.backward`.
+    """Return the gradients of inputs, kernel, a state if any, and the bias.
+
+    `saved` is the state, if there is one, and then what the forward pass saved.
+    The last gradient is None without `bias_shape`.
+    """
     bound, states = static.operation.bound, static.states
     with torch.no_grad(), no_autocast(outputs_grad):
         inputs_grad, kernel_grad, state_grads, bias_grad = bound.backward(
@@ -301,7 +304,8 @@ def linked(
 ) -> Any:
     """Return gradients of inputs, kernel and state, to be differentiated once.
 
-    `saved` is the state, if there is one, and the leaves of the residuals.
+    `links` are tensors in place of the operands, which get second derivatives.
+    `saved` is the state, if there is one, and then what the forward pass saved.
     """
     pairs = zip(static.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
@@ -328,6 +332,7 @@ class _Gradients(ByExample):
         kernel_link: Tensor | None,
         *saved: Tensor,
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients; `saved` has the state, then residuals."""
         inputs_grad, kernel_grad, *state_grads, _ = _gradients(
             static, outputs_grad, saved
         )
@@ -339,6 +344,7 @@ class _Gradients(ByExample):
     def setup_context(
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
+        """Save what the second derivatives are computed from."""
         ctx.static, outputs_grad, *ctx.links = inputs[:4]
         # A state's gradient is an observation: `backward` returns it as it is.
         _, _, *ctx.state_grads = output
@@ -350,6 +356,7 @@ class _Gradients(ByExample):
     def backward(
         ctx: FunctionCtx, inputs_grad_grad: Any, kernel_grad_grad: Any, *_: Any
     ) -> tuple[Any, ...]:
+        """Return the second derivatives, and those of the state."""
         # The last arguments are of the gradient of a state, which has none.
         outputs_grad, *saved = ctx.saved_tensors
         bound = ctx.static.operation.bound

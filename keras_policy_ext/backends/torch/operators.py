@@ -46,7 +46,10 @@ def run(
 
 
 def _straight_of(bound: Any, for_gradients: bool) -> Any:
-    """Return the `Straight` of a bound operation; None if it has none."""
+    """Return the passes of an operation as lists of kernels, or None.
+
+    None if it has none, or none with gradients where these are needed.
+    """
     straight = bound.straight
     if straight is None or (for_gradients and not straight.differentiates):
         return None
@@ -112,6 +115,7 @@ def _operator(name: str, key: str = "default") -> Callable[[Any], Any]:
     # share memory, at each call (torch 2.11). After `register_autograd` a call
     # is dispatched in Python twice.
     def register(function: Any) -> Any:
+        """Define the operator with this function; return it."""
         schema = torch.library.infer_schema(function, mutates_args=())
         tag = torch.Tag.pt2_compliant_tag
         qualified = f"keras_policy_ext::{name}"
@@ -164,6 +168,7 @@ def _(
     bias: Tensor | None,
     keep: bool,
 ) -> list[Tensor]:
+    """Return empty results of a forward pass, for the compiler."""
     operation: Any = _OPERATIONS[name]
     bound = operation.bound
     straight = _straight_of(bound, for_gradients=keep)
@@ -232,6 +237,7 @@ def _(
     bias_shape: Sequence[int],
     needed: Sequence[bool],
 ) -> list[Tensor]:
+    """Return empty results of a backward pass, for the compiler."""
     operation: Any = _OPERATIONS[name]
     inputs_needed, kernel_needed, bias_needed = needed
     kernel_dtype = getattr(torch, operation.kernel_dtype)
@@ -257,6 +263,7 @@ class _Differentiable(ReverseMode):
         state: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
+        """Return the outputs; save the state and the residuals."""
         ctx.name, ctx.states = name, len(_listed(state))
         ctx.shapes, ctx.rank = [*inputs.shape, *kernel.shape], inputs.dim()
         ctx.bias_shape = [] if bias is None else list(bias.shape)
@@ -266,6 +273,7 @@ class _Differentiable(ReverseMode):
 
     @staticmethod
     def backward(ctx: FunctionCtx, outputs_grad: Tensor) -> Any:
+        """Return the gradients of all arguments of `forward`."""
         saved = ctx.saved_tensors
         _, inputs_needed, kernel_needed, _, bias_needed = ctx.needs_input_grad
         needed = [inputs_needed, kernel_needed, bias_needed]
@@ -296,7 +304,12 @@ def _contraction(
     state: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the outputs plus the bias, with their gradients."""
+    """Return the outputs plus the bias, with their gradients.
+
+    `name` is the key of the operation in `_OPERATIONS`, since operators take no
+    objects. The bias is added by the operation if that runs as a list of
+    kernels (`Straight`), which can.
+    """
     operation: Any = _OPERATIONS[name]
     keep = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (inputs, kernel, *_listed(state))
@@ -335,6 +348,7 @@ def _frozen(
 
 @_frozen.register_fake
 def _(name: str, inputs: Tensor, constants: Sequence[Tensor]) -> Tensor:
+    """Return the empty result of a frozen operation, for the compiler."""
     operation: Any = _OPERATIONS[name]
     outputs = operation.forward(inputs, tuple(constants))
     return torch.empty_like(outputs.contiguous())

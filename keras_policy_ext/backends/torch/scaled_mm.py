@@ -56,7 +56,10 @@ class ScaledMM(NativeMatmul):
         return torch_devices.here().maker != "cpu"
 
     def with_bias(self, bias: Tensor) -> ScaledMM | None:
-        """Return a kernel that adds a bias before it rounds; None on a CPU."""
+        """Return a matmul kernel that adds a bias before it rounds.
+
+        None on a CPU, and for a bias that is not in 16 bits.
+        """
         on_cpu = torch_devices.here().maker == "cpu"
         return None if on_cpu or bias.dtype not in HALVES else ScaledMM(bias)
 
@@ -67,6 +70,7 @@ class ScaledMM(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, which operation multiplies float8."""
         if torch_devices.here().maker == "cpu":
             return "scaled_mm on a CPU, asked for"
         if devices.pretended() is not None:
@@ -79,6 +83,7 @@ class ScaledMM(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply two operands with one scale each."""
         x, y = _matrices(a, b)
         scales = a.scale.reshape(()), b.scale.reshape(())
         out_dtype = getattr(torch, dtype)
@@ -102,6 +107,7 @@ class ScaledMMOfMatrices(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, which operation multiplies float8."""
         on_cpu = torch_devices.here().maker == "cpu"
         place = "a CPU, asked for" if on_cpu else "CUDA"
         return f"scaled_mm on {place}, of each matrix"
@@ -110,6 +116,7 @@ class ScaledMMOfMatrices(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply the matrices of two batches one by one."""
         out_dtype = getattr(torch, dtype)
         scales = a.scale.reshape(-1), b.scale.reshape(-1)  # One per matrix.
         matrices = zip(a.values, b.values, *scales, strict=True)
@@ -151,6 +158,7 @@ class ScaledMMOfRows(NativeMatmul):
 
     @override
     def reason(self, request: Request) -> str:
+        """Return, for reports, which operation multiplies float8."""
         if torch_devices.here().maker == "cpu":
             return "scaled_mm on a CPU, with scales of rows, asked for"
         return "scaled_mm on CUDA, with scales of rows"
@@ -159,6 +167,7 @@ class ScaledMMOfRows(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply; scale the rows in the matmul if it can, or after it."""
         x, y = _matrices(a, b)
         # With row scales: bfloat16 outputs, and e4m3fn as second operand.
         takes_scales = dtype == "bfloat16" and y.dtype == torch.float8_e4m3fn
@@ -188,6 +197,7 @@ class ScaledMMOfBlocks(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
+        """Return why a matmul with scales of blocks cannot run here."""
         return (
             _refusal(request)
             or torch_devices.lacking_scales("blocks", BLOCK)
@@ -202,6 +212,7 @@ class ScaledMMOfBlocks(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply two operands with a scale per block of 128."""
         # `fast` is ignored: PyTorch's own test covers exact sums only.
         x, y = (_padded(each.values.squeeze(0), BLOCK) for each in (a, b))
         if b.tile.free == BLOCK:
@@ -239,6 +250,7 @@ class ScaledMMOfMX(NativeMatmul):
 
     @override
     def refusal(self, request: Request) -> str | None:
+        """Return why a matmul with scales of MX blocks cannot run here."""
         return (
             _refusal(request)
             or torch_devices.lacking_scales("mx", MX_BLOCK)
@@ -254,6 +266,7 @@ class ScaledMMOfMX(NativeMatmul):
     def multiply(
         self, a: Quantized, b: Quantized, dtype: str, fast: bool
     ) -> Tensor:
+        """Multiply two operands with a scale per block of 32."""
         # `fast` is ignored: PyTorch's own test covers exact sums only.
         x, y = (_padded(each.values.squeeze(0), MX_BLOCK) for each in (a, b))
         a_scales, b_scales = (

@@ -74,6 +74,7 @@ class Cast:
         observe: bool,
         sums: bool = False,
     ):
+        """Prepare the kernels for an operand of this shape and strides."""
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
         quantization = straight.quantizations[operand]
@@ -156,6 +157,7 @@ class CastOfRows:
     def __init__(
         self, straight: Straight, operand: str, matrix: Tensor, sums: bool
     ):
+        """Prepare the kernels for an operand of this shape and strides."""
         m, k = matrix.shape
         grid = triton_casts.grid_of((m, k))
         quantization = straight.quantizations[operand]
@@ -226,6 +228,7 @@ class Straight:
     """
 
     def __init__(self, bound: Any, interpreted: bool):
+        """Read from a bound plan what its kernels are to do."""
         plan = bound.plan
         has_state = plan.source.state_shape is not None
         self._is_gathered = plan.gathering is not None
@@ -364,6 +367,7 @@ class Passes:
         kernel: Shape,
         device: torch.device,
     ):
+        """Prepare the kernels of both passes for these shapes."""
         self._straight, self._source = straight, straight.source
         self._m, self._k, self._n = straight.sizes(inputs, kernel)
         self._inputs_shape, self._kernel_shape = inputs, kernel
@@ -454,7 +458,12 @@ class Passes:
     def _operands(
         self, x: Tensor, kernel: Tensor, state: Tensor | None, observe: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Quantize; return arguments of `_scaled_mm`, and what to save."""
+        """Quantize both operands; return matmul arguments, and what to save.
+
+        `state` is that of the recipe, or None; `observe` asks for amaxes for
+        it. A scale counts only if `unseen` is 0: else the operand's amax gives
+        it.
+        """
         device, stream = self._device, self._stream()
         # A row of scales for each operand, which casts write: `_SCALES_WIDTH`.
         used = _empty((2, _SCALES_WIDTH), dtype=_FLOAT32, device=device)
@@ -486,7 +495,11 @@ class Passes:
         unseen: Tensor,
         used: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Quantize a kernel; return its codes, the transpose and the amax."""
+        """Quantize a kernel; return its codes, the transpose and the amax.
+
+        A scale counts only if `unseen` is 0: else the amax gives it. The scale
+        that was used is written into `used`.
+        """
         w = _matrix(kernel, self._k, self._n)
         cast = self._cast(Cast, "kernel", w, **options)
         codes, across, amax, _ = cast(stream, w, scales, unseen, used)
@@ -500,7 +513,13 @@ class Passes:
         sums: bool,
         slot: int,
     ) -> tuple[Any, ...]:
-        """Quantize a gradient of the outputs for both matmuls that read it."""
+        """Quantize a gradient of the outputs for both matmuls that read it.
+
+        `saved` is what the forward pass saved. `slot` is the number of this use
+        of the kernel in the step. `sums` asks for the sums of columns. Return
+        the arguments of `_scaled_mm` for the gradients of inputs and of kernel,
+        these sums, and the gradient of the state.
+        """
         # The results are the arguments of `_scaled_mm` for the gradients of
         # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()

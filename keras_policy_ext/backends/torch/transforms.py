@@ -49,6 +49,7 @@ class _Run(ByExample):
         kernel: Tensor,
         *state: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Return the outputs, then the tensors to save for the gradient."""
         trains = operation.training is not False
         with torch_gradients.no_autocast(inputs):
             outputs, residuals = operation.bound.forward(
@@ -64,6 +65,7 @@ class _Run(ByExample):
     def setup_context(
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
+        """Save the state and the tensors that `forward` returned."""
         ctx.operation, ctx.links, x, kernel, *state = inputs
         ctx.shapes = tuple(x.shape), tuple(kernel.shape)
         ctx.states = len(state)
@@ -75,6 +77,7 @@ class _Run(ByExample):
     def backward(
         ctx: FunctionCtx, outputs_grad: Tensor, *_: Any
     ) -> tuple[Any, ...]:
+        """Return the gradients of all arguments of `forward`."""
         needed = ctx.needs_input_grad[2:4]  # Of inputs and kernel.
         slot = ctx.operation.slot
         static = torch_gradients.Pass(
@@ -93,6 +96,7 @@ class _RunFrozen(ByExample):
     def forward(
         operation: FrozenOperation, inputs: Tensor, *constants: Tensor
     ) -> Tensor:
+        """Return the outputs, which share no memory with arguments."""
         outputs = operation.forward(inputs, constants)
         (outputs,) = operators.unshared([outputs], [inputs, *constants])
         return outputs
@@ -101,6 +105,7 @@ class _RunFrozen(ByExample):
     def setup_context(
         ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
+        """Save the constants and the shape of the inputs."""
         ctx.operation, x, *constants = inputs
         ctx.shape = tuple(x.shape)
         ctx.save_for_backward(*constants)

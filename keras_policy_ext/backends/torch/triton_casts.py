@@ -51,6 +51,7 @@ class Launch:
         constants: dict[str, Any],
         **options: Any,
     ):
+        """Sort the constants as the kernel takes them."""
         self._kernel, self._options = kernel, {**constants, **options}
         self._grid = (*grid, 1, 1)[:3]
         names = kernel.arg_names

@@ -69,7 +69,7 @@ def test_what_is_kept_is_the_same_after_the_loop(first, size):
     )
     scale = jnp.float32(0.1)
     gradient = jnp.asarray([first, 1.0], "float32")
-    for run in (framework._encoded_until, jax.jit(framework._encoded_until)):
+    for run in (framework._decoded_after, jax.jit(framework._decoded_after)):
         found = run(gradient, [codes, scale, codes.T])
         for one, other in zip(found, [codes, scale, codes.T], strict=True):
             assert one.dtype == other.dtype
