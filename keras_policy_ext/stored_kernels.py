@@ -22,6 +22,7 @@ __all__ = [
     "Axes",
     "Grid",
     "StoredKernel",
+    "are_codes",
     "as_matrix",
     "clipped_scales",
     "of_matrix",
@@ -255,6 +256,18 @@ def tile_of(granularity: str) -> tuple[int, int] | None:
     if granularity.startswith("group"):
         return 1, int(granularity.removeprefix("group"))
     return None
+
+
+def are_codes(codes: Array, weights: str) -> bool:
+    """Return True if codes, uint8, are all those of finite numbers.
+
+    Integers may also be the lowest one of their bits, which is not symmetric.
+    """
+    form = formats.get(weights)
+    if form.is_integer:
+        numbers = codes.view("int8").astype("int16")
+        return bool(np.all((numbers >= -form.max - 1) & (numbers <= form.max)))
+    return bool(np.all(np.isfinite(codes.view(form.dtype).astype("float32"))))
 
 
 def pack(codes: Array, weights: str) -> Array:

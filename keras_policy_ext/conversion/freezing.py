@@ -124,8 +124,8 @@ def freeze(
             `granularity="tensor"`.
         scales: How a scale is found: `"amax"`, by which nothing is clipped; or
             `"least_squares"`, the clip with the least squared error of the
-            numbers that share it, which tells more of a kernel that was not
-            trained for the format.
+            numbers that share it, for kernels that were not trained for the
+            format.
         to: `"keras"` makes Keras's own layers in int8 and int4 of the frozen
             ones, so that files of the model load without this package. It
             has `Dense`, `EinsumDense` and `Embedding`, `"int8"` per channel,

@@ -25,6 +25,7 @@ from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
     Axes,
     StoredKernel,
+    are_codes,
     scale_shape,
     unpack,
 )
@@ -193,8 +194,10 @@ class FrozenWeights(Group):
             granularity=recipe.per,
             axes=axes,
         )
-        if not np.all(np.isfinite(stored.values.astype("float16"))):
-            raise self.damaged(f"{name!r} has codes of NaN")
+        if not are_codes(codes, recipe.weights):
+            is_integer = formats.get(recipe.weights).is_integer
+            fault = "out of range" if is_integer else "of NaN"
+            raise self.damaged(f"{name!r} has codes {fault}")
         return stored
 
     def _codes(self, name: str) -> np.ndarray:

@@ -27,6 +27,7 @@ from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
     Axes,
     StoredKernel,
+    are_codes,
     scale_shape,
     tile_of,
 )
@@ -246,10 +247,12 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
         name = _name_of(getattr(value, "dtype", "float32"))
         if name == "uint8":
             codes = np.asarray(ops.convert_to_numpy(value))
-            numbers = codes.view(formats.get(self.weights).dtype)
-            if np.all(np.isfinite(numbers.astype("float32"))):
+            if are_codes(codes, self.weights):
                 return
-        kind = "codes of NaN" if name == "uint8" else f"other numbers ({name})"
+        kind = f"other numbers ({name})"
+        if name == "uint8":
+            is_integer = formats.get(self.weights).is_integer
+            kind = "codes out of range" if is_integer else "codes of NaN"
         layer = self.path.rpartition("/")[0]
         raise ValueError(
             f"The kernel {self.path!r} is frozen; nothing was set. Received: "

@@ -439,9 +439,9 @@ def _shrink(given: Given) -> Callable[[], object]:
         given["input"],
         given["output"],
         given["force"],
-        granularity=given["granularity"],
+        granularity=given.get("granularity"),
         activations=None if activations == "none" else activations,
-        weights=given["weights"],
+        weights=given.get("weights"),
     ).run
 
 
@@ -484,6 +484,7 @@ _OUTPUT = _option("output", "OUT", "the .keras file to write")
 _ACTIVATIONS = ("none", "dynamic", "static")
 _GRANULARITIES, _WEIGHTS = ", ".join(GRANULARITIES), ", ".join(WEIGHTS)
 _AS_FROZEN = "without it, what the file has, or the format mostly has"
+_AS_TRAINED = "Without it, what a kernel was trained for; else"
 _OVERWRITES = "overwrite OUT if it exists"
 
 
@@ -603,14 +604,14 @@ def _commands() -> tuple[_Command, ...]:
             _OUTPUT,
             _choice("--granularity", GRANULARITIES, metavar="PART",
                     help=f"what has a scale, {_GRANULARITIES}: an output, a "
-                    "kernel, 128 by 128 of it, or so many that a matmul sums",
-                    default="channel"),
+                    "kernel, 128 by 128 of it, or so many that a matmul sums. "
+                    f"{_AS_TRAINED} channel"),
             _choice("--activations", _ACTIVATIONS, "how inputs are quantized; "
                     "static needs a model that was trained or calibrated under "
                     "delayed scaling", default="none"),
             _choice("--weights", WEIGHTS, metavar="FORMAT",
-                    help=f"of the numbers, {_WEIGHTS}",
-                    default="float8_e4m3fn"),
+                    help=f"of the numbers, {_WEIGHTS}. {_AS_TRAINED} "
+                    "float8_e4m3fn"),
             _flag("--force", _OVERWRITES, "--overwrite", default=False),
         )),
     )

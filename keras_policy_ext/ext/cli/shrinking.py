@@ -119,7 +119,8 @@ def prepare(source: str, output: str, force: bool, **options: Any) -> Shrunk:
         raise ValueError(_in_a_shell(error, options)) from error
     if not report.stored:
         raise ValueError(f"no layer of {source!r} can be frozen")
-    stored_as = f"{options['weights']} per {options['granularity']}"
+    recipes = [layer.float8_policy.recipe for layer in frozen_layers(model)]
+    stored_as = ", ".join(sorted({f"{x.weights} per {x.per}" for x in recipes}))
     return Shrunk(model, read, written, ShrunkReport(report, stored_as))
 
 

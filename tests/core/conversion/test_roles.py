@@ -303,6 +303,15 @@ def test_a_choice_is_followed_out_of_a_loop():
     }
 
 
+def test_a_layer_decides_whose_call_keras_does_not_see():
+    gate = layers.Dense(EXPERTS, name="gate")
+    each = layers.TimeDistributed(gate, name="each")
+    choice = layers.Lambda(DECIDES["argmax"])
+    assert set(left(kpe.convert(model_of(each, choice), POLICY))) == {
+        "each/gate"
+    }
+
+
 BEHIND = (
     layers.MaxPooling2D(2, padding="same"),
     layers.UpSampling2D(2, interpolation="bilinear"),

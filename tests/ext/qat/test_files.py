@@ -89,3 +89,28 @@ def test_a_file_loads_dequantized_into_a_stock_model(tmp_path):
     np.testing.assert_allclose(
         numpy(other(x)), numpy(model(x)), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("weights", ["int4", "int3"])
+def test_codes_out_of_range_are_refused(weights):
+    model = frozen(weights=weights)
+    kernel = model.layers[0].kernel
+    codes = np.full(kernel.shape, 100, "uint8")
+    with pytest.raises(ValueError, match="codes out of range"):
+        kernel.assign(codes)
+
+
+@pytest.mark.full
+@pytest.mark.extension("cli")
+def test_the_command_keeps_what_a_model_was_trained_for(tmp_path):
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.Dense(7, name="dense")
+    model = keras.Sequential([keras.Input((65,)), layer], name="m")
+    kpe.convert(model, "int4(group=32)")
+    model.save(tmp_path / "in.keras")
+    given = ["shrink", str(tmp_path / "in.keras"), str(tmp_path / "out.keras")]
+    import keras_policy_ext_cli
+
+    assert keras_policy_ext_cli.main(given) == 0
+    recipe = kpe.load_model(tmp_path / "out.keras").layers[0].kernel.recipe
+    assert (recipe.weights, recipe.per) == ("int4", "group32")
