@@ -93,6 +93,10 @@ class Flow:
         returned: Iterable[Hashable],
         passing: Collection[int] = (),
     ) -> None:
+        """Follow values from step to step, as the attributes say.
+
+        Products in a scope of `passing` are no sources: they pass theirs on.
+        """
         self.chosen: set[Sources] = set()
         self.read: dict[int, set[int]] = {}
         self._seen: dict[Hashable, _Seen] = {}

@@ -95,6 +95,7 @@ class _Notes:
     """Sorts what was noted in the traced call of a model by its layers."""
 
     def __init__(self, model: keras.Layer, call: TracedCall) -> None:
+        """Sort what the layers of a model have computed in a traced call."""
         # By the id of a weight, its layer and its number in `own_weights`.
         self._places = {
             id(variable): (layer, number)

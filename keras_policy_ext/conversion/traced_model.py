@@ -81,6 +81,7 @@ class TracedCall:
     flow: Flow
 
     def __init__(self) -> None:
+        """Make a call in which nothing was found yet."""
         self.scopes: dict[int, keras.Layer | Note] = {}
         self.called: set[int] = set()
         self.noted: list[Note] = []
@@ -138,6 +139,7 @@ def _traced(
     call = TracedCall()
 
     def function(*values: Any) -> Any:
+        """Call the model with values in the place of symbolic tensors."""
         # It may be called again, where its first trace failed.
         vars(call).update(vars(TracedCall()))
         for layer in walking.layers_within(model):
@@ -157,6 +159,7 @@ def _traced(
     def called(
         stock: Any, layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
+        """Call a layer in a scope; `stock` is what Keras would do."""
         given = keras.tree.flatten((args, kwargs))
         if any(isinstance(x, keras.KerasTensor) for x in given):
             return stock(layer, *args, **kwargs)  # Keras asks for a shape.
@@ -183,6 +186,7 @@ def _traced(
             return _in_floats(contraction)
 
     def note(layer: Any, found: Any) -> Any:
+        """Note what a layer has computed; return the scope of a product."""
         noted = Note(layer, found)
         call.noted.append(noted)
         if not isinstance(found, (Multiplied, Softmax)):
@@ -330,6 +334,7 @@ class Arguments:
         """Return symbolic arguments for a batch of this many samples."""
 
         def filled(x: Any) -> Any:
+            """Return an argument with numbers for the sizes that are None."""
             if not isinstance(x, keras.KerasTensor):
                 return x
             sizes = [self.filler if n is None else n for n in x.shape[1:]]

@@ -182,6 +182,7 @@ def _new_form(cls: type[keras.Layer]) -> type:
 
     @functools.wraps(cls.call)
     def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer, and number its products of activations."""
         # Keras opens this scope, except where PyTorch recomputes a call.
         scope = keras.name_scope(self.name, caller=self)
         with scope, attention_products.numbering(self):
@@ -718,6 +719,7 @@ def _branch(
     matters = name not in products.ALL_RUN
 
     def note_and_look(layer: keras.Layer, noted: object) -> Any:
+        """Note what a layer has computed, and whether it is a product."""
         nonlocal matters
         matters = matters or isinstance(noted, Noted)
         return note(layer, noted)

@@ -199,6 +199,7 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run a function of PyTorch and record what it computes."""
         outputs = function(*args, **(kwargs or {}))
         results = _results(function, args, outputs)
         # Most calls make no tensor: they read a shape or a dtype.

@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import onnx
 import pytest
-from keras_policy_ext.numerics.errors import sqnr_db
 
 import keras_policy_ext as kpe
 from cases import mostly
 from keras_policy_ext.layers import stored_weights
+from keras_policy_ext.numerics import sqnr_db
 from onnx_files import UNIT, rounded, run_at_all_levels, values
 
 layers = keras.layers

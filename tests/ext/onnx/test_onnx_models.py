@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import onnx
 import pytest
-from keras_policy_ext.numerics.errors import sqnr_db
 
 import keras_policy_ext as kpe
 from keras_policy_ext import stored_kernels
 from keras_policy_ext.ext import onnx as onnx_export
+from keras_policy_ext.numerics import sqnr_db
 from keras_policy_ext.stored_kernels import Axes
 from onnx_files import bound, run, run_at_all_levels, store, values
 
