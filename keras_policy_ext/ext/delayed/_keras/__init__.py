@@ -139,9 +139,10 @@ def tell_companions() -> None:
 
 def _assign(stock: Stock, variable: keras.Variable, value: Any) -> Any:
     assigned = stock(variable, value)
-    companion = _companion_of(variable)
-    if companion is not None and not is_without_notifying():
-        companion.assigned_beside()
+    if hasattr(variable, _COMPANION):  # Most have none.
+        companion = _companion_of(variable)
+        if companion is not None and not is_without_notifying():
+            companion.assigned_beside()
     return assigned
 
 
@@ -196,7 +197,8 @@ def _finalize(
 
 
 def _companions_of(variables: Sequence[keras.Variable]) -> list[Any]:
-    companions = [_companion_of(variable) for variable in variables]
+    watched = [each for each in variables if hasattr(each, _COMPANION)]
+    companions = map(_companion_of, watched)
     return [each for each in companions if each is not None]
 
 
