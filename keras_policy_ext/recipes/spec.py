@@ -76,7 +76,8 @@ def names(family: str | None = "float8") -> tuple[str, ...]:
         if cls.trains and name not in later
     }
     families.update(dict.fromkeys(later, "float8"))
-    return tuple(n for n, of in families.items() if family in (None, of))
+    in_order = sorted(families, key=lambda name: families[name] != "float8")
+    return tuple(n for n in in_order if family in (None, families[n]))
 
 
 def is_spec(text: object) -> bool:
