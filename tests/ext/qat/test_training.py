@@ -144,10 +144,12 @@ def test_a_run_that_is_resumed_is_the_run(spec, tmp_path):
 def test_a_delay_counts_steps_and_then_rounds():
     plain, model = seeded("sgd"), seeded("sgd")
     kpe.convert(model, "int4(delay=2)")
-    np.testing.assert_allclose(numpy(model(X)), numpy(plain(X)), rtol=1e-5)
+    # The last bits of sums in float32 differ; the outputs are up to 1.
+    near = {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(numpy(model(X)), numpy(plain(X)), **near)
     fit(plain), fit(model)  # Two steps.
     one, other = (each.get_layer("first").kernel for each in (plain, model))
-    np.testing.assert_allclose(numpy(other), numpy(one), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(numpy(other), numpy(one), **near)
     rounded = numpy(model(X))
     kpe.revert(model)
     assert np.abs(rounded - numpy(model(X))).max() > 1e-3
