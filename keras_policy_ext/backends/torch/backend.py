@@ -199,11 +199,8 @@ class TorchBackend(Backend):
 
     trace = staticmethod(traced_programs.trace)
     mark_call = staticmethod(traced_programs.mark_call)
-
-    @override
-    def is_compiling(self) -> bool:
-        # Callers then read no context variable, which would break the graph.
-        return bool(torch.compiler.is_compiling())
+    # Callers then read no context variable, which would break the graph.
+    is_compiling = staticmethod(torch.compiler.is_compiling)
 
     @override
     def step_by_step(self) -> AbstractContextManager[None]:
