@@ -105,8 +105,9 @@ _thread = threading.local()
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
     """Notify `companion` from now on when its variable is assigned."""
-    # An attribute: torch.compile does not look into a weak dict.
-    setattr(variable, _COMPANION, weakref.ref(companion))
+    # An attribute: torch.compile does not look into a weak dict. It is none of
+    # Flax, whose variables would compare it.
+    object.__setattr__(variable, _COMPANION, weakref.ref(companion))
     companion.watched = id(variable)
 
 
