@@ -200,11 +200,8 @@ class TorchBackend(Backend):
     trace = staticmethod(traced_programs.trace)
     steps = staticmethod(traced_programs.steps)
     in_scope = staticmethod(traced_programs.in_scope)
-
-    @override
-    def is_compiling(self) -> bool:
-        # Callers then read no context variable, which would break the graph.
-        return bool(torch.compiler.is_compiling())
+    # Callers then read no context variable, which would break the graph.
+    is_compiling = staticmethod(torch.compiler.is_compiling)
 
     @override
     def step_by_step(self) -> AbstractContextManager[None]:

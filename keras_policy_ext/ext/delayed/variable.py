@@ -187,23 +187,21 @@ class StateVariable(
                 self.catch_up()
             return super().value
 
-    def accumulate_in_graph(
-        self, observation: Tensor, accumulator: keras.Variable, is_last: Tensor
-    ) -> bool:
-        """Keep an observation, or enter all of them, without a branch.
-
-        It does so only where a graph returns observations, and else returns
-        False. `is_last` says whether the optimizer updates weights now.
-        """
-        kept = self.observed
+    @property
+    def is_observed_in_graph(self) -> bool:
+        """True if a graph of PyTorch returns what is observed."""
+        kept = self.observed  # By hooks, which no such graph has.
         if kept is None or not backends.current.is_compiling():
             return False
-        if kept.latest is not None or kept.earlier is not None:
-            return False
+        return kept.latest is None and kept.earlier is None
+
+    def accumulate(
+        self, observation: Tensor, accumulator: keras.Variable, is_last: Tensor
+    ) -> None:
+        """Keep an observation or, with the last one, enter all; no branch."""
         largest = ops.maximum(observation, accumulator)
         self.assign(ops.where(is_last, largest, self.value))
         accumulator.assign(ops.where(is_last, 0.0, largest))
-        return True
 
     def _count_assignment(self, settled: bool) -> None:
         """Record whether state or kernel was assigned ahead of the other."""

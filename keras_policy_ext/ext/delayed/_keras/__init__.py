@@ -105,8 +105,9 @@ _thread = threading.local()
 
 def watch(variable: keras.Variable, companion: Companion) -> None:
     """Notify `companion` from now on when its variable is assigned."""
-    # An attribute: torch.compile does not look into a weak dict.
-    setattr(variable, _COMPANION, weakref.ref(companion))
+    # An attribute: torch.compile does not look into a weak dict. It is none of
+    # Flax, whose variables would compare it.
+    object.__setattr__(variable, _COMPANION, weakref.ref(companion))
     companion.watched = id(variable)
 
 
@@ -308,19 +309,17 @@ def _is_accumulated(optimizer: Any, gradient: Tensor, variable: Any) -> bool:
     # Keras takes three branches for each such variable, and each ends a graph
     # (`_accumulated_gradients`, `_get_variable_index`, and `_iterations`, which
     # counts batches, keras 3.12 to 3.16). Without these it goes on doing so.
-    accumulate = getattr(variable, "accumulate_in_graph", None)
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
-    has_names = all(
-        hasattr(optimizer, name)
-        for name in ("_accumulated_gradients", "_get_variable_index")
-    )
-    batches = getattr(optimizer, "_iterations", None)
-    if not (accumulate and steps and has_names) or batches is None:
+    if not steps or not getattr(variable, "is_observed_in_graph", False):
+        return False
+    names = "_accumulated_gradients", "_get_variable_index", "_iterations"
+    if not all(hasattr(optimizer, name) for name in names):
         return False
     index = optimizer._get_variable_index(variable)
-    is_last = keras.ops.equal((batches + 1) % steps, 0)
+    is_last = keras.ops.equal((optimizer._iterations + 1) % steps, 0)
     accumulator = optimizer._accumulated_gradients[index]
-    return bool(accumulate(gradient, accumulator, is_last))
+    variable.accumulate(gradient, accumulator, is_last)
+    return True
 
 
 def _without_states(
