@@ -40,7 +40,7 @@ def fit(model, epochs=1):
 
 
 @pytest.mark.parametrize(
-    "spec", ["int4(group=32)", "int8", "int4(inputs='int8')"]
+    "spec", ["int4(group=32,clip=0.8)", "int8", "int4(inputs='int8')"]
 )
 def test_what_is_trained_is_what_is_frozen(spec):
     model = seeded()
