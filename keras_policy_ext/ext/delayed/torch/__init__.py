@@ -182,7 +182,8 @@ def _number_in_graph(state: int) -> int:
     # The compiler runs this function, as it is. If it starts a graph anew, the
     # id of the trace is another one (private, torch 2.11 to 2.13). Without it
     # the numbers go on, and a graph that is compiled anew has other slots.
-    context = getattr(torch._guards, "CompileContext", None)
+    guards = getattr(torch, "_guards", None)
+    context = getattr(guards, "CompileContext", None)
     find = getattr(context, "current_trace_id", lambda: None)
     graph = find()
     if graph != _GRAPH[0]:
