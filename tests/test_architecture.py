@@ -54,6 +54,7 @@ NOT_OF_KERAS = {
     "_clone": "TensorFlow: of compiled functions",
     "_C": "PyTorch: what is compiled of it",
     "_are_functorch_transforms_active": "PyTorch: of torch.func",
+    "_guards": "PyTorch: of the graph that is being made",
     "_output_shapes": "TensorFlow: shapes of the outputs of a node",
     "_get_function": "TensorFlow: the graph of a function, by its name",
     "_is_view": "PyTorch: of tensors",
