@@ -132,7 +132,8 @@ def _build_again(
     known = optimizer._trainable_variables
     old_places = {id(v): i for i, v in enumerate(known)}
     new_places = {id(v): i for i, v in enumerate(variables)}
-    to_use: dict[int, keras.Variable] = {}  # Slots, by the id of the fresh one.
+    # By the `id` of each slot of the fresh optimizer, the slot to use for it.
+    to_use: dict[int, keras.Variable] = {}
     ids_of_old: set[int] = set()
     for name, fresh_slots in list(vars(fresh).items()):
         old_slots: Any = getattr(optimizer, name, None)

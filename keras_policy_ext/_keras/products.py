@@ -111,7 +111,10 @@ class Blocks(Generic[_T]):
     """
 
     def __init__(self, name: str) -> None:
-        """Prepare for blocks; `name` is for debuggers."""
+        """Begin with no open `with` block, in any task.
+
+        `name` is that of the context variable, for debuggers.
+        """
         self.open_count = 0
         self._lock = threading.Lock()
         self._of_task: contextvars.ContextVar[tuple[_Block[_T], ...]] = (
@@ -249,7 +252,10 @@ def modules() -> list[Any]:
 
 
 def without_function(names: Iterable[str]) -> list[str]:
-    """Return the names of operations for which no function can be wrapped."""
+    """Return those names that are no function of Keras's backend.
+
+    `ENTRIES` is none: it stands for reading entries of a tensor.
+    """
     homes = modules()
     return [
         name

@@ -215,7 +215,11 @@ def times_scales(
 
 
 def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """Return two factors that scale the matmul of two `unscaled` operands."""
+    """Return two factors that scale the matmul of two `unscaled` operands.
+
+    The first broadcasts over rows of the output, the second over columns. With
+    scales of whole tensors besides, all but one are in the first.
+    """
     of_a, of_b = a.quantization, b.quantization
     if of_a and of_b and of_a.keeps_axes and of_b.keeps_axes:
         return a.scale, b.scale  # One number each.

@@ -254,7 +254,10 @@ class FrozenPlan:
 
     @functools.cached_property
     def _has_matrix(self) -> bool:
-        """True if the kernel can be read as a matrix with these scales."""
+        """True if the kernel is a matrix (summed, free) that its scales fit.
+
+        Tiles are along the axes in this order; a scale per output fits any.
+        """
         if not self._is_einsum:
             return False
         form = self.contraction.form

@@ -563,7 +563,10 @@ class OperandOfCodes(BoundOperand):
     """
 
     def __init__(self, binding: Binding, operand: str):
-        """Raise if the kernel has more than one scale."""
+        """Prepare to quantize a kernel that devices gather as float8.
+
+        Raise if it has more than one scale.
+        """
         super().__init__(binding, operand)
         plan, quantization = binding.plan, self.first.quantization
         has_one_scale = quantization is not None and quantization.keeps_axes
@@ -592,8 +595,8 @@ class OperandOfCodes(BoundOperand):
 def bind_operand(binding: Binding, operand: str) -> BoundOperand:
     """Return the `BoundOperand` that quantizes an operand of a plan.
 
-    `binding` has the plan, and the kernels selected for it. An operand is cast
-    once for both of its matmuls where a kernel can.
+    `binding` has the plan and the implementations of its matmuls. An operand is
+    cast once for both of its matmuls where one cast can write both layouts.
     """
     plan, engine, selections = binding
     if _is_gathered(plan, operand) and plan.gathering.is_quantized:

@@ -136,7 +136,10 @@ class Plan:
 
     @functools.cached_property
     def states(self) -> int:
-        """The number of states of a kernel; 1 but for a bank, or for none."""
+        """The number of states: for a bank one per matrix or one, else 1.
+
+        It is 1 also without a state.
+        """
         if isinstance(self.contraction, EinsumOfBank):
             return self.contraction.states
         return 1

@@ -93,7 +93,8 @@ class _Operands:
         contraction = self._plan.contraction
         engine = self._bound.engine
         kernel, _ = contraction.choose(engine, matmul, None, None)
-        # `a` and `b` are read as the matrices of their first matmuls.
+        # `a` and `b` have the layout of the first matmul that reads them; for
+        # the other one they are transposed.
         operands = (
             read
             if matmul == matmuls_of(operand)[0]

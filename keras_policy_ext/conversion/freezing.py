@@ -493,9 +493,9 @@ class _Asked(NamedTuple):
             )
 
     def recipe(self, grid: stored_kernels.Grid | None) -> FrozenKernels:
-        """Return how a kernel is stored that was trained for a grid, or none.
+        """Return how to store a kernel: as asked, else as it was trained for.
 
-        What was not asked for is as it was trained for.
+        `grid` is what it was trained for; None for floats or float8.
         """
         weights, per, activations = self[:3]
         if weights is None and grid is not None:
@@ -516,7 +516,10 @@ class _Asked(NamedTuple):
     def clips(
         self, recipe: FrozenKernels, grid: stored_kernels.Grid | None
     ) -> tuple[float, ...]:
-        """Return the clips that are tried for the scales of a kernel."""
+        """Return the shares of an amax that are tried as the largest number.
+
+        With 1.0 no value is clipped.
+        """
         if self.scales == "least_squares":
             return stored_kernels.CLIPS
         if grid is None or grid[:2] != (recipe.weights, recipe.per):
@@ -574,13 +577,13 @@ def _plan(candidate: Candidate, asked: _Asked) -> _Plan:
     inputs: dict[str, float] = {}
     scales: dict[str, float] = {}
     form: Any = candidate.form
-    none_seen: tuple[float, tuple[float, ...]] = 0.0, ()
+    none_seen: tuple[float, tuple[float, ...]] = 0.0, ()  # Scale and amaxes.
     for kernel in candidate.kernels:
         has_state = isinstance(layer, Float8Mixin)
         state = layer.float8_state.of(kernel) if has_state else None
         rows = {} if state is None else state.rows()
         _, amaxes = rows.get("inputs", none_seen)
-        # A class that does not train looks up rows: it has no inputs to scale.
+        # A class such as an embedding gathers rows of its kernel: no inputs.
         if recipe.activations == "static" and form.float8_trains:
             amax = float(np.max(amaxes, initial=0.0))
             if not amax:

@@ -81,7 +81,7 @@ class TracedCall:
     flow: Flow
 
     def __init__(self) -> None:
-        """Make a call in which nothing was found yet."""
+        """Begin the record of a call; the trace fills its attributes."""
         self.scopes: dict[int, keras.Layer | Note] = {}
         self.called: set[int] = set()
         self.noted: list[Note] = []

@@ -353,10 +353,7 @@ def _to_optimize(
 
 
 def may_differ(model: keras.Model) -> bool:
-    """Return True if a file may have a loss scaler and the model none.
-
-    Or the other way round.
-    """
+    """Return True if one of a model and its file may have a loss scaler."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return False

@@ -191,7 +191,7 @@ def _are_names(value: object, _header: Mapping[str, Any]) -> bool:
 
 
 def _are_summed(value: object, header: Mapping[str, Any]) -> bool:
-    """Return True if a header's entry lists the summed axes of kernels."""
+    """Return True if a value of a header is {kernel: list of axes >= 0}."""
     if not isinstance(value, dict):
         return False
     if not all(isinstance(each, list) for each in value.values()):

@@ -397,12 +397,14 @@ class Float8Controller:
         limit: float | None = None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
-        """Contract two operands that are no weights of the layer."""
-        # With `limit`, they are weights and values of attention. Before these
-        # are quantized, `contractions.fold` divides the values of each key by
-        # a scale, so that they are at most `limit`, and multiplies the weights
-        # by it. `name` is as for `seams.through_handlers`, `run` as for
-        # `contract`.
+        """Contract two operands that are no weights of the layer.
+
+        With `limit`, they are weights and values of attention. Before these are
+        quantized, `contractions.fold` divides the values of each key by a
+        scale, so that they are at most `limit`, and multiplies the weights by
+        it. `name` says which product it is, as for `seams.through_handlers`;
+        a handler may call this again, with `run` as for `contract`.
+        """
         compiling = backends.current.is_compiling()
         may_be_handled = run is None and not compiling
         if may_be_handled and seams.blocks.open_count and seams.handlers():

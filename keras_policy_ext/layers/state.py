@@ -147,13 +147,13 @@ class Float8State(keras.layers.Layer):
                 values, or written by a newer version of this package.
         """
         saved = SavedState.of(store, self._path_in_messages)
-        if self._take is not None:
+        if self._take is not None:  # Someone only looks at the entries.
             self._take(saved.store)
             return
         layer_loaded, self._layer_loaded = self._layer_loaded, None
         if layer_loaded is False:
             # Keras looks for an object that failed in other places of the
-            # file; finding nothing there must not end the failure.
+            # file. That it finds nothing there must not hide the error.
             if self._failure is not None:
                 raise self._failure
             return

@@ -343,7 +343,8 @@ _MULTIPLY_MATRICES = (
 def keep_widened(layer: keras.Layer, variable: StoredVariable) -> None:
     """Keep the numbers of a stored kernel in float16 too, for its products.
 
-    Unless the framework packs the codes in a faster form.
+    Where the framework can pack the codes in a faster form, it does that
+    instead.
     """
     codes, *_ = variable.constants
     if isinstance(layer, _MULTIPLY_MATRICES) and backends.current.pack(codes):

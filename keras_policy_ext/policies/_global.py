@@ -24,9 +24,10 @@ _following = _Following()
 def dtype_policy() -> keras.DTypePolicy:
     """Return the global dtype policy of this thread.
 
-    Reading it never fixes the floatx. Keras's own function does: it stores the
-    policy of the current floatx. After `set_dtype_policy(None)` this function
-    discards such a stored policy if the floatx has changed.
+    Without a policy that was set it is that of the current floatx, and follows
+    it. Keras's own function stores that policy when it is read. After
+    `set_dtype_policy(None)` this function discards such a stored policy if the
+    floatx has changed.
 
     Examples:
         >>> with kpe.policy_scope("mixed_bfloat16"):

@@ -283,7 +283,10 @@ class JaxBackend(Backend):
 
     @override
     def cuts(self, numbers: int) -> bool:
-        """Return True if products cut a kernel of so many numbers."""
+        """Return True if products decode a stored kernel part by part.
+
+        `numbers` is how many it has; a small one is decoded as a whole.
+        """
         # Of a kernel that is sharded XLA would gather each part.
         is_whole = keras.distribution.distribution() is None
         reads_codes = jax.default_backend() in ("cpu", "gpu") and is_whole

@@ -165,7 +165,12 @@ class ShardCast(NamedTuple):
     def __call__(
         self, shards: Shards, x: Tensor, *scalars: Tensor | None
     ) -> tuple[Any, ...]:
-        """Quantize a matrix or shard; the scalars are those of `ScaleHint`."""
+        """Quantize a matrix or shard.
+
+        The scalars are the given scale, and whether its operand was never
+        observed; each may be None. Return the codes, those of the transpose,
+        the scale, the amax and the sums of columns; None where not wanted.
+        """
         given_scale, unseen = scalars
         scale = self._scale(shards, x, given_scale, unseen)
         # XLA fuses a cast whose transpose nothing reads.

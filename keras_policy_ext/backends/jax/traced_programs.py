@@ -88,7 +88,10 @@ def steps(program: Any, scope: int | None = None) -> Iterator[Step]:
 def _carried(
     equation: Any, body: Any
 ) -> tuple[list[Any], list[tuple[Hashable, str]]]:
-    """Return a loop's outputs of a step, and its inputs of the next one."""
+    """Return what a step of a loop hands on, and the inputs that receive it.
+
+    Both lists are empty for what is no loop, and for a `while`'s condition.
+    """
     name, params = equation.primitive.name, equation.params
     first = count = 0
     if name == "scan":

@@ -93,7 +93,11 @@ def decode(codes: Tensor, format_name: str) -> Tensor:
 def cast_in_training(
     x: Tensor, scale: Tensor, dtype: str, is_factor: bool = False
 ) -> Tensor:
-    """Quantize in a training step, which is never exported, to float32."""
+    """Round `x / scale` to values of `dtype`, held in float32, for training.
+
+    XLA may compile it. What XLA compiles cannot be exported; no training step
+    is exported.
+    """
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)
     options = dtype, is_factor

@@ -405,7 +405,10 @@ class TorchBackend(Backend):
     def by_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return `function(0, *tensors)`, by parts on a CPU."""
+        """Return `function(0, *tensors)`; on a CPU of some rows at a time.
+
+        The first argument is how many numbers are before those rows.
+        """
         # On a CPU the intermediate results of a part stay in its cache.
         first, count = tensors[0], tensors[0].numel()
         fits = count <= self.numbers_of_a_part
@@ -413,7 +416,6 @@ class TorchBackend(Backend):
             return function(0, *tensors)
         columns = count // len(first)
         step = max(self.numbers_of_a_part // columns, 1)  # In rows.
-        # The first argument is how many numbers are before the part.
         parts = [
             function(
                 start * columns, *(x[start : start + step] for x in tensors)

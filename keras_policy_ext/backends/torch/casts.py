@@ -81,7 +81,10 @@ def widen(q: Tensor, compute_dtype: str = "float32") -> Tensor:
 
 
 def _widened(q: Tensor) -> Tensor:
-    """Convert float8 values to float32, on a CPU by way of float16."""
+    """Convert float8 values to float32, on a CPU by way of float16 if many.
+
+    That is faster, but makes a number of the NaN of e4m3fn.
+    """
     name = str(q.dtype).removeprefix("torch.")
     if not _is_on_cpu(q) or name not in HALVES or q.numel() <= _FEW:
         return q.float()

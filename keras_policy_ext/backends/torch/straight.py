@@ -85,8 +85,9 @@ class Cast:
         self._sizes_and_strides = m, k, *matrix.stride()
         self._has_state = straight.source is not None
         is_kernel = operand == "kernel"
-        # The operand's place in `scales` and `unseen`: its row of the state, or
-        # without a state that of its amax, which a kernel has beside inputs.
+        # The operand's place in `scales` and `unseen`: its row of the state.
+        # Without a state it is where its amax is written: 1 for a kernel, else
+        # 0.
         index = OPERANDS.index(operand) if self._has_state else int(is_kernel)
         may_be_unseen = straight.may_be_unseen
         # Only which of these are None is read: any tensor will do.
@@ -520,13 +521,11 @@ class Passes:
         the arguments of `_scaled_mm` for the gradients of inputs and of kernel,
         these sums, and the gradient of the state.
         """
-        # The results are the arguments of `_scaled_mm` for the gradients of
-        # inputs and kernel, the sums of columns, and the gradient of the state.
         device, stream = self._device, self._stream()
         residuals, column = Saved(*saved), self._straight.grads_column
         used = _empty(_SCALES_WIDTH, dtype=_FLOAT32, device=device)
         scales, unseen, seen_lately = residuals.scales, residuals.unseen, True
-        if state is None:  # As in `_operands`, for one operand.
+        if state is None:  # A place for the amax that the cast finds.
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
             seen_lately = self._state.seen_lately(state)

@@ -101,9 +101,10 @@ class RecordedProgram(NamedTuple):
 def trace(function: Callable[..., Any], inputs: list[Any]) -> TracedProgram:
     """Trace a function with PyTorch; see `Backend.trace`.
 
-    It computes with tensors without values, and with ones if that fails. Not on
-    the "meta" device, for which Keras has other code: there some operations
-    return an empty tensor, and no operation leads to it (keras 3.15).
+    It runs the function with fake tensors, which have no values, and with
+    tensors full of ones if that fails. Not on the "meta" device, for which
+    Keras has other code: some of its operations return a new empty tensor,
+    which no recorded operation made (keras 3.15).
     """
     device = "gpu" if torch.cuda.is_available() else "cpu"
     with torch.no_grad(), keras.device(device):

@@ -345,8 +345,10 @@ def _integer_codes(
     SUBNORMALS: tl.constexpr,
 ):
     """Return the float8 codes of clipped values, by integer arithmetic."""
-    # They are rounded as by `casting.round_to_format`, with the constants of
-    # `casting.grid_constants`. A subnormal times `SUBNORMALS` is its code.
+    # They are rounded as by `casting.round_to_format`. `LOWEST` has the
+    # exponent of the smallest normal value; `SHIFT` makes an anchor so large
+    # that a sum with it has no bits below those of the format. A subnormal
+    # times `SUBNORMALS` is its code.
     bits = number.to(tl.int32, bitcast=True)
     exponent = tl.maximum(bits & 0x7F800000, LOWEST)
     anchor = (exponent + SHIFT).to(tl.float32, bitcast=True)
@@ -517,7 +519,10 @@ def amax_kernel(
 
 @triton.jit
 def edges_kernel(x, amaxes, m, k, by_row, by_column, TILE: tl.constexpr):
-    """Raise the amaxes of m rows and k columns, int32 bits, to a tile's."""
+    """Merge the amaxes of a tile into those of all m rows and k columns.
+
+    `amaxes` (m + k,) has those of rows first, as the int32 bits of floats.
+    """
     row, column = tl.program_id(0), tl.program_id(1)
     numbers = _tile(x, row, column, m, k, by_row, by_column, TILE)
     i, j, _ = _places(row, column, m, k, TILE)
