@@ -133,12 +133,12 @@ class States:
         """Return the kernels of a state for `Engine.straight`."""
         raise NotImplementedError
 
-    def number_of_use(self, variable: keras.Variable) -> int | None:
-        """Return the number of this use of a kernel in the graph being made.
+    number_of_use: Callable[[keras.Variable], int | None] | None = None
+    """Returns the number of this use of a kernel in the graph being made.
 
-        None outside of graphs, or where the variable counts its uses there too.
-        """
-        return None
+    It returns None outside of graphs; it is None where a variable counts its
+    uses in graphs too.
+    """
 
     def know_replicas(self, state: Tensor, in_graph: bool) -> None:
         """Note the replicas of a state, before gradients are taken."""

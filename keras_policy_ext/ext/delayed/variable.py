@@ -111,6 +111,7 @@ class StateVariable(
         self.uses = 0  # Of the kernel since the last assignment.
         # A function for each use of the kernel; torch.compile traces no cache.
         self.numbered = getattr(source_of(recipe), "numbered", None)
+        self.counts_steps = self.numbered is not None
         super().__init__(
             initializer=self._never_observed,
             shape=source_of(recipe, self.matrix_count).state_shape,
@@ -434,11 +435,6 @@ class StateVariable(
         return source_of(self.recipe, self.matrix_count).layout
 
     @property
-    def counts_steps(self) -> bool:
-        """True if this state counts steps and records no amaxes."""
-        return self.numbered is not None
-
-    @property
     def observes_amaxes(self) -> bool:
         """True if this state records amaxes, False if it counts steps."""
         return bool(source_of(self.recipe).observes_amaxes)
@@ -522,7 +518,8 @@ class StateVariable(
     def next_slot(self) -> int:
         """Return the slot for this use of the kernel in the current step."""
         # It is modulo `SLOTS`, since each number needs a plan compiled for it.
-        slot = frameworks.current.number_of_use(self)
+        number_of_use = frameworks.current.number_of_use
+        slot = None if number_of_use is None else number_of_use(self)
         if slot is not None:
             return slot % SLOTS
         slot = self.uses

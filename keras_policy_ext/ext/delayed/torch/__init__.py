@@ -123,8 +123,8 @@ class TorchStates(States):
 
         return StatePasses(source, interpreted)
 
-    @override
     def number_of_use(self, variable: keras.Variable) -> int | None:
+        """Return the number of this use of a kernel in the graph being made."""
         if torch.compiler.is_compiling():
             return _number_in_graph(id(variable))
         return None
