@@ -315,6 +315,7 @@ def test_an_optimizer_keeps_the_order_in_which_it_got_several_parts():
         assert list(map(id, known)) == list(map(id, variables()))
 
 
+@pytest.mark.full
 def test_an_optimizer_of_one_part_gets_no_states_of_another():
     model = gan()
     model.optimizer = model.g_optimizer  # of `compile`, for a part alone

@@ -24,6 +24,7 @@ SOURCES = ["float32", "mixed_bfloat16", "mixed_float16"]
 # A policy for everything
 
 
+@pytest.mark.full
 def test_a_global_float8_policy_runs_in_every_layer():
     with kpe.policy_scope(policy("mixed_bfloat16")):
         inputs = keras.Input((12,), dtype="int32")

@@ -169,6 +169,7 @@ def test_a_critic_with_a_penalty_trains_as_in_float32(recipe):
     )
 
 
+@pytest.mark.full
 def test_histories_have_the_amaxes_of_both_gradients():
     _, critic = networks("float8_from_float32")
     first, *_, last = critic.layers

@@ -438,6 +438,7 @@ def test_lora_comes_back_beside_the_bytes(tmp_path):
     )
 
 
+@pytest.mark.full_except("False")
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.extension("moments")
 def test_lora_inside_of_attention_trains_on_after_loading(quantized, tmp_path):

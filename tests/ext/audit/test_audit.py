@@ -217,6 +217,7 @@ class PairsOfRows(Recipe):
         return Quantization(format="float8_e4m3fn", tile=Tile(free=2))
 
 
+@pytest.mark.full
 def test_tiles_of_two_examples_are_named():
     model = keras.Sequential([keras.Input((8,)), layers.Dense(4)])
     kpe.convert(model, PairsOfRows())

@@ -38,6 +38,7 @@ def test_amaxes_of_each_batch_enter_the_histories():
     assert scale == 0 and not history.any()
 
 
+@pytest.mark.full
 def test_kernels_that_were_assigned_are_observed_again():
     """Of weights that are copied into a model the amaxes are not."""
     stack, x = model(), normal(32, 6)

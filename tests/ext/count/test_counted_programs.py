@@ -62,6 +62,7 @@ def counts(report):
     return {e.path: (e.multiplications, e.sizes_known) for e in entries}
 
 
+@pytest.mark.full_except("entries-einsum")
 @pytest.mark.parametrize(
     ("gather", "product"),
     [*((gather, "einsum") for gather in GATHERED), ("take", "broadcast")],
@@ -125,6 +126,7 @@ UNTRACED = {
 }
 
 
+@pytest.mark.full_except("grouped convolution")
 @pytest.mark.parametrize("kind", UNTRACED)
 @pytest.mark.extension("plan")
 def test_a_converted_model_is_traced_as_before(kind):
@@ -159,6 +161,7 @@ class EachSample(keras.layers.Layer):
         return ops.map(lambda sample: ops.matmul(sample, self.w), x)
 
 
+@pytest.mark.full
 @pytest.mark.extension("plan")
 def test_a_loop_over_the_samples_hides_no_router():
     moe = Gathers(GATHERED["take"], MULTIPLIED["einsum"])

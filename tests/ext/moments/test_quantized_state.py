@@ -112,6 +112,7 @@ def numbers_after(gradients, optimizer, shape=SHAPE):
     return [numpy(slot.value) for slot in slots_of(optimizer)], variable
 
 
+@pytest.mark.full
 def test_a_second_moment_follows_a_change_of_magnitude():
     """A step changes it by a thousandth, which rounding to nearest undoes."""
     large = np.ones(SHAPE, "float32")

@@ -39,6 +39,7 @@ def fit(model, epochs=1):
     return history.history["loss"]
 
 
+@pytest.mark.full_except("int8")
 @pytest.mark.parametrize(
     "spec", ["int4(group=32,clip=0.8)", "int8", "int4(inputs='int8')"]
 )
@@ -127,6 +128,7 @@ def test_revert_gives_the_float_kernels_back():
         np.testing.assert_array_equal(one, numpy(other))
 
 
+@pytest.mark.full_except("int4(group=32)")
 @pytest.mark.parametrize("spec", ["int4(group=32)", "int4(delay=3)"])
 def test_a_run_that_is_resumed_is_the_run(spec, tmp_path):
     whole, killed = seeded(), seeded()
@@ -241,6 +243,7 @@ def test_layers_of_this_package_follow_the_policy_by_name():
     )
 
 
+@pytest.mark.full
 def test_attention_and_recurrent_layers_are_trained_for_it_too():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6, 32))

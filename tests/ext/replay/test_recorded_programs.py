@@ -74,6 +74,7 @@ def test_batches_that_are_dicts_are_watched(kind, tmp_path):
     assert recorder.recorder.steps == 3
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_a_loss_that_reads_a_dict_is_replayed(tmp_path):
     """On PyTorch it computes with tensors, and not with arrays."""

@@ -81,6 +81,7 @@ def tuned_mlp():
 # Scores
 
 
+@pytest.mark.full
 def test_scores_are_of_the_squared_first_order_changes_of_samples():
     model = one()
     tuned = kpe.tune(model, (X, Y), 1.0, "mxfp8")

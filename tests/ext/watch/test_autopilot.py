@@ -85,6 +85,7 @@ def test_the_callback_has_a_short_name():
     assert kpe.callbacks.Autopilot is kpe.callbacks.Float8Autopilot
 
 
+@pytest.mark.full
 def test_a_layer_leaves_and_comes_back_in_a_running_fit(caplog):
     """In place: the same variables, and slots and histories that go on."""
     model = mlp()
@@ -230,6 +231,7 @@ def test_a_change_that_fails_is_no_decision(monkeypatch):
     assert pilot.decisions == [] and pilot.out == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 16, 48])
 def test_a_batch_of_another_size_is_no_reason(size):
     """The gradients of a mean over fewer examples are larger."""
