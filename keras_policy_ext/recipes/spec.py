@@ -269,7 +269,10 @@ def _class(name: object) -> type[Recipe]:
         if not isinstance(candidate, str):
             continue
         if candidate in _extensions.recipes():
-            _extensions.get(_extensions.recipes()[candidate])  # It registers.
+            cls: type[Recipe] = _extensions.get(
+                _extensions.recipes()[candidate]
+            )
+            return cls
         if candidate in REGISTRY:
             return REGISTRY[candidate]
     known = names(None)

@@ -437,7 +437,8 @@ class Estimator:
                     "float8_e4m3fn"
                 )
                 rows = kind_of(each) == "rows"
-                amaxes += rows or (whole and not recipe.remembers)
+                scale_is_known = hasattr(recipe, "amax_history_length")
+                amaxes += rows or (whole and not scale_is_known)
             elements = matmuls.elements(operand)
             number += elements * (read * (passes + amaxes) + written)
             kernels += passes + amaxes
