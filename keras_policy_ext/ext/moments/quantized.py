@@ -12,7 +12,11 @@ import numpy as np
 from keras import ops
 
 from keras_policy_ext import user_code
-from keras_policy_ext._keras import optimizer_variables, variable_values
+from keras_policy_ext._keras import (
+    first_use,
+    optimizer_variables,
+    variable_values,
+)
 from keras_policy_ext._keras.optimizer_facts import (
     public_class,
     updates_apart,
@@ -318,9 +322,7 @@ def described(cls: type) -> dict[str, Any]:
 @functools.cache
 def quantized_class(cls: type) -> Any:
     """Return the subclass of an optimizer class with QuantizedState."""
-    # From the first one on, a stock class may get configs and files of others.
-    _keras.around_loading(_load_float)
-    _keras.around_making(_made)
+    _let_stock_classes_read_others()
     members = {
         "stock_class": cls,
         "__module__": __name__,
@@ -423,3 +425,12 @@ def _made(
     stored.pop("optimizer")
     made = stock(cls, config, custom_objects)
     return make_quantized(made, Settings.read(**stored))
+
+
+def _let_stock_classes_read_others() -> None:
+    """Have stock optimizers read configs and files of those in one byte."""
+    _keras.around_loading(_load_float)
+    _keras.around_making(_made)
+
+
+first_use.wait(_let_stock_classes_read_others)
