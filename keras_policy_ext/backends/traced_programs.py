@@ -68,7 +68,7 @@ class _Seen(NamedTuple):
 
 
 class Flow:
-    """Which products reach which tensors of a program, and which choices.
+    """Follows products through a program, to tensors and to choices.
 
     A source is the number of the scope in which a product is. Its values reach
     a tensor if no other product is in between. Sources make a choice if a

@@ -125,7 +125,7 @@ class Operands:
 
     @functools.cached_property
     def saved_for_backward(self) -> dict[str, Quantization | None]:
-        """How inputs and kernel are kept for gradients; None: in floats."""
+        """The quantization in which each operand is saved; None for floats."""
         return {
             "inputs": self.quantized_as("inputs", "kernel_grad"),
             "kernel": self.quantized_as("kernel", "inputs_grad"),

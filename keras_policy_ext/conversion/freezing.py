@@ -210,7 +210,10 @@ def freeze(
 
 
 class Writer(Protocol):
-    """What an extension registers to make other layers of frozen ones."""
+    """Makes other layers of frozen ones, for the argument `to` of `freeze`.
+
+    An extension registers one by `register_writer`.
+    """
 
     def check(self, layers: Sequence[tuple[Any, FrozenKernels]]) -> None:
         """Raise ValueError if a layer cannot be frozen so by its recipe."""

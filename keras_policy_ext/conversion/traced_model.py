@@ -67,7 +67,7 @@ class TracedModel:
 
 
 class TracedCall:
-    """What was found in a model's call.
+    """Records what was found in a traced call of a model.
 
     Attributes:
         flow: Which products reach which tensors, and which choices. Sources are
@@ -114,7 +114,7 @@ class TracedCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Note:
-    """What a layer has computed; see `by_operation.recording`."""
+    """Records what a layer has computed; see `by_operation.recording`."""
 
     layer: Any
     found: Any
@@ -133,7 +133,11 @@ def _number(layer: keras.Layer) -> int:
 def _traced(
     model: keras.Layer, arguments: tuple[Any, Any], may_skip: bool
 ) -> TracedCall:
-    """Trace a call; `may_skip`: layers may say their outputs instead."""
+    """Trace a call of a model.
+
+    With `may_skip`, a layer that raises is asked for its output spec, and its
+    outputs are zeros.
+    """
     leaves = keras.tree.flatten(arguments)
     tensors = [x for x in leaves if isinstance(x, keras.KerasTensor)]
     call = TracedCall()

@@ -19,7 +19,10 @@ Shape = tuple[Any, ...]
 
 
 class Rounding(Protocol):
-    """What an extension registers to round operands that train for a grid."""
+    """Rounds operands that train for a grid.
+
+    An extension registers one by `register_rounding`.
+    """
 
     def __call__(
         self,

@@ -178,7 +178,11 @@ def passthrough(x: Tensor) -> Quantized:
 
 
 class Extended(Protocol):
-    """What an extension computes for quantizations that are `extended`."""
+    """Computes quantizations whose `is_extended` is True.
+
+    They have two levels of scales, a transform, or rounding at random. An
+    extension registers one by `register`.
+    """
 
     def quantize(
         self,
@@ -200,12 +204,12 @@ _extended: list[Extended] = []
 
 
 def register(extended: Extended) -> None:
-    """Register what computes quantizations that are `extended`."""
+    """Register what computes extended quantizations."""
     _extended.append(extended)
 
 
 def extended() -> Extended:
-    """Return what computes quantizations that are `extended`.
+    """Return what computes extended quantizations.
 
     Raises:
         ValueError: If no extension that is installed does.

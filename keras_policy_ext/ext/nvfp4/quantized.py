@@ -96,7 +96,7 @@ def padded(matrix: Tensor, axis: int = 2) -> Tensor:
 
 
 class Extended:
-    """What this extension registers; see `numerics.quantized.Extended`."""
+    """Computes extended quantizations; see `numerics.quantized.Extended`."""
 
     def quantize(
         self,

@@ -147,7 +147,7 @@ def values_of(stored: StoredKernel) -> dict[str, Any]:
 
 
 class _KerasLayers:
-    """See `freezing.Writer`."""
+    """Makes Keras's int8 and int4 layers of frozen ones: `to="keras"`."""
 
     check = staticmethod(check)
     convert = staticmethod(convert)
