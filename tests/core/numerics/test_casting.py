@@ -102,7 +102,6 @@ INPUTS = {
     "NaN of both signs": lambda dtype: np.float32([np.nan, -np.nan, 1, -1]),
     "subnormals and zeros of both signs": subnormals,
     "any bits": random_bits,
-    "integers": lambda dtype: np.float32([-1000, -3, 0, 17, 449]),
 }
 
 
@@ -156,7 +155,7 @@ def test_every_bfloat16_and_float16_number_is_cast_alike(dtype, source, way):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (100, 5, 100)])
 @pytest.mark.parametrize("source", ["float32", "int32"])
 def test_a_cast_keeps_the_shape(dtype, source, shape):
-    x = np.full(shape, 465, source)
+    x = np.resize(np.array([-1000, -3, 0, 17, 449, 465], source), shape)
     result = kpe.numerics.cast(ops.convert_to_tensor(x), dtype)
     assert tuple(result.shape) == shape
     same_bits(result, reference.cast(x, dtype))
