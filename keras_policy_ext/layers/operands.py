@@ -50,7 +50,8 @@ def register_rounding(rounding: Rounding) -> None:
 
 def on_grid(*given: Any) -> tuple[Tensor, Tensor]:
     """Return the operands of a contraction on a grid; see `Rounding`."""
-    _extensions.import_for("rounding")
+    if not _roundings:
+        _extensions.import_for("rounding")
     return _roundings[0](*given)
 
 
