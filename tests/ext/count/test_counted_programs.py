@@ -62,7 +62,7 @@ def counts(report):
     return {e.path: (e.multiplications, e.sizes_known) for e in entries}
 
 
-@pytest.mark.full_except("entries-einsum")
+@pytest.mark.full_except("take-einsum")
 @pytest.mark.parametrize(
     ("gather", "product"),
     [*((gather, "einsum") for gather in GATHERED), ("take", "broadcast")],
