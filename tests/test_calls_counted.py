@@ -72,7 +72,7 @@ PROGRAMS = {
 """Calls of functions of the package, and the files that they are in."""
 
 
-CLIMBS = 90
+CLIMBS = 80
 """Of `load_model` from a room to a higher one; none more."""
 
 
