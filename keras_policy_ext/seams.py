@@ -305,7 +305,7 @@ def on_operation(
             f"Received: {handlers!r}. Allowed: for instance "
             '{PRODUCTS: handler}, or {("matmul",): handler}.'
         )
-    if unknown := products.without_function(itertools.chain(*given)):
+    if unknown := products.not_in_keras(itertools.chain(*given)):
         raise ValueError(
             "No operation of Keras's backend has such a name. Received: "
             f"{', '.join(map(repr, unknown))}. Allowed: functions of "

@@ -251,10 +251,10 @@ def modules() -> list[Any]:
     return present if _backend is None else [*present, _backend]
 
 
-def without_function(names: Iterable[str]) -> list[str]:
-    """Return those names that are no function of Keras's backend.
+def not_in_keras(names: Iterable[str]) -> list[str]:
+    """Return those names of operations that this Keras does not have.
 
-    `ENTRIES` is none: it stands for reading entries of a tensor.
+    It always has `ENTRIES`: that stands for reading entries of a tensor.
     """
     homes = modules()
     return [

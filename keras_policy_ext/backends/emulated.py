@@ -215,14 +215,15 @@ def times_scales(
 
 
 def _scales_of(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """Return two factors that scale the matmul of two `unscaled` operands.
+    """Return the two factors of the matmul of two `unscaled` operands.
 
-    The first broadcasts over rows of the output, the second over columns. With
-    scales of whole tensors besides, all but one are in the first.
+    The output is multiplied by one, then by the other: by the scales of its
+    rows and of its columns. Where tensors have scales besides, as in NVFP4, the
+    second factor is such a scale, and the first the product of all others.
     """
     of_a, of_b = a.quantization, b.quantization
     if of_a and of_b and of_a.keeps_axes and of_b.keeps_axes:
-        return a.scale, b.scale  # One number each.
+        return a.scale, b.scale  # One number each: none is of rows.
     of_rows, of_columns = _left_scale(a), _left_scale(b)
     if of_b is not None and not of_b.has_one_scale:
         # The rows of b (b, n, k) are the columns of the output (b, m, n).

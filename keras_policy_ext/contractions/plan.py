@@ -136,9 +136,9 @@ class Plan:
 
     @functools.cached_property
     def states(self) -> int:
-        """The number of states: for a bank one per matrix or one, else 1.
+        """How many states the kernel has: 1, or in a bank one per matrix.
 
-        It is 1 also without a state.
+        It is 1 also for recipes without a state: shapes are made of it.
         """
         if isinstance(self.contraction, EinsumOfBank):
             return self.contraction.states

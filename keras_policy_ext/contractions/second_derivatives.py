@@ -89,10 +89,13 @@ class _Operands:
         return self.plain("outputs_grad", self._outputs_grad)
 
     def product(self, matmul: str, a: Quantized, b: Quantized) -> Tensor:
-        """Run a matmul of a contraction on two matrices of floats."""
+        """Run a matmul of a contraction on two operands that are not rounded.
+
+        They are `Quantized` without a quantization, for `contraction.product`.
+        """
         contraction = self._plan.contraction
         engine = self._bound.engine
-        kernel, _ = contraction.choose(engine, matmul, None, None)
+        kernel, _ = contraction.choose(engine, matmul, a=None, b=None)
         # `a` and `b` have the layout of the first matmul that reads them; for
         # the other one they are transposed.
         operands = (

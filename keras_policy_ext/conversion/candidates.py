@@ -160,8 +160,13 @@ def survey(
 def _candidate(
     layer: keras.Layer, form: type, kernels: tuple[keras.Variable, ...]
 ) -> Candidate:
-    """Return the candidate of a layer, with the owners of its kernels."""
-    # Only products recognised by operation have kernels of other layers.
+    """Return the candidate of a layer that is to become a float8 `form`.
+
+    Its owners are the layers that have the weights which it multiplies, as an
+    output that is tied to an embedding does.
+    """
+    # Only products found by operation have such owners. A frozen layer has its
+    # kernels itself.
     if not issubclass(form, ByOperation) or is_frozen(layer):
         return Candidate(layer, form, kernels)
     record = record_of(layer)

@@ -577,8 +577,8 @@ def _plan(candidate: Candidate, asked: _Asked) -> _Plan:
     policy = float8_policy_of(layer)
     grid = None if policy is None else policy.recipe.grid
     recipe = asked.recipe(grid)
-    inputs: dict[str, float] = {}
-    scales: dict[str, float] = {}
+    input_scales: dict[str, float] = {}
+    kernel_scales: dict[str, float] = {}
     form: Any = candidate.form
     none_seen: tuple[float, tuple[float, ...]] = 0.0, ()  # Scale and amaxes.
     for kernel in candidate.kernels:
@@ -586,17 +586,17 @@ def _plan(candidate: Candidate, asked: _Asked) -> _Plan:
         state = layer.float8_state.of(kernel) if has_state else None
         rows = {} if state is None else state.rows()
         _, amaxes = rows.get("inputs", none_seen)
-        # A class such as an embedding gathers rows of its kernel: no inputs.
+        # Layers that look up rows, such as embeddings, have no float inputs.
         if recipe.activations == "static" and form.float8_trains:
             amax = float(np.max(amaxes, initial=0.0))
             if not amax:
                 raise ValueError(_unseen(layer))
-            inputs[kernel.path] = amax / formats.get("float8_e4m3fn").max
+            input_scales[kernel.path] = amax / formats.get("float8_e4m3fn").max
         scale, _ = rows.get("kernel", none_seen)
         if asked.trained_scales and scale > 0:
-            scales[kernel.path] = float(scale)
+            kernel_scales[kernel.path] = float(scale)
     clips = asked.clips(recipe, grid)
-    return _Plan(candidate, recipe, inputs, scales, clips)
+    return _Plan(candidate, recipe, input_scales, kernel_scales, clips)
 
 
 def _unseen(layer: keras.Layer) -> str:

@@ -462,14 +462,15 @@ def _revert(model: keras.Layer, staying: Container[int]) -> None:
 
 
 def _decide(
-    convertible: list[Candidate], requested: Requested, reasons: dict[int, str]
+    candidates: list[Candidate], requested: Requested, reasons: dict[int, str]
 ) -> tuple[list[Decision], list[Unconverted]]:
     """Split candidates into those to convert, with their policies, and others.
 
-    `reasons` says, by index, why a candidate is left out.
+    `reasons` says, by index, why a candidate is left out. Left out, too, is a
+    layer whose kernel another layer multiplies in float8.
     """
     decisions, unconverted = [], []
-    for number, candidate in enumerate(convertible):
+    for number, candidate in enumerate(candidates):
         reason = reasons.get(number)
         target = Target(reason=reason)
         if reason is None:
@@ -478,7 +479,7 @@ def _decide(
             unconverted.append(Unconverted(candidate.layer, str(target.reason)))
         else:
             decisions.append((candidate, target))
-    return _with_one_state(convertible, decisions, unconverted)
+    return _with_one_state(candidates, decisions, unconverted)
 
 
 def _with_one_state(

@@ -352,8 +352,12 @@ def _to_optimize(
     return variables
 
 
-def may_differ(model: keras.Model) -> bool:
-    """Return True if one of a model and its file may have a loss scaler."""
+def may_differ_in_loss_scaler(model: keras.Model) -> bool:
+    """Return True if a loss scaler may be in a model and not in its file.
+
+    Or in the file alone: the optimizer is a scaler, or `compile` would put one
+    around it with some backend or policy.
+    """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return False

@@ -190,8 +190,8 @@ def _are_names(value: object, _header: Mapping[str, Any]) -> bool:
     return all(type(x) is str for x in value) and len(set(value)) == len(value)
 
 
-def _are_summed(value: object, header: Mapping[str, Any]) -> bool:
-    """Return True if a value of a header is {kernel: list of axes >= 0}."""
+def _is_axes_of_kernels(value: object, header: Mapping[str, Any]) -> bool:
+    """Return True if an entry of a header gives axes (>= 0) for kernels."""
     if not isinstance(value, dict):
         return False
     if not all(isinstance(each, list) for each in value.values()):
@@ -221,7 +221,7 @@ def _is_lora(value: object, _header: Mapping[str, Any]) -> bool:
 
 HEADER_FIELDS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "names": _are_names,
-    "summed": _are_summed,
+    "summed": _is_axes_of_kernels,
     "lora": _is_lora,
     "shapes": _are_shapes,
 }

@@ -439,17 +439,21 @@ def _split_by_matrix(
 def _multiply_activations(
     layer: keras.Layer, stock: Operation, name: str, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Run a product of two activations: in float8 if it is one of attention."""
+    """Run a product of two activations: in float8 if it is one of attention.
+
+    While products are recorded, each is.
+    """
     operation = _operation(name, args, kwargs)
     is_wanted = products.recorder() or attention_products.attends(layer)
     if operation is None or not is_wanted:
         return stock(*args, **kwargs)
     equation, operands = operation
     ranks = tuple(len(getattr(x, "shape", ())) for x in operands)
-    explicit = _explicit(name, equation, ranks, False)
+    swapped = False  # The second operand is in the place of a kernel.
+    explicit = _explicit(name, equation, ranks, swapped)
     are_float = map(keras.backend.is_float_dtype, map(_dtype_of, operands))
     if explicit is None or any(_origin_of(x) for x in operands):
-        return stock(*args, **kwargs)
+        return stock(*args, **kwargs)  # An origin: it comes from a weight.
     if not (all(ranks) and all(are_float)):
         return stock(*args, **kwargs)
     try:

@@ -58,8 +58,9 @@ class Float8Controller:
         self.policy: Float8DTypePolicy | None = None
         # For operands that are no weights; None outside of float8.
         self.recipe_of_activations: Any = None
-        # For weights times values; and the largest number of the format of
-        # the values, if each key has a scale.
+        # For attention's probabilities times values. If each key has a scale,
+        # it multiplies the probabilities, at most to this limit: the largest
+        # number of the format of the values.
         self.recipe_of_weighted_sum: Any = None
         self.limit_of_values: float | None = None
         # Of the recipe: whether each matrix of a bank may have a scale, and
@@ -67,7 +68,7 @@ class Float8Controller:
         self._scales_each_matrix = self._remembers = False
         # The grid on which operands are rounded before they are multiplied.
         self._grid: Grid | None = None
-        # No path: the first look resolves the policy.
+        # The layer's path when `policy` was looked for; "" is that of none.
         self._path: str | None = ""
 
     @classmethod

@@ -22,7 +22,7 @@ _OF_KERAS = "delayed"
 """The recipe of float8 policies of Keras."""
 
 # Words that errors explain, in small letters without separators.
-_OF_OTHERS = {
+_NAMES_ELSEWHERE = {
     "fp8": ("float8", "current"),
     "f8": ("float8", "current"),
     "mixedfp8": ("mixed_float8", "current"),
@@ -46,7 +46,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     listed, plain = list(known), _plain(word)
     by_plain = {_plain(name): name for name in listed}
     meant = [by_plain[plain]] if plain in by_plain else []  # The best first.
-    for other in _OF_OTHERS.get(plain, ()):
+    for other in _NAMES_ELSEWHERE.get(plain, ()):
         name, _, _ = other.partition("(")
         meant += [other] if name in listed else []
     near = difflib.get_close_matches(plain, by_plain, n=1)

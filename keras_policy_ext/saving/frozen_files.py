@@ -42,6 +42,7 @@ def load_model(
         saving_hooks.model_of, text, custom_objects, safe_mode
     )
     with model_files.weights_of(path) as weights:
+        # Layers whose class says that they are frozen, then all others.
         model = made_frozen(new_model, weights)
         freeze_as_saved(model, weights)
         if compile and compile_config:

@@ -191,7 +191,7 @@ def _load_model(
     # Whether a changed optimizer was loaded, which Keras had skipped: a loss
     # scaler was put around it or taken off, or it has other variables.
     loaded_again = False
-    if differing or training.may_differ(model):
+    if differing or training.may_differ_in_loss_scaler(model):
         with model_files.weights_of(path) as weights:
             loaded_again = training.restore(model, weights)
             if differing:

@@ -88,7 +88,9 @@ def steps(program: Any, scope: int | None = None) -> Iterator[Step]:
 def _carried(
     equation: Any, body: Any
 ) -> tuple[list[Any], list[tuple[Hashable, str]]]:
-    """Return what a step of a loop hands on, and the inputs that receive it.
+    """Return the outputs that a step of a loop hands to the inputs of the next.
+
+    The outputs as variables, the inputs as results of a `Step`.
 
     Both lists are empty for what is no loop, and for a `while`'s condition.
     """

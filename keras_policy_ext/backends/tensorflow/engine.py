@@ -95,8 +95,9 @@ def cast_in_training(
 ) -> Tensor:
     """Round `x / scale` to values of `dtype`, held in float32, for training.
 
-    XLA may compile it. What XLA compiles cannot be exported; no training step
-    is exported.
+    With `is_factor`, round `x * scale`. XLA compiles it where it compiles parts
+    of a program and there is one scale: the result cannot be exported, and no
+    training step is exported.
     """
     if not compiles_parts(x) or scale.shape.num_elements() != 1:
         return casting.quantize_float32(x, scale, dtype, is_factor)

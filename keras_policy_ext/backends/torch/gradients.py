@@ -225,7 +225,9 @@ class Differentiable(ReverseMode):
             _, kernel_link = ctx.links
             saved = _with_amax(static, kernel_link, saved)
         if is_linked:
-            gradients = linked(static, outputs_grad, ctx.links, saved)
+            gradients = differentiable_gradients(
+                static, outputs_grad, ctx.links, saved
+            )
             bias_grad = None
         else:
             sums_bias = needs_bias and ctx.sums_bias
@@ -299,17 +301,18 @@ def _gradients(
     return inputs_grad, kernel_grad, *state_grads, bias_grad
 
 
-def linked(
+def differentiable_gradients(
     static: Pass, outputs_grad: Tensor, links: Links, saved: tuple[Tensor, ...]
 ) -> Any:
-    """Return gradients of inputs, kernel and state, to be differentiated once.
+    """Return gradients of inputs, kernel and state that have a gradient too.
 
-    `links` are tensors in place of the operands, which get second derivatives.
-    `saved` is the state, if there is one, and then what the forward pass saved.
+    Their gradients, the second derivatives, flow to `links`: one tensor for
+    each operand, None for one that needs none. `saved` is the state, if there
+    is one, and then what the forward pass saved.
     """
     pairs = zip(static.needed, links, strict=True)
     if any(needed and link is None for needed, link in pairs):
-        # An operand of another type: these gradients cannot be differentiated.
+        # An operand without a link: differentiating these gradients raises.
         inputs_grad, kernel_grad, *state_grads, _ = _gradients(
             static, outputs_grad, saved
         )

@@ -330,7 +330,11 @@ class Straight:
         return shapes
 
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Return saved tensors in the form of `Residuals.leaves`."""
+        """Return what this pass saved as the list of `Residuals.leaves`.
+
+        The general path differentiates a gradient from that list: operands as
+        (1, k, rows), each with its scales, then what the state needs.
+        """
         named = Saved(*saved)
         x_scale, w_scale = named.used[:, self.grads_column].reshape(2, 1, 1, 1)
         leaves = [named.inputs.mT[None], x_scale]
@@ -352,7 +356,7 @@ class StraightOfRows(Straight):
         return [((k, 1), _FLOAT32), ((1, k), _FLOAT32)]
 
     def leaves(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Return saved tensors in the form of `Residuals.leaves`."""
+        """Return what this pass saved as the list of `Residuals.leaves`."""
         x_across, w, x_scale, w_scale = saved
         x_scale, w_scale = x_scale.reshape(1, 1, -1), w_scale.reshape(1, -1, 1)
         return [x_across.mT[None], x_scale, w[None], w_scale]
@@ -525,10 +529,12 @@ class Passes:
         residuals, column = Saved(*saved), self._straight.grads_column
         used = _empty(_SCALES_WIDTH, dtype=_FLOAT32, device=device)
         scales, unseen, seen_lately = residuals.scales, residuals.unseen, True
-        if state is None:  # A place for the amax that the cast finds.
+        if state is None:
+            # The cast makes the scale. It needs a place for the amax alone.
             scales = unseen = torch.zeros(1, dtype=torch.int32, device=device)
         else:
             seen_lately = self._state.seen_lately(state)
+        # The forward pass saved amaxes if the state is to learn from this step.
         observe = residuals.inputs_amax is not None
         options = {"seen_lately": seen_lately, "observe": observe, "sums": sums}
         cast = self._cast(Cast, "outputs_grad", g, **options)

@@ -83,7 +83,7 @@ class _Run(ByExample):
         static = torch_gradients.Pass(
             ctx.operation, slot, ctx.shapes, needed, ctx.states
         )
-        gradients = torch_gradients.linked(
+        gradients = torch_gradients.differentiable_gradients(
             static, outputs_grad, ctx.links, ctx.saved_tensors
         )
         return None, None, *gradients
