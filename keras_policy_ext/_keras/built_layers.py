@@ -264,8 +264,9 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
     for each in modules.values():
         if any(getattr(v, "_value", v) is None for v in each.variables):
             continue  # They wait for values, and Keras tracks them then.
-        vars(each).get("_modules", {}).pop("_torch_params", None)
-        each._track_variables()
+        # Where Keras has not registered a layer itself, its parent's are all.
+        if vars(each).get("_modules", {}).pop("_torch_params", None) is not None:
+            each._track_variables()
 
 
 class BuiltUnderSavedPath(bases.MixedInto):
