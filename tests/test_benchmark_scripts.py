@@ -157,3 +157,29 @@ def test_memory_is_that_of_a_step(_):
     larger = list(memory.rows(Llama(4, 4, 16, 32, 2, 1)))
     for one, four in zip(rows, larger, strict=True):
         assert 0 < one["peak_mib"] < four["peak_mib"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(measuring.BACKEND != "torch", reason="a script of PyTorch")
+def test_the_script_for_a_card_runs_to_its_end_on_a_cpu(tmp_path, capsys):
+    import torch_on_card
+
+    path = tmp_path / "card.json"
+    torch_on_card.main(
+        [
+            *("--small", "--only", "Dense 32, eager", "Dense 32, CUDA graphs"),
+            *("--limit-of-row", "100", "--out", str(path)),
+        ]
+    )
+    found = json.loads(path.read_text())
+    names = ("bfloat16", "delayed", "current", "rowwise")
+    assert list(found["rows"]) == [f"Dense 32, eager, {n}" for n in names]
+    for row in found["rows"].values():
+        assert row["us"] > 0 and row["skips"] == 0
+    # Nothing runs as a CUDA graph here, and each row says why.
+    refused = [note for note in found["notes"] if "CUDA graphs" in note]
+    assert len(refused) == 4
+    assert all("Received: the device" in note for note in refused)
+    assert "skips" in capsys.readouterr().out
+    # What is left out is no row that failed.
+    assert found["notes"] == refused

@@ -4,6 +4,7 @@ Each way to compute has a process of its own, since the peak of JAX's allocator
 cannot be forgotten. The processes make their models, of random weights, at the
 same time. Then one after the other takes its first step, and rounds of steps in
 turn with the process of bfloat16: only one of them computes at a time.
+`torch_on_card.py` has the same model and data.
 """
 
 import argparse
@@ -204,8 +205,13 @@ class _Process:
 # The process that trains
 
 
-def model_of(asked):
-    """The compiled model of a way, and what became of its layers."""
+def model_of(asked, **options):
+    """The compiled model of a way, and what became of its layers.
+
+    Args:
+        asked: The parsed command line.
+        **options: Of `Model.compile`.
+    """
     import keras
     import keras_hub
 
@@ -232,7 +238,7 @@ def model_of(asked):
         report = kpe.convert(model, asked.way.removeprefix("float8 "))
         found["converted"] = len(report.converted)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-4), loss)
+    model.compile(keras.optimizers.Adam(1e-4), loss, **options)
     if asked.way == "stock float8":
         modes = [
             getattr(each, "quantization_mode", None)
@@ -240,6 +246,16 @@ def model_of(asked):
         ]
         found["converted"] = modes.count("float8")
     return model, found
+
+
+def batches_of(asked, steps):
+    """Inputs and targets of `fit`, for so many batches."""
+    shape = steps * asked.fit_batch, asked.fit_length
+    tokens = np.random.default_rng(0).integers(
+        asked.fit_vocabulary, size=shape, dtype="int32"
+    )
+    x = {"token_ids": tokens, "padding_mask": np.ones(shape, "int32")}
+    return x, np.roll(tokens, -1, axis=1)
 
 
 class _Training:
@@ -263,18 +279,10 @@ class _Training:
     def fit(self, steps):
         """Seconds of `fit` over so many batches, of one step."""
         asked = self.asked
-        shape = steps * asked.fit_batch, asked.fit_length
-        tokens = np.random.default_rng(0).integers(
-            asked.fit_vocabulary, size=shape, dtype="int32"
-        )
-        x = {"token_ids": tokens, "padding_mask": np.ones(shape, "int32")}
+        x, y = batches_of(asked, steps)
         start = time.perf_counter()
         self.model.fit(
-            x,
-            np.roll(tokens, -1, axis=1),
-            batch_size=asked.fit_batch,
-            shuffle=False,
-            verbose=0,
+            x, y, batch_size=asked.fit_batch, shuffle=False, verbose=0
         )
         return (time.perf_counter() - start) / steps
 

@@ -1,12 +1,16 @@
 """What float8 gives on this GPU with PyTorch: rows beside bfloat16, in minutes.
 
 First it checks the numbers: codes of the casts, the straight path beside the
-general one, and a step of training. Then it times steps, interleaved with
-those in bfloat16, and adds up the kernels by the profiler. A row that fails is
-noted, and the next one runs. The table comes last.
+general one, and a step of training. Then it times steps as `fit` takes them:
+eager, compiled, and compiled with CUDA graphs, which Keras 3.16 can. Those of
+all recipes are interleaved with bfloat16, and the profiler adds up the kernels.
+A row that fails or takes too long is noted, and the next one runs. The table
+comes last.
 
     KERAS_BACKEND=torch python integration/benchmarks/torch_on_card.py \
-        --limit 240 --out card.json
+        --limit 600 --out card.json
+
+`--small` tries the script, also on a CPU, where nothing runs as a CUDA graph.
 """
 
 import argparse
@@ -17,9 +21,11 @@ import functools
 import importlib.util
 import json
 import pathlib
+import signal
 import statistics
 import time
 
+import fit_on_card
 import keras
 import numpy as np
 import torch
@@ -38,6 +44,8 @@ from keras_policy_ext.recipes import Quantization
 
 RECIPES = "delayed", "current", "rowwise"
 BASE = "bfloat16"
+NAMES = (BASE, *RECIPES)
+HOWS = EAGER, COMPILED, GRAPHS = "eager", "compiled", "CUDA graphs"
 LLAMA = Llama(2, 2048, 4096, 14336, 32, 8)
 SMALL_LLAMA = Llama(2, 32, 64, 128, 2, 1)
 
@@ -47,8 +55,10 @@ class Run:
     """What was found so far, and how much time is left."""
 
     limit: float
-    on_cpu: bool
+    limit_of_row: float
+    small: bool
     size: int
+    only: list | None = None
     started: float = dataclasses.field(default_factory=time.monotonic)
     checks: dict = dataclasses.field(default_factory=dict)
     rows: dict = dataclasses.field(default_factory=dict)
@@ -65,13 +75,30 @@ class Run:
 
     @contextlib.contextmanager
     def guarded(self, name):
-        """A block whose error is noted, so that the next one runs."""
+        """A block whose error is noted, so that the next one runs.
+
+        It may take so long as a row. One that waits for the GPU or a compiler
+        ends once that has answered.
+        """
+
+        def stop(*_):
+            raise TimeoutError(f"it took over {self.limit_of_row:g} s")
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, self.limit_of_row)
         try:
             yield
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {str(error)[:600]}"
             self.notes.append(text)
             self.say(f"FAILED {text}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+
+    def wants(self, title):
+        """Whether a row was asked for."""
+        return self.only is None or any(part in title for part in self.only)
 
     def has(self, seconds):
         """Whether so much time is left."""
@@ -89,7 +116,7 @@ def wait():
 
 def codes_are_those_of_the_reference(run):
     """The codes of the Triton casts, in both layouts."""
-    device = "cpu" if run.on_cpu else "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     both = backends.engine.both_layouts
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32)
     every = bits.to(torch.int16).view(torch.bfloat16).reshape(256, 256)
@@ -130,7 +157,7 @@ def straight_is_general(run):
             name: all(map(torch.equal, paths[0][name], paths[1][name]))
             for name in names
         }
-        if not run.on_cpu:
+        if torch.cuda.is_available():
             found[f"{recipe}: took the straight path"] = took_it
         found |= {f"{recipe}: {name}": value for name, value in same.items()}
     return found
@@ -185,51 +212,92 @@ def training_is_finite(run):
 
 
 class Step:
-    """A step of a model: forward, backward, SGD.
+    """A step as `fit` takes it: forward, loss, backward, SGD.
 
     Args:
+        run: The `Run`.
         make: Makes the model.
-        recipe: A recipe, or `BASE`.
-        shape: Of the inputs.
-        compiled: How torch.compile compiles the forward pass; None for not.
+        shape: Of its inputs, and of its outputs.
+        how: One of `HOWS`.
+        name: A recipe, or `BASE`.
     """
 
-    def __init__(self, make, recipe, shape, compiled=None):
+    tokens = None
+
+    def __init__(self, run, make, shape, how, name):
         keras.utils.set_random_seed(0)
         with kpe.policy_scope("mixed_bfloat16"):
             self.model = make()
-        if recipe != BASE:
-            kpe.convert(self.model, recipe)
-        self.variables = self.model.trainable_variables
-        self.optimizer = sgd()
-        self.optimizer.build(self.variables)
-        self.x, self.outputs_grad = normal(shape), None
-        self.call = functools.partial(self.model, training=True)
-        if compiled is not None:
-            # A function of its own, or the limit of recompiling is reached.
-            model = self.model
-            self.call = torch.compile(
-                lambda x: model(x, training=True), **compiled
-            )
-
-    def passes(self):
-        """Run forward and backward."""
-        x = self.x.detach().requires_grad_()
-        y = self.call(x)
-        if self.outputs_grad is None:
-            self.outputs_grad = normal(tuple(y.shape), seed=1).to(y.dtype)
-        y.backward(self.outputs_grad)
+        if name != BASE:
+            kpe.convert(self.model, name)
+        self.model.compile(sgd(), "mse", jit_compile=how != EAGER)
+        batch = normal(shape), normal(shape, seed=1)
+        data = torch.utils.data.DataLoader([batch], batch_size=None)
+        self.batches = [batch]
+        with how_of(run, how, self.model):
+            self.model.fit(data, shuffle=False, verbose=0)
+            self.model.train()  # `fit` ends it.
+            # The first steps make two graphs (keras 3.16): both in the block.
+            for _ in range(2):
+                self()
 
     def __call__(self):
-        self.passes()
-        with torch.no_grad():
-            grads = [v.value.grad for v in self.variables]
-            self.optimizer.apply(grads, self.variables)
-        self.model.zero_grad()
+        self.model.train_function(self.batches)
 
     def close(self):
         """Let the memory go."""
-        self.model = self.call = self.variables = self.optimizer = None
+        self.model = self.batches = None
+
+
+class Fit:
+    """A `fit` of the Llama of KerasHub; see `fit_on_card.py`.
+
+    Args:
+        run: The `Run`.
+        how: One of `HOWS`.
+        name: A recipe, or `BASE`.
+    """
+
+    def __init__(self, run, how, name):
+        sizes = {k: v[run.small] for k, v in fit_on_card.SIZES.items()}
+        asked = {f"fit_{name}": size for name, size in sizes.items()}
+        way = name if name == BASE else f"float8 {name}"
+        self.asked = argparse.Namespace(way=way, **asked)
+        self.model, _ = fit_on_card.model_of(
+            self.asked, jit_compile=how != EAGER
+        )
+        self.data = fit_on_card.batches_of(self.asked, sizes["steps"])
+        self.tokens = sizes["steps"] * sizes["batch"] * sizes["length"]
+        with how_of(run, how, self.model):
+            self()
+
+    def __call__(self):
+        size = self.asked.fit_batch
+        self.model.fit(*self.data, batch_size=size, shuffle=False, verbose=0)
+
+    def close(self):
+        """Let the memory go."""
+        self.model = self.data = None
+
+
+@contextlib.contextmanager
+def how_of(run, how, model):
+    """The block in which a model takes its first step.
+
+    Args:
+        run: The `Run`; a small one has no code generated.
+        how: One of `HOWS`.
+        model: Compiled by Keras.
+    """
+    stock = torch.compile
+    if run.small:
+        torch.compile = functools.partial(stock, backend="aot_eager")
+    graphs = kpe.loops.cuda_graphs(model) if how == GRAPHS else None
+    try:
+        with graphs or contextlib.nullcontext():
+            yield
+    finally:
+        torch.compile = stock
 
 
 def timed(run, steps, rounds=7):
@@ -237,15 +305,13 @@ def timed(run, steps, rounds=7):
     found = {name: [] for name in steps}
     counts = {}
     for name, step in steps.items():
-        for _ in range(4):
-            step()
         wait()
         start = time.perf_counter()
         step()
         wait()
         once = time.perf_counter() - start
-        counts[name] = max(3, min(30, int(0.03 / max(once, 1e-6))))
-    for _ in range(rounds if not run.on_cpu else 1):
+        counts[name] = max(1, min(30, int(0.03 / max(once, 1e-6))))
+    for _ in range(1 if run.small else rounds):
         for name, step in steps.items():
             wait()
             start = time.perf_counter()
@@ -286,35 +352,43 @@ def kernels_of(step, repeats=3):
     }
 
 
-def compare(run, title, make, shape, names, compiled=None, need=12):
-    """Time a model under recipes, beside bfloat16, in one block."""
-    steps, graphs = {}, {}
-    for name in names:
+def compare(run, title, make, need=12):
+    """Time the steps that `make` makes of names, in one block.
+
+    A row has the graphs of PyTorch's compiler, and the CUDA graphs that it
+    left out (`cudagraph_skips`).
+    """
+    steps, counted = {}, {}
+    for name in NAMES:
+        row = f"{title}, {name}"
         if not run.has(need):
-            run.notes.append(f"{title}, {name}: out of time")
+            run.notes.append(f"{row}: out of time")
             continue
-        with run.guarded(f"{title}, {name}"):
+        with run.guarded(row):
             torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
+            counters = torch._dynamo.utils.counters
+            counters.clear()
             start = run.seconds
-            step = Step(make, name, shape, compiled)
-            for _ in range(3):
+            step = make(name)
+            for _ in range(3):  # The third replays a CUDA graph.
                 step()
             wait()
-            counters = torch._dynamo.utils.counters
-            graphs[name] = counters["stats"].get("unique_graphs", 0)
+            counted[name] = {
+                "graphs": counters["stats"].get("unique_graphs", 0),
+                "skips": counters["inductor"].get("cudagraph_skips", 0),
+            }
             steps[name] = step
-            run.say(f"{title}, {name}: ready after {run.seconds - start:.0f} s")
+            run.say(f"{row}: ready after {run.seconds - start:.0f} s")
     if not steps:
         return
     with run.guarded(f"{title}, times"):
         times = timed(run, steps)
         for name, us in times.items():
-            row = {"us": round(us, 1)}
+            row = {"us": round(us, 1), **counted[name]}
             if BASE in times:
                 row["times_as_fast"] = round(times[BASE] / us, 3)
-            if compiled is not None:
-                row["graphs"] = graphs[name]
+            if steps[name].tokens is not None:
+                row["tokens_per_s"] = round(steps[name].tokens / us * 1e6)
             run.rows[f"{title}, {name}"] = row
             run.say(f"{title}, {name}: {row}")
     for name, step in steps.items():
@@ -327,34 +401,6 @@ def compare(run, title, make, shape, names, compiled=None, need=12):
         step.close()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def in_a_cuda_graph(run, size, names):
-    """Time forward and backward, captured in a CUDA graph."""
-    times = {}
-    for name in names:
-        if not run.has(8):
-            break
-        with run.guarded(f"CUDA graph, {name}"):
-            step = Step(functools.partial(dense, size), name, (size, size))
-            for _ in range(3):
-                step()
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    step.passes()
-            torch.cuda.current_stream().wait_stream(side)
-            step.model.zero_grad(set_to_none=True)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step.passes()
-            times |= timed(run, {name: graph.replay})
-            row = {"us": round(times[name], 1)}
-            if BASE in times:
-                row["times_as_fast"] = round(times[BASE] / times[name], 3)
-            run.rows[f"CUDA graph of passes, {size}, {name}"] = row
-            run.say(f"CUDA graph of passes, {size}, {name}: {row}")
 
 
 def of_torchao(run, size):
@@ -379,7 +425,7 @@ def of_torchao(run, size):
 
 def of_casts(run, size):
     """Time the casts of one operand, with their bandwidth."""
-    device = "cpu" if run.on_cpu else "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     both = backends.engine.both_layouts
     x = torch.randn(size, size, device=device)
     scale = torch.tensor(0.01, device=device)
@@ -398,42 +444,69 @@ def of_casts(run, size):
             run.say(f"{title}: {run.rows[title]}")
 
 
+def cases(run):
+    """Titles of what is compared, and what makes a step of a name.
+
+    The most important ones come first.
+    """
+    llama = SMALL_LLAMA if run.small else LLAMA
+
+    def square(how, size):
+        make = functools.partial(dense, size)
+        return f"Dense {size}, {how}", functools.partial(
+            Step, run, make, (size, size), how
+        )
+
+    def block(how):
+        return f"Llama block, {how}", functools.partial(
+            Step, run, llama.model, llama.shape, how
+        )
+
+    def fit(how):
+        title = f"fit of the Llama of KerasHub, {how}"
+        return title, functools.partial(Fit, run, how)
+
+    size = run.size
+    for how in (GRAPHS, COMPILED):
+        yield square(how, size)
+        yield fit(how)
+        yield block(how)
+    yield square(EAGER, size)
+    for how in HOWS:
+        yield square(how, 2 * size)
+    yield block(EAGER)
+    yield fit(EAGER)
+
+
 def measure(run):
     """All rows, the most important ones first."""
-    size = run.size
-    how = {"backend": "aot_eager"} if run.on_cpu else {}
-    few, all_names = (BASE, "delayed"), (BASE, *RECIPES)
-
-    def squares(title, size, names, compiled=None, need=12):
-        make, shape = functools.partial(dense, size), (size, size)
-        title = f"Dense {size}, {title}"
-        compare(run, title, make, shape, names, compiled, need)
-
-    squares("eager", size, all_names)
-    squares("compiled", size, all_names, how)
     # Keras asks for flash attention by what breaks graphs. PyTorch chooses it.
     keras.config.disable_flash_attention()
-    llama = SMALL_LLAMA if run.on_cpu else LLAMA
-    title = "Llama block, compiled"
-    compare(run, title, llama.model, llama.shape, few, how)
-    if not run.on_cpu:
-        squares("reduce-overhead", size, few, {"mode": "reduce-overhead"})
-    squares("compiled", 2 * size, few, how)
-    if not run.on_cpu:
-        in_a_cuda_graph(run, size, (BASE, "delayed", "current"))
-    of_torchao(run, size)
-    with run.guarded("casts"):
-        of_casts(run, size)
-    squares("compiled again", 2 * size, (BASE, "current", "rowwise"), how)
+    for title, make in cases(run):
+        if run.wants(title):
+            compare(run, title, make)
+    if run.wants("torchao"):
+        of_torchao(run, run.size)
+    if run.wants("casts"):
+        with run.guarded("casts"):
+            of_casts(run, run.size)
 
 
 def table(run):
     """All that was found, in lines."""
-    lines = ["", f"{'':52}{'µs':>9}{'× bf16':>8}{'GPU µs':>8}{'graphs':>7}"]
+    widths = {
+        "us": ("µs", 11),
+        "times_as_fast": ("× bf16", 8),
+        "gpu_us": ("GPU µs", 10),
+        "tokens_per_s": ("tokens/s", 10),
+        "graphs": ("graphs", 7),
+        "skips": ("skips", 6),
+    }
+    head = "".join(f"{word:>{width}}" for word, width in widths.values())
+    lines = ["", f"{'':52}{head}"]
     for name, row in run.rows.items():
-        cells = [row.get(k, "") for k in ("us", "times_as_fast", "gpu_us")]
-        cells.append(row.get("graphs", ""))
-        pairs = zip(cells, (9, 8, 8, 7), strict=True)
+        cells = [row.get(key, "") for key in widths]
+        pairs = zip(cells, (w for _, w in widths.values()), strict=True)
         line = "".join(f"{cell!s:>{width}}" for cell, width in pairs)
         lines.append(f"{name[:52]:52}{line}")
     lines.append("")
@@ -447,18 +520,29 @@ def table(run):
     return "\n".join(lines)
 
 
-def main():
+def main(arguments=None):
     """Run the checks and the rows, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=float, default=240.0)
+    parser.add_argument("--limit", type=float, default=600.0)
+    parser.add_argument("--limit-of-row", type=float, default=60.0)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--on-cpu", action="store_true")
-    options = parser.parse_args()
-    if not (options.on_cpu or torch.cuda.is_available()):
-        parser.error("no GPU is visible to PyTorch; --on-cpu tries the script")
-    run = Run(options.limit, options.on_cpu, options.size)
-    where = "a CPU" if run.on_cpu else torch.cuda.get_device_name()
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORDS", help="rows with these in a title"
+    )
+    options = parser.parse_args(arguments)
+    if not (options.small or torch.cuda.is_available()):
+        parser.error("no GPU is visible to PyTorch; --small tries the script")
+    run = Run(
+        options.limit,
+        options.limit_of_row,
+        options.small,
+        options.size or (32 if options.small else 4096),
+        options.only,
+    )
+    on_gpu = torch.cuda.is_available()
+    where = torch.cuda.get_device_name() if on_gpu else "a CPU"
     run.say(f"torch {torch.__version__}, keras {keras.__version__}, {where}")
     run.say(f"casts by Triton: {casts.lacking() or 'yes'}")
     checks = [straight_is_general, training_is_finite]

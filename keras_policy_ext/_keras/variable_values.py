@@ -164,8 +164,9 @@ def stored_embeddings(layer: keras.Layer) -> keras.Variable:
 
 def _variable_behind(layer: keras.Layer, name: str) -> keras.Variable:
     """Return the variable behind the attribute `name` of a layer."""
-    if hasattr(layer, f"_{name}"):
-        return getattr(layer, f"_{name}")
+    variable = vars(layer).get(f"_{name}")
+    if variable is not None:
+        return variable
     if getattr(layer, "lora_enabled", False):
         what = f"{type(layer).__name__}._{name}"
         raise versions.missing(what, "a float8 layer with LoRA")

@@ -26,7 +26,7 @@ from keras_policy_ext.contractions.weighted_sum import (
     weighted_sum_of,
 )
 from keras_policy_ext.layers import stored_weights
-from keras_policy_ext.layers.operands import MovedKernel, cached, on_grid
+from keras_policy_ext.layers.operands import MovedKernel, on_grid
 from keras_policy_ext.layers.state import Float8State
 from keras_policy_ext.layers.state_of import StateOf
 from keras_policy_ext.layers.stored_weights import StoredVariable
@@ -55,7 +55,10 @@ class Float8Controller:
         # Products of two activations that are in float8; see `by_operation`.
         self.attention: Any = None
         # The policy for `_path`; `current_policy` looks whether that changed.
+        # Its recipe and compute dtype, which each call needs, are found once.
         self.policy: Float8DTypePolicy | None = None
+        self.recipe: Any = None
+        self._compute_dtype = ""
         # For operands that are no weights; None outside of float8.
         self.recipe_of_activations: Any = None
         # For attention's probabilities times values. If each key has a scale,
@@ -95,6 +98,8 @@ class Float8Controller:
         )
         self.policy = policy if follows else None
         recipe: Any = policy.recipe if follows else None
+        self.recipe = recipe
+        self._compute_dtype = policy.compute_dtype if follows else ""
         (
             self.recipe_of_activations,
             self.recipe_of_weighted_sum,
@@ -227,8 +232,7 @@ class Float8Controller:
         a handler of `seams.on_contraction` gets them by `seams.Planned.of`.
         """
         layer = self.layer
-        policy: Any = self.policy
-        dtype = keras.backend.standardize_dtype(dtype or layer.compute_dtype)
+        dtype = keras.backend.standardize_dtype(dtype or self._compute_dtype)
         framework = backends.current
         compiling = framework.is_compiling()
         if not compiling:  # A frozen kernel stands for the codes that it holds.
@@ -274,8 +278,8 @@ class Float8Controller:
         training = bool(training) if is_known else None
         value = variable_values.value_without_autocast(kernel)
         states = layer.float8_state.states if self._remembers else None
-        if self.scales_each_matrix(kernel):
-            contraction = self._of_bank(contraction, kernel, states)
+        if self._scales_each_matrix and (states is None or states.have_banks):
+            contraction = self._of_bank(contraction, kernel, states, compiling)
         # What a state adds to the operands, and the number of this use of the
         # kernel in the step.
         remembered, slot = (), 0
@@ -294,7 +298,7 @@ class Float8Controller:
         is_as_held = moved is None and self._grid is None
         plan = contractions.make_plan(
             contraction,
-            policy.recipe,
+            self.recipe,
             dtype,
             kernel_dtype=keras.backend.standardize_dtype(value.dtype),
             training=training,
@@ -317,13 +321,18 @@ class Float8Controller:
         contraction: contractions.Contraction,
         kernel: keras.Variable,
         states: StateOf | None,
+        compiling: bool,
     ) -> Any:
         """Return a contraction with a bank of matrices, as of experts.
 
         It is unchanged if the kernel is not a bank.
         """
+        if not self.scales_each_matrix(kernel):
+            return contraction
         matrices = 1 if states is None else states.matrices_of(kernel)
-        product: Any = _with_bank(contraction, matrices)
+        # torch.compile leaves caches out, and would warn.
+        with_bank = contractions.with_bank if compiling else _known_with_bank
+        product: Any = with_bank(contraction, matrices)
         if states is not None:
             states.check_bank(kernel, product)
         return product
@@ -444,7 +453,7 @@ class Float8Controller:
         return run(plan, ops.cast(first, dtype), ops.cast(second, dtype))
 
 
-_with_bank = cached(contractions.with_bank)
+_known_with_bank = functools.lru_cache(maxsize=4096)(contractions.with_bank)
 
 
 @functools.cache

@@ -25,8 +25,9 @@ class _OneEinsum(KerasNames, Float8Mixin):
     float8_kernels = ("kernel",)
 
     @property
-    def _equation(self) -> str:  # Of `Dense`.
-        return "...x,xy->...y"
+    def _equation(self) -> str:
+        layer: Any = self
+        return str(layer.equation)
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
         """Compute `activation(einsum(inputs, kernel) + bias)`.
@@ -47,14 +48,14 @@ class _OneEinsum(KerasNames, Float8Mixin):
         kernel = variable_values.stored_kernel(layer)
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         contraction = contraction_of_tensors(self._equation, inputs, kernel)
-        # The controller casts the inputs, and adds the bias.
-        bias, dtype = layer.bias, layer.compute_dtype
+        bias = layer.bias
         if not layer.lora_enabled:
+            # The controller casts the inputs, and adds the bias.
             x = controller.contract(
-                contraction, inputs, kernel, training, dtype, bias
+                contraction, inputs, kernel, training, bias=bias
             )
             return activated(layer.activation, x)
-        x = controller.contract(contraction, inputs, kernel, training, dtype)
+        x = controller.contract(contraction, inputs, kernel, training)
         inputs = self.convert_input(inputs)
         x = ops.add(x, lora.einsum_adapter(layer, self._equation, inputs))
         return activated(layer.activation, with_bias(x, bias))
@@ -71,14 +72,12 @@ class Dense(_OneEinsum, keras.layers.Dense):
         ('float8', 'bfloat16')
     """
 
+    _equation = "...x,xy->...y"
+
 
 @drop_in
 class EinsumDense(_OneEinsum, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` that can follow a float8 policy."""
-
-    @property
-    def _equation(self) -> str:
-        return str(self.equation)
 
     @classmethod
     @override

@@ -41,7 +41,13 @@ def _nothing() -> None:
 
 
 class StateOf(Protocol):
-    """The states of the kernels of one layer."""
+    """The states of the kernels of one layer.
+
+    Attributes:
+        have_banks: Whether `scales_each_matrix` is True for any kernel.
+    """
+
+    have_banks: bool
 
     @property
     def variables(self) -> list[Any]:

@@ -124,7 +124,7 @@ def scale_for_limit(
     """
     number = primitives.current.known_number(amax)
     if number is not None and isinstance(limit, float):
-        divisor = with_margin(limit, margin)
+        divisor = with_margin(limit, margin) if margin else limit
         scale = _scale_of_number(number, divisor, power_of_two)
         scale = previous if scale is None else scale
         return ops.convert_to_tensor(scale, "float32")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import formats
 from keras_policy_ext._types import Size, Tensor
 from keras_policy_ext.numerics import casting, primitives, scaling
 from keras_policy_ext.numerics.casting import view
@@ -35,7 +34,7 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
         return Scales(ops.ones_like(amax) * quantization.constant_scale)
     if quantization.scale_format == "float8_e8m0fnu":
         return _powers(amax, quantization)
-    limit = formats.get(quantization.format).max
+    limit = casting.format_of(quantization.format).max
     rounding = quantization.scale_rounding
     if rounding == "floor":
         # At least 1, so that the scale is a normal number.
@@ -51,7 +50,7 @@ def scales_of(amax: Tensor, quantization: Quantization) -> Scales:
 
 def _powers(amax: Tensor, quantization: Quantization) -> Scales:
     """Compute one power-of-two scale (E8M0) per tile, 2^-127 to 2^127."""
-    limit = formats.get(quantization.format).max
+    limit = casting.format_of(quantization.format).max
     if quantization.scale_rounding == "floor":
         byte = _floored_exponent(amax, limit)
     else:

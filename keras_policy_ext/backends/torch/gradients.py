@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.interface import (
     DIFFERENTIATED_AGAIN,
+    BoundOperation,
     FrozenOperation,
     Operation,
     Shape,
@@ -143,6 +144,7 @@ class Pass(NamedTuple):
 
     Attributes:
         operation: The operation.
+        bound: The operation on the device of the forward pass.
         slot: The number of this use of the kernel in the step.
         shapes: The shapes of the inputs and of the kernel.
         needed: Whether the gradients of inputs and kernel are needed.
@@ -150,6 +152,7 @@ class Pass(NamedTuple):
     """
 
     operation: Operation
+    bound: BoundOperation
     slot: Slot
     shapes: tuple[Shape, Shape]
     needed: tuple[bool, bool]
@@ -177,7 +180,7 @@ class Differentiable(ReverseMode):
         """Return the outputs plus the bias; save tensors for the gradient."""
         trains = operation.training is not False
         bound = operation.bound
-        ctx.operation, ctx.links = operation, links
+        ctx.operation, ctx.bound, ctx.links = operation, bound, links
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.states = len(state)
         ctx.shapes = inputs.shape, kernel.shape
@@ -217,11 +220,13 @@ class Differentiable(ReverseMode):
         needed = needs_inputs, needs_kernel
         saved = ctx.saved_tensors  # PyTorch unpacks them at each access.
         if ctx.passes is not None:
-            leaves = ctx.operation.bound.straight.leaves(saved[ctx.states :])
+            leaves = ctx.bound.straight.leaves(saved[ctx.states :])
             saved = *saved[: ctx.states], *leaves
-        slot = ctx.operation.slot
-        static = Pass(ctx.operation, slot, ctx.shapes, needed, ctx.states)
-        if ctx.operation.training is False and ctx.states:
+        operation, slot = ctx.operation, ctx.operation.slot
+        static = Pass(
+            operation, ctx.bound, slot, ctx.shapes, needed, ctx.states
+        )
+        if operation.training is False and ctx.states:
             _, kernel_link = ctx.links
             saved = _with_amax(static, kernel_link, saved)
         if is_linked:
@@ -269,7 +274,7 @@ def _with_amax(
     if type(kernel_link) is not torch.nn.Parameter:
         return saved
     state, *leaves = saved
-    bound, kernel = static.operation.bound, kernel_link  # See `links_of`.
+    bound, kernel = static.bound, kernel_link  # See `links_of`.
     residuals = bound.residuals(leaves, static.shapes)
     # Of the inputs no amax is read outside of training: any tensor will do.
     with torch.no_grad():
@@ -288,7 +293,7 @@ def _gradients(
     `saved` is the state, if there is one, and then what the forward pass saved.
     The last gradient is None without `bias_shape`.
     """
-    bound, states = static.operation.bound, static.states
+    bound, states = static.bound, static.states
     with torch.no_grad(), no_autocast(outputs_grad):
         inputs_grad, kernel_grad, state_grads, bias_grad = bound.backward(
             bound.residuals(saved[states:], static.shapes),
@@ -362,7 +367,7 @@ class _Gradients(ByExample):
         """Return the second derivatives, and those of the state."""
         # The last arguments are of the gradient of a state, which has none.
         outputs_grad, *saved = ctx.saved_tensors
-        bound = ctx.static.operation.bound
+        bound = ctx.static.bound
         leaves = saved[ctx.static.states :]
         with torch.no_grad(), no_autocast(outputs_grad):
             second = bound.second_derivatives(

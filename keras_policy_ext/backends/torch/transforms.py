@@ -79,9 +79,9 @@ class _Run(ByExample):
     ) -> tuple[Any, ...]:
         """Return the gradients of all arguments of `forward`."""
         needed = ctx.needs_input_grad[2:4]  # Of inputs and kernel.
-        slot = ctx.operation.slot
+        operation, slot = ctx.operation, ctx.operation.slot
         static = torch_gradients.Pass(
-            ctx.operation, slot, ctx.shapes, needed, ctx.states
+            operation, operation.bound, slot, ctx.shapes, needed, ctx.states
         )
         gradients = torch_gradients.differentiable_gradients(
             static, outputs_grad, ctx.links, ctx.saved_tensors

@@ -42,6 +42,7 @@ class States:
         self._group = group
         # The attribute of each state variable, by the path of the kernel.
         self._owners: dict[str, str] = {}
+        self.have_banks = False
 
     def build(
         self, kernel: keras.Variable, recipe: Recipe, bank_axis: int | None
@@ -72,6 +73,7 @@ class States:
             setattr(group, name, variable)
         variable.trainable = group.trainable
         self._owners[kernel.path] = name
+        self.have_banks |= self.scales_each_matrix(kernel)
         built_layers.track_again([group])
 
     def of(self, kernel: keras.Variable) -> StateVariable | None:

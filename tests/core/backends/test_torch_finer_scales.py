@@ -348,6 +348,10 @@ WRONG = {
 }
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= (2, 14),
+    reason="PyTorch 2.14 looks at the scales of tensors with data alone",
+)
 @pytest.mark.parametrize("pair", WRONG)
 def test_fake_cuda_refuses_other_scales(pair):
     """Or else the test above would show nothing."""
