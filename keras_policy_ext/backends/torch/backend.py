@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext import user_code
-from keras_policy_ext._keras import calls
+from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext._types import Size, Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
@@ -207,6 +207,27 @@ class TorchBackend(Backend):
     def step_by_step(self) -> AbstractContextManager[None]:
         # Loops run eagerly anyway. Callers read values, and take no gradients.
         return torch.no_grad()
+
+    @override
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        compiles = torch.compiler.is_compiling()
+        if not compiles or variable_values.is_stateless():
+            super().run_if(flag, update, arguments, variables)
+            return
+        # A branch would end the graph, and wait for the flag. So the update is
+        # computed in any case, and the former values put back if it is unset.
+        with torch.no_grad():
+            before = [each.value.clone() for each in variables]
+            update(*arguments)
+            for variable, value in zip(variables, before, strict=True):
+                kept = torch.where(flag, variable.value, value)
+                variable.value.copy_(kept)
 
     @override
     def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
