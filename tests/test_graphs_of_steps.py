@@ -177,9 +177,6 @@ def adam(**kwargs):
 FEATURES = {
     "clipnorm": lambda: adam(clipnorm=0.1),
     "averages": lambda: adam(use_ema=True),
-    "averages that overwrite": lambda: adam(
-        use_ema=True, ema_overwrite_frequency=2
-    ),
     "loss scale of Keras": lambda: keras.optimizers.LossScaleOptimizer(adam()),
 }
 """Optimizers of Keras by what they do besides."""
@@ -264,13 +261,18 @@ def test_so_have_several_steps_of_an_execution(recorded):
 
 
 @pytest.mark.nightly
-def test_accumulation_adds_two_graphs_however_many_layers(recorded):
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        (2, {"gradient_accumulation_steps": 2}),
+        (1, {"use_ema": True, "ema_overwrite_frequency": 2}),
+    ],
+)
+def test_a_branch_of_keras_adds_few_however_many_layers(
+    recorded, more, options
+):
     """Keras branches on the count, and what it calls is compiled alone."""
-
-    def accumulating():
-        return adam(gradient_accumulation_steps=2)
-
-    check(recorded, dense, "delayed", accumulating, more=2)
+    check(recorded, dense, "delayed", lambda: adam(**options), more=more)
 
 
 @pytest.mark.full

@@ -85,6 +85,7 @@ class TensorNotes(Generic[Value]):
     """
 
     def __init__(self) -> None:
+        """Begin without values."""
         self._values: dict[int, tuple[weakref.ref[Any], Value]] = {}
         # Of the calls that torch.compile traces, which ends a graph at a
         # changed dict (torch 2.13).

@@ -216,6 +216,7 @@ class TorchBackend(Backend):
         arguments: tuple[Any, ...],
         variables: Sequence[keras.Variable],
     ) -> None:
+        """Call `update` if a flag is set; in a graph undo it otherwise."""
         compiles = torch.compiler.is_compiling()
         if not compiles or variable_values.is_stateless():
             super().run_if(flag, update, arguments, variables)
