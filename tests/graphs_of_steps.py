@@ -120,7 +120,7 @@ def batches(model, count=3, size=8):
     return x if len(x) > 1 else x[0], y.astype("float32"), size
 
 
-def fitted(model, compiled=True, epochs=2, **kwargs):
+def fitted(model, compiled=True, epochs=4, **kwargs):
     """The losses of some epochs of `fit`.
 
     Args:

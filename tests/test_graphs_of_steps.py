@@ -17,7 +17,9 @@ from graphs_of_steps import batches, fitted, recording
 layers, ops = keras.layers, keras.ops
 
 pytestmark = [
-    pytest.mark.extension("delayed", "recurrent", "mixed", "moments"),
+    pytest.mark.extension(
+        "delayed", "recurrent", "mixed", "moments", "nvfp4", "qat"
+    ),
     pytest.mark.skipif(
         not hasattr(keras.Variable, "overwrite_with_gradient"),
         reason="this Keras assigns no gradients",
@@ -39,6 +41,30 @@ class Product(layers.Layer):
 
     def call(self, x):
         return ops.matmul(x, self.kernel)
+
+
+class Transposed(Product):
+    """A class that moves its weight before the product."""
+
+    def call(self, x):
+        return ops.matmul(x, ops.transpose(self.kernel))
+
+
+class Attention(layers.Layer):
+    """Attention by operations: both products have one equation."""
+
+    def __init__(self):
+        super().__init__()
+        self.projections = [layers.Dense(16) for _ in range(3)]
+
+    def build(self, shape):
+        for each in self.projections:
+            each.build(shape)
+
+    def call(self, x):
+        query, key, value = (each(x) for each in self.projections)
+        scores = ops.matmul(query, ops.transpose(key, (0, 2, 1)))
+        return ops.matmul(ops.softmax(scores / 4), value)
 
 
 class Experts(layers.Layer):
@@ -66,6 +92,14 @@ def dense():
 
 def by_operation():
     return chain(Product(), Product())
+
+
+def moved():
+    return chain(Transposed(), Transposed())
+
+
+def attention_by_operation():
+    return chain(Attention(), shape=(5, 16))
 
 
 def attention():
@@ -120,6 +154,8 @@ def frozen_base():
 KINDS = (
     dense,
     by_operation,
+    moved,
+    attention_by_operation,
     attention,
     grouped_attention,
     convolution,
@@ -131,7 +167,7 @@ KINDS = (
     frozen_base,
 )
 
-RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8", "nvfp4")
+RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8", "nvfp4", "int4")
 
 
 def adam(**kwargs):
@@ -143,15 +179,26 @@ FEATURES = {
     "averages": lambda: adam(use_ema=True),
     "loss scale of Keras": lambda: keras.optimizers.LossScaleOptimizer(adam()),
 }
-"""Optimizers by what they do besides."""
+"""Optimizers of Keras by what they do besides."""
+
+OURS = {
+    "loss scale": lambda: kpe.mixed_precision.LossScaleOptimizer(adam()),
+    "one-byte moments": lambda: kpe.optimizers.quantize_state(adam()),
+    "random": lambda: kpe.mixed_precision.StochasticRounding(adam()),
+}
+"""Those of this package; the stock is one that does none of it."""
 
 
 def made(kind, recipe=None, optimizer=adam, **kwargs):
     """A compiled model, with the same weights each time."""
     keras.utils.set_random_seed(0)
     model = kind()
-    if recipe is not None:
-        assert kpe.convert(model, recipe, min_size=0).converted
+    if recipe == "frozen":
+        kpe.freeze(model)
+    elif recipe is not None:
+        attention = "float8" if kind is attention_by_operation else None
+        report = kpe.convert(model, recipe, min_size=0, attention=attention)
+        assert report.converted
     model.compile(optimizer(), "mse", **kwargs)
     return model
 
@@ -167,15 +214,16 @@ def graphs(recorded, model):
     return recorded.counts, losses
 
 
-def check(recorded, kind, recipe, optimizer=adam, more=0, **kwargs):
+def check(recorded, kind, recipe, optimizer=adam, more=0, stock=None, **kwargs):
     """Fail unless `fit` makes the stock's graphs, and eager's losses."""
-    stock, _ = graphs(recorded, made(kind, None, optimizer, **kwargs))
+    plain = made(kind, None, stock or optimizer, **kwargs)
+    allowed, _ = graphs(recorded, plain)
     waits = recorded.total("waits")
     found, losses = graphs(recorded, made(kind, recipe, optimizer, **kwargs))
     if not FROM_3_16:  # Keras ends the graph at `backward`, before the update.
         more += 2
-    assert found[0] <= stock[0] + more
-    assert found[1] <= stock[1] + more
+    assert found[0] <= allowed[0] + more
+    assert found[1] <= allowed[1] + more
     assert recorded.total("waits") <= waits
     eager = made(kind, recipe, optimizer, **kwargs)
     assert losses == fitted(eager, compiled=False)
@@ -195,19 +243,36 @@ def test_a_step_has_the_graphs_of_stock_and_the_losses_of_eager(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [*FEATURES, *OURS])
 def test_so_has_a_step_whose_optimizer_does_more(recorded, feature):
-    check(recorded, dense, "delayed", FEATURES[feature])
+    stock = FEATURES.get(feature, adam)
+    optimizer = OURS.get(feature, stock)
+    check(recorded, dense, "delayed", optimizer, stock=stock)
 
 
 @pytest.mark.nightly
-def test_accumulation_adds_two_graphs_however_many_layers(recorded):
+def test_so_have_adapters_of_a_frozen_model(recorded):
+    check(recorded, lora, "frozen")
+
+
+@pytest.mark.nightly
+def test_so_have_several_steps_of_an_execution(recorded):
+    check(recorded, dense, "delayed", steps_per_execution=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        (2, {"gradient_accumulation_steps": 2}),
+        (1, {"use_ema": True, "ema_overwrite_frequency": 2}),
+    ],
+)
+def test_a_branch_of_keras_adds_few_however_many_layers(
+    recorded, more, options
+):
     """Keras branches on the count, and what it calls is compiled alone."""
-
-    def accumulating():
-        return adam(gradient_accumulation_steps=2)
-
-    check(recorded, dense, "delayed", accumulating, more=2)
+    check(recorded, dense, "delayed", lambda: adam(**options), more=more)
 
 
 @pytest.mark.full

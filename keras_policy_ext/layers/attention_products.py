@@ -136,7 +136,7 @@ def _numbered_call(layer: keras.Layer) -> Iterator[None]:
     outer_call = getattr(_thread, "call", None)
     _thread.call = _Call(layer)
     try:
-        with products.following():
+        with products.following(), _PROBABILITIES.of_call():
             yield
     finally:
         _thread.call = outer_call
@@ -144,7 +144,7 @@ def _numbered_call(layer: keras.Layer) -> Iterator[None]:
 
 def numbering(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
     """Return a block for the call of a layer that numbers its products."""
-    # Only if the layer needs that, since torch.compile breaks its graph there.
+    # Only if the layer needs that, since each call then notes tensors.
     if attends(layer) and layer.float8_controller.attention.needs_order:
         return _numbered_call(layer)
     return contextlib.nullcontext()

@@ -185,7 +185,7 @@ def _new_form(cls: type[keras.Layer]) -> type:
         """Call the layer, and number its products of activations."""
         # Keras opens this scope, except where PyTorch recomputes a call.
         scope = keras.name_scope(self.name, caller=self)
-        with scope, attention_products.numbering(self):
+        with scope, attention_products.numbering(self), _ORIGINS.of_call():
             return cls.call(self, *args, **kwargs)
 
     def from_config(form: type, config: dict[str, Any]) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import keras
@@ -84,15 +85,25 @@ class TensorNotes(Generic[Value]):
     """
 
     def __init__(self) -> None:
+        """Begin without values."""
         self._values: dict[int, tuple[weakref.ref[Any], Value]] = {}
+        # Of the calls that torch.compile traces, which ends a graph at a
+        # changed dict (torch 2.13).
+        self._traced: list[tuple[Any, Value]] = []
 
     def get(self, x: object) -> Value | None:
         """Return the value stored for a tensor, or None."""
+        if backends.current.is_compiling():
+            found = [value for each, value in self._traced if each is x]
+            return found[-1] if found else None
         entry = self._values.get(id(x))
         return None if entry is None or entry[0]() is not x else entry[1]
 
     def set(self, x: object, value: Value) -> None:
         """Store a value for a tensor."""
+        if backends.current.is_compiling():
+            self._traced.append((x, value))
+            return
         values, key = self._values, id(x)
 
         def forget(reference: Any) -> None:
@@ -102,6 +113,15 @@ class TensorNotes(Generic[Value]):
                 del values[key]
 
         values[key] = weakref.ref(x, forget), value
+
+    @contextlib.contextmanager
+    def of_call(self) -> Iterator[None]:
+        """In the block, a call, store values; then forget those of a trace."""
+        known = len(self._traced)
+        try:
+            yield
+        finally:
+            del self._traced[known:]
 
 
 def no_operands(inputs: Tensor, kernel: keras.Variable) -> str:

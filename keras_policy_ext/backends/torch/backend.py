@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from keras_policy_ext import user_code
-from keras_policy_ext._keras import calls
+from keras_policy_ext._keras import calls, variable_values
 from keras_policy_ext._types import Tensor, override
 from keras_policy_ext.backends import devices
 from keras_policy_ext.backends.devices import Device
@@ -211,6 +211,28 @@ class TorchBackend(Backend):
     # 1 µs; `ops.reshape` takes 30 (torch 2.13).
     reshape = staticmethod(torch.reshape)
     permute = staticmethod(torch.permute)
+
+    @override
+    def run_if(
+        self,
+        flag: Tensor,
+        update: Callable[..., None],
+        arguments: tuple[Any, ...],
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        """Call `update` if a flag is set; in a graph undo it otherwise."""
+        compiles = torch.compiler.is_compiling()
+        if not compiles or variable_values.is_stateless():
+            super().run_if(flag, update, arguments, variables)
+            return
+        # A branch would end the graph, and wait for the flag. So the update is
+        # computed in any case, and the former values put back if it is unset.
+        with torch.no_grad():
+            before = [each.value.clone() for each in variables]
+            update(*arguments)
+            for variable, value in zip(variables, before, strict=True):
+                kept = torch.where(flag, variable.value, value)
+                variable.value.copy_(kept)
 
     @override
     def repeat(self, x: Tensor, repeats: int, axis: int) -> Tensor:

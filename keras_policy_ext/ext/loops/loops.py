@@ -317,10 +317,14 @@ def _why_no_cuda_graph(model: keras.Model) -> str | None:
     if model.train_function is not None:
         return "a model whose step is compiled already"
     optimizer = model.optimizer
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     branches = ("gradient_accumulation_steps", "ema_overwrite_frequency")
-    if scales or any(getattr(optimizer, each, None) for each in branches):
-        return "an optimizer that branches on numbers, which ends the graph"
+    stock_scaler = keras.optimizers.LossScaleOptimizer
+    while optimizer is not None:
+        # The scaler of this package has an `apply` of its own: no branch.
+        scales = type(optimizer).apply is stock_scaler.apply
+        if scales or any(getattr(optimizer, each, None) for each in branches):
+            return "an optimizer that branches on numbers, which ends the graph"
+        optimizer = getattr(optimizer, "inner_optimizer", None)
     return None
 
 

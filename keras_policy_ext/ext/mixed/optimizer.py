@@ -165,8 +165,10 @@ class Unscaling:
                 again in each step.
         """
         self._scale_used = True
-        self._used_in_trace = self._used_in_trace or traced
-        self._updated.clear()
+        if traced:  # It is not read: torch.compile would guard its value.
+            self._used_in_trace = True
+        else:
+            self._updated.clear()
 
     def check_scaled(
         self, variable: keras.Variable, traced: bool, name: str
@@ -231,8 +233,9 @@ class Unscaling:
 
     def is_done(self, gradients: list[Tensor | None]) -> bool:
         """Return True if the caller has already unscaled these gradients."""
+        # Only if there are any: torch.compile would guard the ids.
         scaled = {id(x) for x in self._scaled}
-        if any(id(x) in scaled for x in gradients):
+        if scaled and any(id(x) in scaled for x in gradients):
             self.start_step()
         # Tensors of a step are not kept until the next.
         self._scaled = []

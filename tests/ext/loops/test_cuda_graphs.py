@@ -47,6 +47,11 @@ def scaled():
     return network(keras.optimizers.LossScaleOptimizer(inner))
 
 
+def rounded():
+    inner = keras.optimizers.Adam(gradient_accumulation_steps=2)
+    return network(kpe.mixed_precision.StochasticRounding(inner))
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """As with the Keras that makes one graph of a step."""
@@ -60,7 +65,8 @@ def test_the_setting_of_the_compiler_lasts_for_the_block(on_gpu):
     import torch._inductor.config as settings
 
     before = settings.triton.cudagraphs
-    with pytest.raises(KeyError), kpe.loops.cuda_graphs(network()):
+    scaler = kpe.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam())
+    with pytest.raises(KeyError), kpe.loops.cuda_graphs(network(scaler)):
         assert settings.triton.cudagraphs is True
         raise KeyError
     assert settings.triton.cudagraphs is before is False
@@ -76,6 +82,7 @@ def test_the_setting_of_the_compiler_lasts_for_the_block(on_gpu):
         (trained_before, "whose step is compiled already"),
         (lambda: adam(gradient_accumulation_steps=2), "branches on numbers"),
         (scaled, "branches on numbers"),
+        (rounded, "branches on numbers"),
     ],
 )
 def test_a_step_of_several_graphs_is_refused(on_gpu, make, reason):
