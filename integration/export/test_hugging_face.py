@@ -105,11 +105,10 @@ def test_integers_are_read_as_the_frozen_model_has_them(
     ids = tiny.successors(8, tiny.LENGTH, seed=99)
     expected, received = tiny.logits(model, ids), readers.logits(reader, ids)
     assert_same_weights(reader, model, report)
-    whole = readers.sqnr_db(expected, received)
-    median = readers.median_token_db(expected, received)
-    print(f"whole {whole:.1f} dB, median token {median:.1f} dB")
-    assert min(median, whole) > 100
-    assert_same_text(reader, model)
+    error = np.abs(received - expected).max() / np.abs(expected).max()
+    print(f"largest error {error:.1e}")
+    assert error < 1e-5
+    assert_same_text(reader, model, least=10)
 
 
 def test_what_a_packed_folder_cannot_hold_is_refused(tmp_path):
@@ -191,8 +190,8 @@ def scale_of_rows(part):
     return part.matrix_scale[rows[:, None], columns[None, :]]
 
 
-def assert_same_text(reader, model, count=20):
-    """The same 20 tokens after at least nine of ten prompts."""
+def assert_same_text(reader, model, count=20, least=9):
+    """The same 20 tokens after nearly all of ten prompts."""
     prompts = tiny.successors(10, 4, seed=7)
     # Later tokens change nothing before them; JAX compiles for one length.
     ids = np.pad(prompts, [(0, 0), (0, count)])
@@ -201,7 +200,7 @@ def assert_same_text(reader, model, count=20):
     received = readers.greedy(reader, prompts, count)
     same = int(np.sum(np.all(received == ids, axis=1)))
     print(f"{same} of {len(prompts)} texts are the same")
-    assert same >= 9
+    assert same >= least
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
