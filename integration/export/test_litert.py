@@ -58,17 +58,27 @@ def quantized(path, bits):
     return bytes(made.quantize().quantized_model)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4"])
-def test_codes_and_scales_are_those_of_the_frozen_model(recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "bits", "error"),
+    [
+        # It takes the smallest difference of two weights for the scale. Each
+        # has the error of float32, 2⁻²⁴ of it.
+        ("int8", 8, 2 * 127 * 2.0**-24),
+        ("int4", 4, 1e-6),
+        # Float32 has all products of a scale in bfloat16 and a code.
+        ("int8(scale_format='bfloat16')", 8, 0),
+        ("int4(scale_format='bfloat16')", 4, 0),
+    ],
+)
+def test_codes_and_scales_are_those_of_the_frozen_model(
+    recipe, bits, error, tmp_path
+):
     model, expected, stored = frozen(recipe)
     kpe.thaw(model)
     model.export(tmp_path / "m.tflite", format="litert", verbose=False)
-    content = quantized(tmp_path / "m.tflite", int(recipe[3:]))
+    content = quantized(tmp_path / "m.tflite", bits)
     reader = Interpreter(model_content=content)
     reader.allocate_tensors()
-    # It takes the smallest difference of two weights for the scale. Each has
-    # the error of float32, 2⁻²⁴ of it: less than 1e-6 of a scale in four bits.
-    error = 2 * kpe.formats.get(recipe).max * 2.0**-24
     found = 0
     for tensor in reader.get_tensor_details():
         scale = tensor["quantization_parameters"]["scales"]

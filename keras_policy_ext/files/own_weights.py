@@ -149,7 +149,11 @@ def save_frozen(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
             continue
         stored = each.stored
         store[each.name] = pack(stored.codes, stored.weights)
-        store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
+        if stored.scale_format == "float32":
+            store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
+        else:
+            key = entries.CODES_OF_SCALE.format(name=each.name)
+            store[key] = stored.scale_codes
         if each.inputs_scale is not None:
             # It raises if someone has cast the scale to another dtype.
             scale = ops.convert_to_numpy(each.inputs_scale.as_stored)

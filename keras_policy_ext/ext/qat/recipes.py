@@ -9,7 +9,7 @@ from keras_policy_ext._types import override
 from keras_policy_ext.policy_names import QAT
 from keras_policy_ext.recipes.fields import integer, wrong
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, Recipe
-from keras_policy_ext.stored_kernels import Grid
+from keras_policy_ext.stored_kernels import SCALE_FORMATS, Grid
 
 GROUPS = (None, 32, 64, 128)
 """How many elements that a matmul sums share a scale; None for all."""
@@ -41,6 +41,7 @@ class OnGrid(Recipe):
             format; larger values are clipped.
         delay: The number of steps that multiply with the float kernel, before
             it is rounded. A state of each kernel counts them.
+        scale_format: The format of the scales, as for `freeze`.
 
     Raises:
         TypeError, ValueError: If a field has a wrong type or value.
@@ -53,12 +54,17 @@ class OnGrid(Recipe):
     inputs: str | None = None
     clip: float = 1.0
     delay: int = 0
+    scale_format: str = "float32"
     forward: str = HIGH_PRECISION
     inputs_grad: str = HIGH_PRECISION
     kernel_grad: str = HIGH_PRECISION
 
     def __post_init__(self) -> None:
-        for field, allowed in (("group", GROUPS), ("inputs", INPUTS)):
+        for field, allowed in (
+            ("group", GROUPS),
+            ("inputs", INPUTS),
+            ("scale_format", SCALE_FORMATS),
+        ):
             value = getattr(self, field)
             if isinstance(value, bool) or value not in allowed:
                 words = " or ".join(map(repr, allowed))
@@ -78,7 +84,14 @@ class OnGrid(Recipe):
     @override
     def grid(self) -> Grid:
         per = "channel" if self.group is None else f"group{self.group}"
-        return Grid(self.weights, per, self.clip, self.inputs, self.delay)
+        return Grid(
+            self.weights,
+            per,
+            self.clip,
+            self.inputs,
+            self.delay,
+            self.scale_format,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,11 @@ SPECS = (
     "int2(group=128)",
     "int4(group=32,clip=0.75)",
     "float8_e4m3fn",
+    "int8(scale_format='bfloat16')",
+    "int4(group=32,clip=0.75,scale_format='bfloat16')",
+    "int4(group=32,scale_format='float8_e8m0fnu')",
+    "int2(clip=0.9,scale_format='float8_e8m0fnu')",
+    "float8_e4m3fn(scale_format='bfloat16')",
 )
 
 KERNELS = {
@@ -38,9 +43,13 @@ def of(spec):
 def stored_values(kernel, axes, grid):
     """What `freeze` stores of a kernel, float32."""
     how = grid.granularity, grid.weights
-    clips = (grid.clip,)
-    scales = stored_kernels.clipped_scales(kernel, axes, *how, clips)
-    return stored_kernels.quantize(kernel, axes, *how, scales).dequantized()
+    form = grid.scale_format
+    scales = stored_kernels.clipped_scales(
+        kernel, axes, *how, (grid.clip,), form
+    )
+    return stored_kernels.quantize(
+        kernel, axes, *how, scales, form
+    ).dequantized()
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -139,6 +148,7 @@ def test_what_is_not_finite_shows():
         {"clip": 2},
         {"clip": True},
         {"delay": -1},
+        {"scale_format": "float16"},
     ],
 )
 def test_a_wrong_field_is_refused(field):
