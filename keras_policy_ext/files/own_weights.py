@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, formats, user_code
+from keras_policy_ext import backends, formats, policy_names, user_code
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext._keras.variable_values import ComputedVariable
 from keras_policy_ext.files import entries, keras_float8
@@ -118,7 +118,7 @@ def _is_in_keras_float8(layer: keras.Layer, store: Mapping[str, Any]) -> bool:
     # Only a layer whose stock form knows float8 can have been in such a file.
     if "float8" not in layer.stock_serialization_spec() or not layer.built:
         return False
-    if layer.quantization_mode not in (None, "float8", "qat"):
+    if layer.quantization_mode not in (None, *policy_names.MODES):
         return False
     return keras_float8.is_store(store)
 

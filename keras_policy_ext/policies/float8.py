@@ -99,7 +99,7 @@ class Float8DTypePolicy(SourceMap):
         rules = _with_names(self._rules)
         recipe = self._recipe
         return policy_names.render(
-            recipe.spec, self._source_name, rules, recipe.family
+            recipe.spec, self._source_name, rules, recipe.mode
         )
 
     @property
@@ -119,8 +119,8 @@ class Float8DTypePolicy(SourceMap):
 
     @property
     def mode(self) -> str:
-        """The family of the recipe: `"float8"`, as in Keras, or `"qat"`."""
-        return self._recipe.family
+        """The mode of the recipe: `"float8"`, `"qat"` or `"integers"`."""
+        return self._recipe.mode
 
     @property
     def quantization_mode(self) -> None:
@@ -449,10 +449,11 @@ def _recipe_of(
     if parts.spec is None:
         return None
     recipe = recipes.parse(parts.spec)
-    if recipe.family == parts.family:
+    # Files of the first versions have kernels of integers in the family float8.
+    if parts.mode in (recipe.mode, recipe.family):
         return recipe
     allowed = policy_names.render(
-        recipe.spec, parts.source, parts.rules, recipe.family
+        recipe.spec, parts.source, parts.rules, recipe.mode
     )
     raise ValueError(
         f"A policy name has another first word with this recipe. Received: "

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import override
+from keras_policy_ext.policy_names import INTEGERS
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, REGISTRY, Recipe
 from keras_policy_ext.stored_kernels import (
@@ -73,6 +74,11 @@ class FrozenKernels(Recipe):
                 "token. Pass one of them."
             )
         super().__post_init__()
+
+    @property
+    @override
+    def mode(self) -> str:
+        return INTEGERS if self.has_integers else self.family
 
     @property
     def has_integers(self) -> bool:

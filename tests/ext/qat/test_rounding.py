@@ -175,12 +175,25 @@ def test_names_of_policies_round_trip():
     [
         ("qat/current_from_float32", "float8/current_from_float32"),
         ("float8/int4_from_float32", "qat/int4_from_float32"),
+        ("integers/frozen_from_float32", "float8/frozen_from_float32"),
     ],
 )
 def test_another_first_word_is_refused(name, right):
     with pytest.raises(ValueError, match="Received") as error:
         kpe.get(name)
     assert f"Allowed: {right!r}" in str(error.value)
+
+
+@pytest.mark.any_backend
+def test_frozen_integers_have_a_name_and_the_one_of_earlier_files():
+    spec = "frozen(weights='int4',per='group32')_from_float32"
+    policy = kpe.get(f"integers/{spec}")
+    assert policy.full_name == f"integers/{spec}"
+    assert policy.mode == "integers"
+    earlier = kpe.get(f"float8/{spec}")
+    assert earlier == policy
+    assert earlier.full_name == policy.full_name
+    assert kpe.deserialize(kpe.serialize(policy)) == policy
 
 
 @pytest.mark.any_backend
