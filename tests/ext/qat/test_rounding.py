@@ -88,7 +88,9 @@ def gradients(function, *arrays):
     return tape.gradient(total, tensors)
 
 
-@pytest.mark.parametrize("spec", ["int4(group=32,inputs='int8')", "int4"])
+@pytest.mark.parametrize(
+    "spec", ["int4(group=32,inputs='int8')", "int4(clip=1.0)"]
+)
 def test_gradients_pass_straight_through(spec):
     contraction = contractions.Einsum("ab,bc->ac")
     x, kernel, weights = normal(6, 64), normal(64, 8, seed=1), normal(6, 8)
@@ -124,6 +126,23 @@ def test_a_clipped_value_has_no_gradient():
     (gradient,) = gradients(loss, kernel)
     # The scale is 0.5 / 7: up to 7.5 of it still round to 7.
     np.testing.assert_array_equal(numpy(gradient)[:, 0], [0, 1, 1, 0, 0, 1])
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    "spec, clip",
+    [
+        ("int4", 0.9),
+        ("int3", 0.9),
+        ("int4(clip=1.0)", 1.0),
+        ("int4(group=32)", 1.0),
+        ("int8", 1.0),
+        ("float8_e4m3fn", 1.0),
+    ],
+)
+def test_channels_in_few_bits_are_clipped_by_default(spec, clip):
+    assert of(spec).clip == clip
+    assert recipes.get(spec).spec == spec
 
 
 def test_what_is_not_finite_shows():
