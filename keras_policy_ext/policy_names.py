@@ -33,6 +33,8 @@ INTEGERS = "integers"
 MODES = (MODE, QAT, INTEGERS)
 """The first words of full names; layers report them too."""
 
+_BEGINNINGS = tuple(f"{mode}/" for mode in MODES)
+
 _FULL_NAME = re.compile(
     r"(?P<mode>float8|(?:qat|integers)(?=/))(?:/(?P<spec>[^;]+?))?"
     r"_from_(?P<source>\w+)(?:;rules=(?P<rules>.*))?",
@@ -56,7 +58,7 @@ def is_full_name(name: str) -> bool:
     # `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
-    return name.startswith(tuple(f"{mode}/" for mode in MODES)) or (
+    return name.startswith(_BEGINNINGS) or (
         name.startswith("float8") and "_from_" in name
     )
 

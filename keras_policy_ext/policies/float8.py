@@ -87,6 +87,7 @@ class Float8DTypePolicy(SourceMap):
         given = _read_source(source_name)
         super().__init__(given.source)
         self._recipe = plain.merge_recipes(given.recipe, recipe, length)
+        self._mode = self._recipe.mode  # Layers ask for it in each call.
         self._rules = _merge_rules(given.rules, _read_rules(rules))
         self._patterns = [re.compile(pattern) for pattern, _ in self._rules]
         self._without_rules = self
@@ -120,7 +121,7 @@ class Float8DTypePolicy(SourceMap):
     @property
     def mode(self) -> str:
         """The mode of the recipe: `"float8"`, `"qat"` or `"integers"`."""
-        return self._recipe.mode
+        return self._mode
 
     @property
     def quantization_mode(self) -> None:

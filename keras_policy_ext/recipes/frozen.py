@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from keras_policy_ext import formats
 from keras_policy_ext._types import override
-from keras_policy_ext.policy_names import INTEGERS
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, REGISTRY, Recipe
 from keras_policy_ext.stored_kernels import (
@@ -78,7 +77,7 @@ class FrozenKernels(Recipe):
     @property
     @override
     def mode(self) -> str:
-        return INTEGERS if self.has_integers else self.family
+        return "integers" if self.has_integers else self.family
 
     @property
     def has_integers(self) -> bool:

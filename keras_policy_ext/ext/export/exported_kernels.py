@@ -97,16 +97,14 @@ class ExportedKernel:
         if self.frozen and not self.adapted:
             return self.variable.stored
         # With adapters, a frozen one is quantized again in the same format.
-        how: dict[str, str] = {}
-        if self.frozen:
-            how["scale_format"] = self.variable.recipe.scale_format
         kept = self.variable if self.frozen else scheme
+        form = self.variable.recipe.scale_format if self.frozen else "float32"
         return stored_kernels.quantize(
             self.float_value(),
             self.axes,
             kept.granularity,
             kept.weights,
-            **how,
+            scale_format=form,
         )
 
     @property
