@@ -2,13 +2,14 @@
 
 ```
 full name = "float8" ["/" spec] "_from_" source [";rules=" JSON]
-          | "qat/" spec "_from_" source [";rules=" JSON]
+          | ("qat" | "integers") "/" spec "_from_" source [";rules=" JSON]
           | "mixed_float8" [";rules=" JSON]
 ```
 
 `spec` is a recipe's compact string (`Recipe.spec`); without it the recipe is
-delayed scaling, as in Keras. The first word is the recipe's `family`: `qat`
-(quantization-aware training) rounds kernels that train in floats.
+delayed scaling, as in Keras. The first word is the recipe's `mode`: `qat`
+(quantization-aware training) rounds kernels that train in floats, and
+`integers` is of kernels that are stored as such.
 `mixed_float8` is short for `float8/current_from_mixed_bfloat16`. `source` is a
 plain policy name, and the JSON is a compact list of `[pattern, policy name or
 null]`.
@@ -28,10 +29,15 @@ ALIAS = "mixed_float8"
 _ALIAS_MEANS = "float8/current_from_mixed_bfloat16"
 
 QAT = "qat"
+INTEGERS = "integers"
+MODES = (MODE, QAT, INTEGERS)
+"""The first words of full names; layers report them too."""
+
+_BEGINNINGS = tuple(f"{mode}/" for mode in MODES)
 
 _FULL_NAME = re.compile(
-    r"(?P<family>float8|qat(?=/))(?:/(?P<spec>[^;]+?))?_from_(?P<source>\w+)"
-    r"(?:;rules=(?P<rules>.*))?",
+    r"(?P<mode>float8|(?:qat|integers)(?=/))(?:/(?P<spec>[^;]+?))?"
+    r"_from_(?P<source>\w+)(?:;rules=(?P<rules>.*))?",
     re.DOTALL,
 )
 
@@ -41,7 +47,7 @@ NamedRules = tuple[tuple[str, str | None], ...]
 class PolicyName(NamedTuple):
     """The parts of a policy's full name: recipe, source and rules."""
 
-    family: str
+    mode: str
     spec: str | None
     source: str
     rules: NamedRules
@@ -52,7 +58,7 @@ def is_full_name(name: str) -> bool:
     # `"float8_e4m3fn"` is a dtype and `"float8"` a mode, so False for both.
     if name == ALIAS or name.startswith(ALIAS + ";"):
         return True
-    return name.startswith(("float8/", f"{QAT}/")) or (
+    return name.startswith(_BEGINNINGS) or (
         name.startswith("float8") and "_from_" in name
     )
 
@@ -79,7 +85,7 @@ def parse(name: str) -> PolicyName:
         raise ValueError(_grammar_error(name))
     rules = match["rules"]
     return PolicyName(
-        family=match["family"],
+        mode=match["mode"],
         spec=match["spec"],
         source=match["source"],
         rules=() if rules is None else _parse_rules(rules, name),
@@ -90,19 +96,19 @@ def render(
     spec: str,
     source: str,
     rules: Iterable[tuple[str, str | None]] = (),
-    family: str = MODE,
+    mode: str = MODE,
 ) -> str:
     """Return the full name of a float8 policy, which `parse` can read.
 
     `spec` is `""` for delayed scaling with 1024 amaxes; rules are
     (pattern, name or None).
     """
-    mode = f"{family}/{spec}" if spec else family
+    begin = f"{mode}/{spec}" if spec else mode
     pairs = [list(rule) for rule in rules]
     if not pairs:
-        return f"{mode}_from_{source}"
+        return f"{begin}_from_{source}"
     compact = json.dumps(pairs, separators=(",", ":"))
-    return f"{mode}_from_{source};rules={compact}"
+    return f"{begin}_from_{source};rules={compact}"
 
 
 def _parse_rules(text: str, name: str) -> NamedRules:
@@ -131,7 +137,8 @@ def _grammar_error(name: str) -> str:
     return (
         f"Cannot read this as a float8 policy name. Received: {name!r}. "
         "Allowed: 'mixed_float8', 'float8_from_<source>', "
-        "'float8/<recipe>_from_<source>' or 'qat/<recipe>_from_<source>', "
+        "'float8/<recipe>_from_<source>', 'qat/<recipe>_from_<source>' or "
+        "'integers/<recipe>_from_<source>', "
         "where <source> is a plain policy name and <recipe> a history length "
         "or a recipe, each with an "
         'optional \';rules=[["<path pattern>","<policy>" or null],…]\'. '

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from keras_policy_ext import formats
@@ -18,6 +19,7 @@ from keras_policy_ext import formats
 __all__ = [
     "BLOCK",
     "GRANULARITIES",
+    "SCALE_FORMATS",
     "WEIGHTS",
     "Axes",
     "Grid",
@@ -28,6 +30,8 @@ __all__ = [
     "of_matrix",
     "pack",
     "quantize",
+    "rounded_scales",
+    "scale_dtype",
     "scale_shape",
     "spread_blocks",
     "tile_of",
@@ -48,6 +52,9 @@ GRANULARITIES = (
 WEIGHTS = ("float8_e4m3fn", "float8_e5m2", *formats.INTEGERS)
 """The formats that a kernel can be stored in."""
 
+SCALE_FORMATS = ("float32", "bfloat16", "float8_e8m0fnu")
+"""The formats that scales can have: the last one has the powers of two."""
+
 CLIPS = tuple(np.linspace(1.0, 0.5, 51))
 """The shares of an amax that `clipped_scales` tries as the largest value."""
 
@@ -55,6 +62,7 @@ BLOCK = 128
 """The rows and columns of a block with one scale."""
 
 _SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
+_LARGEST_SCALE = 2.0**127  # The largest power of two in float32.
 
 Array = np.ndarray[Any, Any]
 
@@ -85,6 +93,7 @@ class Grid(NamedTuple):
         clip: The share of an amax that becomes the largest number.
         inputs: The format to which inputs are rounded by token, or None.
         delay: The steps before kernels are rounded.
+        scale_format: The format of the scales, one of `SCALE_FORMATS`.
     """
 
     weights: str
@@ -92,6 +101,7 @@ class Grid(NamedTuple):
     clip: float = 1.0
     inputs: str | None = None
     delay: int = 0
+    scale_format: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +117,8 @@ class StoredKernel:
         weights: The name of the format of the codes.
         granularity: One of `GRANULARITIES`.
         axes: The summed and the free axes of the kernel.
+        scale_format: The format that holds all scales, one of
+            `SCALE_FORMATS`.
     """
 
     codes: Array
@@ -114,17 +126,25 @@ class StoredKernel:
     weights: str
     granularity: str
     axes: Axes
+    scale_format: str = "float32"
 
     @property
     def nbytes(self) -> int:
         """The size of the codes, packed, and of the scales in bytes."""
         in_a_byte = formats.get(self.weights).numbers_per_byte
-        return -(-self.codes.size // in_a_byte) + self.scale.nbytes
+        of_scales = self.scale.size * scale_dtype(self.scale_format).itemsize
+        return -(-self.codes.size // in_a_byte) + of_scales
 
     @property
     def values(self) -> Array:
         """The codes as values, in the ml_dtypes dtype of the format."""
         return self.codes.view(formats.get(self.weights).dtype)
+
+    @property
+    def scale_codes(self) -> Array:
+        """The scales as the bits of their format, unsigned integers."""
+        dtype = scale_dtype(self.scale_format)
+        return self.scale.astype(dtype).view(f"uint{8 * dtype.itemsize}")
 
     def dequantized(self) -> Array:
         """Return the dequantized kernel in float32, in the kernel's shape.
@@ -161,12 +181,13 @@ def quantize(
     granularity: str = "channel",
     weights: str = "float8_e4m3fn",
     scale: float | Array | None = None,
+    scale_format: str = "float32",
 ) -> StoredKernel:
     """Quantize a float kernel to a `StoredKernel`.
 
     A scale is `amax / max` in float32, as in compressed-tensors, or 1 if all
-    values are 0. A value is divided by it, rounded to nearest, ties to even,
-    and clipped to the range of the format.
+    values are 0, rounded by `rounded_scales`. A value is divided by it, rounded
+    to nearest, ties to even, and clipped to the range of the format.
 
     Args:
         kernel: The kernel, of any floating dtype of NumPy or ml_dtypes.
@@ -175,11 +196,12 @@ def quantize(
         weights: The format to quantize to.
         scale: The scale of the whole kernel, such as one from training, with
             `"tensor"`; or all scales, in their shape. None to compute them.
+        scale_format: The format of the scales, one of `SCALE_FORMATS`.
 
     Raises:
         ValueError: If an argument is wrong, or the kernel is not finite.
     """
-    _check(granularity, weights)
+    _check(granularity, weights, scale_format)
     kernel = np.asarray(kernel, "float32")
     if not np.all(np.isfinite(kernel)):
         raise ValueError(
@@ -191,10 +213,12 @@ def quantize(
     limit = np.float32(formats.get(weights).max)
     tile = tile_of(granularity)
     if scale is None:
-        scales = _scales(_amax(kernel, axes, granularity), limit)
+        amax = _amax(kernel, axes, granularity)
+        scales = rounded_scales(_scales(amax, limit), scale_format)
     else:
         array = np.asarray(scale, "float32")
         scales = array if array.ndim else array.reshape((1,) * kernel.ndim)
+        scales = rounded_scales(scales, scale_format)
     if tile is not None:
         matrix = as_matrix(kernel, axes)
         divided = matrix / spread_blocks(scales, matrix.shape, tile)
@@ -212,6 +236,7 @@ def quantize(
         weights=weights,
         granularity=granularity,
         axes=axes,
+        scale_format=scale_format,
     )
 
 
@@ -221,6 +246,7 @@ def clipped_scales(
     granularity: str,
     weights: str,
     clips: Sequence[float] = CLIPS,
+    scale_format: str = "float32",
 ) -> Array:
     """Return the scales, each by the clip that has the least squared error.
 
@@ -228,13 +254,14 @@ def clipped_scales(
     values are clipped, and all others are rounded to a finer grid. Of equal
     errors the first clip counts. The arguments are those of `quantize`.
     """
-    _check(granularity, weights)
+    _check(granularity, weights, scale_format)
     kernel = np.asarray(kernel, "float32")
     amax = _amax(kernel, axes, granularity)
     limit = np.float32(formats.get(weights).max)
     best, least = None, None
     for clip in clips:
         scale = _scales(amax * np.float32(clip), limit)
+        scale = rounded_scales(scale, scale_format)
         if len(clips) == 1:
             return scale
         stored = quantize(kernel, axes, granularity, weights, scale)
@@ -370,11 +397,32 @@ def _scales(amax: Array, limit: np.float32) -> Array:
     return np.where(amax > 0, scales, 1).astype("float32")
 
 
-def _check(granularity: str, weights: str) -> None:
-    """Raise if the granularity or the format is not allowed."""
+def rounded_scales(scales: Array, scale_format: str) -> Array:
+    """Return positive float32 scales, rounded to a format, in float32.
+
+    In bfloat16 they are rounded to nearest, ties to even. To powers of two they
+    are rounded up, so that no value is clipped.
+    """
+    if scale_format == "float32":
+        return scales
+    bounded = np.minimum(scales, np.float32(_LARGEST_SCALE))
+    if scale_format == "bfloat16":
+        return bounded.astype(ml_dtypes.bfloat16).astype("float32")
+    mantissa, exponent = np.frexp(bounded)  # A power of two has 0.5.
+    return np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+
+
+def scale_dtype(scale_format: str) -> np.dtype[Any]:
+    """Return the dtype of NumPy or ml_dtypes that holds scales of a format."""
+    return np.dtype(getattr(ml_dtypes, scale_format, None) or scale_format)
+
+
+def _check(granularity: str, weights: str, scale_format: str) -> None:
+    """Raise if the granularity or a format is not allowed."""
     for name, value, allowed in (
         ("granularity", granularity, GRANULARITIES),
         ("weights", weights, WEIGHTS),
+        ("scale_format", scale_format, SCALE_FORMATS),
     ):
         if value not in allowed:
             raise ValueError(

@@ -69,34 +69,31 @@ def measure(seed, corpus, steps, tuning):
     run(model, corpus, tuning, 6e-4, seed + 1000)
     tuned, floats = weights_of(model), loss(model, corpus)
     for grid in GRIDS:
-        model = model_with(tuned, corpus)
-        kpe.convert(model, grid)
-        rounded = loss(model, corpus)
-        model = model_with(tuned, corpus)
         how = kpe.recipes.get(grid).grid
-        kpe.freeze(
-            model,
-            weights=how.weights,
-            granularity=how.granularity,
-            scales="least_squares",
-            exclude="embedding",
-        )
-        clipped = loss(model, corpus)
+        losses = {}
+        for scales in ("amax", "least_squares"):
+            model = model_with(tuned, corpus)
+            kpe.freeze(
+                model,
+                weights=how.weights,
+                granularity=how.granularity,
+                scales=scales,
+            )
+            losses[scales] = loss(model, corpus)
         model = model_with(begun, corpus)
         kpe.convert(model, grid)
         run(model, corpus, tuning, 6e-4, seed + 1000)
-        kpe.freeze(model, exclude="embedding")
-        trained = loss(model, corpus)
-        lost = rounded - floats
+        kpe.freeze(model)
+        trained, rounded = loss(model, corpus), losses["amax"]
         yield {
             "backend": keras.backend.backend(),
             "seed": seed,
             "grid": grid,
             "float": floats,
             "rounded": rounded,
-            "least_squares": clipped,
+            "least_squares": losses["least_squares"],
             "trained": trained,
-            "won_back": (rounded - trained) / lost,
+            "won_back": (rounded - trained) / (rounded - floats),
         }
 
 

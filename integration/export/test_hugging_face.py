@@ -105,11 +105,26 @@ def test_integers_are_read_as_the_frozen_model_has_them(
     ids = tiny.successors(8, tiny.LENGTH, seed=99)
     expected, received = tiny.logits(model, ids), readers.logits(reader, ids)
     assert_same_weights(reader, model, report)
+    error = np.abs(received - expected).max() / np.abs(expected).max()
+    print(f"largest error {error:.1e}")
+    assert error < 1e-5
+    assert_same_text(reader, model, least=10)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_inputs_are_rounded_to_int8_by_token(weights, tmp_path):
+    model = in_floats("llama")
+    kpe.freeze(model, weights=weights, activations="dynamic", exclude=HEAD)
+    report = kpe.export(model, tmp_path / "folder")
+    reader = readers.read(tmp_path / "folder")
+    ids = tiny.successors(8, tiny.LENGTH, seed=99)
+    expected, received = tiny.logits(model, ids), readers.logits(reader, ids)
+    assert_same_weights(reader, model, report)
+    # It divides an amax by 127.5, where vLLM and this package have 127: other
+    # numbers, of the same number of bits.
     whole = readers.sqnr_db(expected, received)
-    median = readers.median_token_db(expected, received)
-    print(f"whole {whole:.1f} dB, median token {median:.1f} dB")
-    assert min(median, whole) > 100
-    assert_same_text(reader, model)
+    print(f"whole {whole:.1f} dB")
+    assert whole > 30
 
 
 def test_what_a_packed_folder_cannot_hold_is_refused(tmp_path):
@@ -120,10 +135,13 @@ def test_what_a_packed_folder_cannot_hold_is_refused(tmp_path):
     kpe.freeze(model, weights="int3", exclude=HEAD)
     with pytest.raises(ValueError, match="weights='int3'"):
         kpe.export(model, tmp_path / "folder")
-    kpe.thaw(model)
-    kpe.freeze(model, weights="int4", activations="dynamic", exclude=HEAD)
-    with pytest.raises(ValueError, match="activations='dynamic' beside int4"):
-        kpe.export(model, tmp_path / "folder")
+    with pytest.raises(ValueError, match="activations='static' beside int4"):
+        kpe.export(
+            in_floats("llama"),
+            tmp_path / "folder",
+            weights="int4",
+            activations="static",
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -191,8 +209,8 @@ def scale_of_rows(part):
     return part.matrix_scale[rows[:, None], columns[None, :]]
 
 
-def assert_same_text(reader, model, count=20):
-    """The same 20 tokens after at least nine of ten prompts."""
+def assert_same_text(reader, model, count=20, least=9):
+    """The same 20 tokens after nearly all of ten prompts."""
     prompts = tiny.successors(10, 4, seed=7)
     # Later tokens change nothing before them; JAX compiles for one length.
     ids = np.pad(prompts, [(0, 0), (0, count)])
@@ -201,7 +219,7 @@ def assert_same_text(reader, model, count=20):
     received = readers.greedy(reader, prompts, count)
     same = int(np.sum(np.all(received == ids, axis=1)))
     print(f"{same} of {len(prompts)} texts are the same")
-    assert same >= 9
+    assert same >= least
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)

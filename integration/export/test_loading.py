@@ -55,6 +55,23 @@ def test_a_model_comes_back_bit_by_bit(
     )
 
 
+@pytest.mark.parametrize("inputs", [None, "dynamic"])
+@pytest.mark.parametrize("granularity", ["channel", "group"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_integers_come_back_bit_by_bit(weights, granularity, inputs, tmp_path):
+    model = trained("llama", width=64, inner=96)
+    kpe.revert(model)
+    how = dict(weights=weights, granularity=granularity, activations=inputs)
+    kpe.freeze(model, exclude=[HEAD, "layer_1/.*query"], **how)
+    kpe.export(model, tmp_path, overwrite=True)
+    loaded = kpe.load_quantized(tmp_path)
+    assert_same_kernels(loaded, model)
+    ids = tiny.tokens()
+    np.testing.assert_array_equal(
+        tiny.logits(loaded, ids), tiny.logits(model, ids)
+    )
+
+
 def kernels(model):
     return {
         variable.path: variable

@@ -33,11 +33,19 @@ def convolution():
 
 def both(path, x):
     """The outputs of both readers; OpenVINO computes in float32."""
-    session = onnxruntime.InferenceSession(str(path))
+    options = onnxruntime.SessionOptions()
+    # By default both round the inputs of products with integers.
+    options.add_session_config_entry(
+        "session.qdq_matmulnbits_accuracy_level", "1"
+    )
+    session = onnxruntime.InferenceSession(str(path), options)
     (name,) = (each.name for each in session.get_inputs())
     (first,) = session.run(None, {name: x})
-    precision = {"INFERENCE_PRECISION_HINT": "f32"}
-    model = openvino.Core().compile_model(str(path), "CPU", precision)
+    exact = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+    }
+    model = openvino.Core().compile_model(str(path), "CPU", exact)
     return first, model(x)[0]
 
 
@@ -54,6 +62,32 @@ def test_stored_kernels_are_read_alike(make, granularity, tmp_path):
     # Sums of 576 terms in another order.
     bound = 1e-5 * np.abs(first).max()
     np.testing.assert_allclose(second, first, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("make", "weights", "granularity"),
+    [
+        (dense, "int8", "channel"),
+        (dense, "int8", "group64"),
+        (dense, "int4", "channel"),
+        (dense, "int4", "group"),
+        # It reads whole groups only; the first one sums 72 numbers.
+        (convolution, "int8", "channel"),
+        (convolution, "int4", "channel"),
+    ],
+)
+def test_integers_are_read_alike(make, weights, granularity, tmp_path):
+    keras.utils.set_random_seed(0)
+    model = make()
+    kpe.freeze(model, weights=weights, granularity=granularity)
+    path = tmp_path / "model.onnx"
+    kpe.export(model, path, format="onnx")
+    x = np.random.default_rng(0).normal(size=(4, *model.inputs[0].shape[1:]))
+    x = x.astype("float32")
+    expected = keras.ops.convert_to_numpy(model(x))
+    bound = 1e-5 * np.abs(expected).max()
+    for outputs in both(path, x):
+        np.testing.assert_allclose(outputs, expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("activations", ["dynamic", "static"])

@@ -37,8 +37,9 @@ class Choice(NamedTuple):
     """The kind of kernel selected for a contraction, and the reason.
 
     Attributes:
-        kind: `"native"` (the matmul reads float8 operands) or `"emulated"`
-            (the same values, multiplied in float32, or in bfloat16 if exact).
+        kind: `"native"` (the matmul reads float8 operands), `"emulated"` (the
+            same values, multiplied in float32, or in bfloat16 if exact), or
+            `"rounded"` (floats, of which the kernel is on a grid of few bits).
         reason: One sentence for the user.
     """
 

@@ -187,7 +187,14 @@ class Plan:
     @property
     def choice(self) -> Choice:
         """Return the kind of kernel for the outputs, and the reason."""
-        return self.choose("forward")[1]
+        grid = self.recipe.grid
+        if grid is None:
+            return self.choose("forward")[1]
+        return Choice(
+            "rounded",
+            f"a step rounds kernels to {grid.weights} per {grid.granularity}, "
+            f"and multiplies in {self.inputs_dtype}",
+        )
 
 
 plan_of = functools.lru_cache(maxsize=4096)(Plan)

@@ -84,6 +84,7 @@ def freeze(
     activations: str | None = None,
     trained_scales: bool = False,
     scales: Literal["amax", "least_squares"] = "amax",
+    scale_format: str | None = None,
     to: Literal["keras"] | None = None,
     include: PathPatterns | None = None,
     exclude: PathPatterns | None = None,
@@ -126,6 +127,10 @@ def freeze(
             `"least_squares"`, the clip with the least squared error of the
             numbers that share it, for kernels that were not trained for the
             format.
+        scale_format: The format of the scales: `"float32"`, `"bfloat16"`, or
+            `"float8_e8m0fnu"`, which has the powers of two. Files have them in
+            it. None means what a kernel was trained for, and otherwise
+            `"float32"`.
         to: `"keras"` makes Keras's own layers in int8 and int4 of the frozen
             ones, so that files of the model load without this package. It
             has `Dense`, `EinsumDense` and `Embedding`, `"int8"` per channel,
@@ -154,7 +159,9 @@ def freeze(
         >>> stored.bytes_before, stored.bytes_after  # 32 * 8 codes, 8 scales
         (1024, 288)
     """
-    asked = _Asked(weights, granularity, activations, scales, trained_scales)
+    asked = _Asked(
+        weights, granularity, activations, scales, scale_format, trained_scales
+    )
     asked.check()
     writer = _writer(to)
     given: object = filter
@@ -482,6 +489,7 @@ class _Asked(NamedTuple):
     granularity: str | None
     activations: str | None
     scales: str
+    scale_format: str | None
     trained_scales: bool
 
     def check(self) -> None:
@@ -501,6 +509,7 @@ class _Asked(NamedTuple):
         `grid` is what it was trained for; None for floats or float8.
         """
         weights, per, activations = self[:3]
+        scale_format = self.scale_format
         if weights is None and grid is not None:
             weights = grid.weights
             if activations is None and grid.inputs is not None:
@@ -510,10 +519,13 @@ class _Asked(NamedTuple):
             if grid is not None and grid.weights == weights:
                 fits = grid.granularity.startswith(begins)
                 per = grid.granularity if fits else per
+        if grid is not None and grid.weights == weights:
+            scale_format = scale_format or grid.scale_format
         return FrozenKernels(
             weights=weights or stored_kernels.WEIGHTS[0],
             per=per,
             activations=activations,
+            scale_format=scale_format or stored_kernels.SCALE_FORMATS[0],
         )
 
     def clips(
@@ -558,13 +570,16 @@ class _Plan:
             value = stored_weights.float_value(kernel)
             axes = form.float8_axes(self.layer, kernel)
             how = self.recipe.per, self.recipe.weights
+            form_of_scales = self.recipe.scale_format
             scale: Any = self.scales.get(kernel.path)
             try:
                 if scale is None and self.clips != (1.0,):
                     scale = stored_kernels.clipped_scales(
-                        value, axes, *how, self.clips
+                        value, axes, *how, self.clips, form_of_scales
                     )
-                each = stored_kernels.quantize(value, axes, *how, scale)
+                each = stored_kernels.quantize(
+                    value, axes, *how, scale, form_of_scales
+                )
             except ValueError as error:
                 raise ValueError(f"{kernel.path!r}: {error}") from error
             stored.append(Stored.of(kernel, value, each))

@@ -52,7 +52,7 @@ OF_A_MODEL = (
 )
 """Reasons for layers and models without kernels of their own."""
 
-_FROZEN = re.compile(r"float8/frozen(?=[(_])")
+_FROZEN = re.compile(r"(float8|integers)/frozen(?=[(_])")
 """The start of the policy names that `freeze` gives."""
 
 _CONVOLUTIONS = (

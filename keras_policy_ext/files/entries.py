@@ -33,6 +33,7 @@ RECIPE = "recipe"  # In place of a policy: the source is the layer's own.
 HEADER = "stored"
 CODES = "{name}"
 CODES_SCALE = "{name}.scale"
+CODES_OF_SCALE = "{name}.scale_codes"  # Of scales that are not in float32.
 INPUTS_SCALE = "{name}.inputs_scale"
 
 
@@ -168,12 +169,13 @@ FROZEN = Schema(
         HEADER: _TEXT,
         CODES: Form(np.uint8, None),
         CODES_SCALE: Form(np.float32, None, _positive),
+        CODES_OF_SCALE: Form(np.unsignedinteger, None),
         INPUTS_SCALE: Form(np.floating, 0, _positive),
     },
     allowed=(
         f"an entry {HEADER!r} (JSON) with the names of the weights, and one "
         "entry for each. For a kernel: uint8 codes of finite numbers, and "
-        "'<name>.scale' (float32), finite and > 0"
+        "'<name>.scale' (float32), or '<name>.scale_codes', finite and > 0"
     ),
     advice="Copy the file again, or take an earlier one.",
     update="Update keras_policy_ext.",

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, formats, user_code
+from keras_policy_ext import backends, formats, policy_names, user_code
 from keras_policy_ext._keras import variable_values, walking
 from keras_policy_ext._keras.variable_values import ComputedVariable
 from keras_policy_ext.files import entries, keras_float8
@@ -118,7 +118,7 @@ def _is_in_keras_float8(layer: keras.Layer, store: Mapping[str, Any]) -> bool:
     # Only a layer whose stock form knows float8 can have been in such a file.
     if "float8" not in layer.stock_serialization_spec() or not layer.built:
         return False
-    if layer.quantization_mode not in (None, "float8", "qat"):
+    if layer.quantization_mode not in (None, *policy_names.MODES):
         return False
     return keras_float8.is_store(store)
 
@@ -149,7 +149,11 @@ def save_frozen(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
             continue
         stored = each.stored
         store[each.name] = pack(stored.codes, stored.weights)
-        store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
+        if stored.scale_format == "float32":
+            store[entries.CODES_SCALE.format(name=each.name)] = stored.scale
+        else:
+            key = entries.CODES_OF_SCALE.format(name=each.name)
+            store[key] = stored.scale_codes
         if each.inputs_scale is not None:
             # It raises if someone has cast the scale to another dtype.
             scale = ops.convert_to_numpy(each.inputs_scale.as_stored)

@@ -26,6 +26,7 @@ from keras_policy_ext.stored_kernels import (
     Axes,
     StoredKernel,
     are_codes,
+    scale_dtype,
     scale_shape,
     unpack,
 )
@@ -156,7 +157,10 @@ class FrozenWeights(Group):
                 if field not in header or not is_valid(header[field], header):
                     raise ValueError(f"{field!r} is {header.get(field)!r}")
             fields = ("weights", "per", "activations")
-            recipe = FrozenKernels(**{key: header[key] for key in fields})
+            # Older files have scales in float32 alone.
+            in_format = {"scale_format": header.get("scale_format", "float32")}
+            how = {key: header[key] for key in fields}
+            recipe = FrozenKernels(**how, **in_format)
         except (ValueError, KeyError, TypeError) as error:
             raise group.damaged(f"in {entries.HEADER!r}: {error}") from error
         summed, shapes = (
@@ -184,7 +188,7 @@ class FrozenWeights(Group):
             fault = f"{name!r} has {codes.ndim} axes, and sums over {summed}"
             raise self.damaged(fault)
         axes = Axes(summed, free)
-        scale = self.read(entries.CODES_SCALE, name=name)
+        scale = self._scale(name)
         if scale.shape != scale_shape(codes.shape, axes, recipe.per):
             raise self.damaged(f"the scale of {name!r} is {scale.shape}")
         stored = StoredKernel(
@@ -193,12 +197,27 @@ class FrozenWeights(Group):
             weights=recipe.weights,
             granularity=recipe.per,
             axes=axes,
+            scale_format=recipe.scale_format,
         )
         if not are_codes(codes, recipe.weights):
             is_integer = formats.get(recipe.weights).is_integer
             fault = "out of range" if is_integer else "of NaN"
             raise self.damaged(f"{name!r} has codes {fault}")
         return stored
+
+    def _scale(self, name: str) -> np.ndarray:
+        """Return the scales of a kernel, float32."""
+        if self.recipe.scale_format == "float32":
+            return self.read(entries.CODES_SCALE, name=name)
+        codes = self.read(entries.CODES_OF_SCALE, name=name)
+        dtype = scale_dtype(self.recipe.scale_format)
+        if codes.dtype.itemsize == dtype.itemsize:
+            scale = np.asarray(codes.view(dtype).astype("float32"))
+            if np.all(np.isfinite(scale) & (scale > 0)):
+                return scale
+        raise self.damaged(
+            f"the scale of {name!r} is {codes.dtype}, not in {dtype.name}"
+        )
 
     def _codes(self, name: str) -> np.ndarray:
         """Return the codes of a kernel in its shape, one a byte."""
@@ -286,4 +305,6 @@ def header_for_file(
         "lora": lora,
         **({} if shapes is None else {"shapes": shapes}),
     }
+    if recipe.scale_format != "float32":
+        header["scale_format"] = recipe.scale_format
     return np.frombuffer(json.dumps(header).encode(), "uint8")

@@ -10,7 +10,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_policy_ext import backends, bases, contractions, policies
+from keras_policy_ext import (
+    backends,
+    bases,
+    contractions,
+    policies,
+    policy_names,
+)
 from keras_policy_ext._keras import built_layers, global_policy, quantization
 from keras_policy_ext._keras.built_layers import BuiltUnderSavedPath
 from keras_policy_ext._types import Tensor
@@ -140,7 +146,8 @@ class Float8Mixin(
     def quantization_mode(self) -> str | None:
         """The mode of the policy that this layer follows, or Keras's mode.
 
-        It is `"float8"`, or `"qat"` for a layer that is trained for integers.
+        It is `"float8"`; or `"qat"` for a layer that is trained for integers,
+        and `"integers"` for one whose kernels are stored so.
         """
         policy = self.float8_policy
         return quantization.other_mode(self) if policy is None else policy.mode
@@ -517,7 +524,7 @@ class Float8Mixin(
         spec = self.stock_serialization_spec()
         if not spec:
             return None
-        return {**spec, "float8": spec[None], "qat": spec[None]}
+        return {**spec, **dict.fromkeys(policy_names.MODES, spec[None])}
 
     def stock_serialization_spec(self) -> dict[str | None, list[str]]:
         """Return which weights the stock layer saves in each mode, or {}."""

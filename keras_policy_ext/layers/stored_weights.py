@@ -28,6 +28,7 @@ from keras_policy_ext.stored_kernels import (
     Axes,
     StoredKernel,
     are_codes,
+    rounded_scales,
     scale_shape,
     tile_of,
 )
@@ -57,18 +58,26 @@ class StoredConstant(NoWeight, keras.Variable):
     The numbers are those of the codes, in float16. It is no parameter.
     """
 
+    scale_format: str = "float32"
+
     @override
     def check(self, value: Any) -> None:
-        """Raise if a value is not finite, or as a scale not positive."""
+        """Raise if a value is not finite, or as a scale not one of its format.
+
+        Scales are positive.
+        """
         numbers = np.asarray(ops.convert_to_numpy(value))
         is_scale = not self.name.endswith(WIDENED)  # Else a whole kernel.
         if np.isfinite(numbers).all() and (not is_scale or (numbers > 0).all()):
-            return
+            rounded = rounded_scales(numbers, self.scale_format)
+            if np.array_equal(rounded, numbers):
+                return
         raise ValueError(
             f"This array cannot be the scale of the frozen kernel "
             f"{self.path!r}; no weight was set. Received: values that are "
-            "NaN, infinite or <= 0. Allowed: finite values > 0. Pass the list "
-            "that `get_weights` returned."
+            "NaN, infinite, <= 0 or rounded otherwise. Allowed: finite values "
+            f"> 0 in {self.scale_format}. Pass the list that `get_weights` "
+            "returned."
         )
 
     @property
@@ -208,6 +217,7 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
             weights=self.weights,
             granularity=self.granularity,
             axes=self.axes,
+            scale_format=self.recipe.scale_format,
         )
 
     @property
@@ -305,6 +315,7 @@ def add_stored(
             name + SCALE,
             None if stored is None else stored.scale,
         )
+        variable.scale.scale_format = recipe.scale_format
         setattr(state, name + SCALE, variable.scale)
         if recipe.activations == "static":
             variable.inputs_scale = _constant(

@@ -210,6 +210,27 @@ def is_positive_finite(amax: Tensor) -> Tensor:
     return (bits > 0) & (bits < EXPONENT_BITS)
 
 
+def round_scale(scale: Tensor, scale_format: str) -> Tensor:
+    """Return scales rounded as by `stored_kernels.rounded_scales`.
+
+    Args:
+        scale: Float32 tensor of any shape, positive, normal, at most 2^127.
+        scale_format: One of `stored_kernels.SCALE_FORMATS`.
+
+    Returns:
+        Float32 tensor of the same shape.
+    """
+    if scale_format == "float32":
+        return scale
+    if scale_format == "float8_e8m0fnu":
+        return round_up_to_power_of_two(scale)
+    # On the bits: XLA drops a cast to bfloat16 and back (JAX 0.10).
+    bits = view(scale, "int32")
+    is_odd = ops.bitwise_and(ops.right_shift(bits, 16), 1)
+    bits = ops.bitwise_and(bits + 0x7FFF + is_odd, ~0xFFFF)
+    return view(bits, "float32")
+
+
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     """Round normal float32 values up to a power of two.
 

@@ -87,6 +87,7 @@ class Float8DTypePolicy(SourceMap):
         given = _read_source(source_name)
         super().__init__(given.source)
         self._recipe = plain.merge_recipes(given.recipe, recipe, length)
+        self._mode = self._recipe.mode  # Layers ask for it in each call.
         self._rules = _merge_rules(given.rules, _read_rules(rules))
         self._patterns = [re.compile(pattern) for pattern, _ in self._rules]
         self._without_rules = self
@@ -99,7 +100,7 @@ class Float8DTypePolicy(SourceMap):
         rules = _with_names(self._rules)
         recipe = self._recipe
         return policy_names.render(
-            recipe.spec, self._source_name, rules, recipe.family
+            recipe.spec, self._source_name, rules, recipe.mode
         )
 
     @property
@@ -119,8 +120,8 @@ class Float8DTypePolicy(SourceMap):
 
     @property
     def mode(self) -> str:
-        """The family of the recipe: `"float8"`, as in Keras, or `"qat"`."""
-        return self._recipe.family
+        """The mode of the recipe: `"float8"`, `"qat"` or `"integers"`."""
+        return self._mode
 
     @property
     def quantization_mode(self) -> None:
@@ -449,10 +450,11 @@ def _recipe_of(
     if parts.spec is None:
         return None
     recipe = recipes.parse(parts.spec)
-    if recipe.family == parts.family:
+    # Files of the first versions have kernels of integers in the family float8.
+    if parts.mode in (recipe.mode, recipe.family):
         return recipe
     allowed = policy_names.render(
-        recipe.spec, parts.source, parts.rules, recipe.family
+        recipe.spec, parts.source, parts.rules, recipe.mode
     )
     raise ValueError(
         f"A policy name has another first word with this recipe. Received: "

@@ -9,7 +9,12 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.recipes.quantization import WHOLE, Quantization, Tile
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, REGISTRY, Recipe
-from keras_policy_ext.stored_kernels import GRANULARITIES, WEIGHTS, tile_of
+from keras_policy_ext.stored_kernels import (
+    GRANULARITIES,
+    SCALE_FORMATS,
+    WEIGHTS,
+    tile_of,
+)
 
 ACTIVATIONS = (None, "dynamic", "static")
 """How inputs are quantized: not at all, or with one of two kinds of scale."""
@@ -37,6 +42,8 @@ class FrozenKernels(Recipe):
             token, `"static"` with one fixed scale, which integers have not.
             They are in e4m3fn, and in int8 if the kernel has integers. None
             does not quantize them.
+        scale_format: The format of the scales: `"float32"`, `"bfloat16"`, or
+            `"float8_e8m0fnu"`, which has the powers of two.
 
     Raises:
         ValueError: If a field has another value.
@@ -48,6 +55,7 @@ class FrozenKernels(Recipe):
     weights: str = "float8_e4m3fn"
     per: str = "channel"
     activations: str | None = None
+    scale_format: str = "float32"
     inputs_grad: str = HIGH_PRECISION
     kernel_grad: str = HIGH_PRECISION
 
@@ -56,6 +64,7 @@ class FrozenKernels(Recipe):
         _check(self, "weights", WEIGHTS)
         _check(self, "per", GRANULARITIES)
         _check(self, "activations", ACTIVATIONS)
+        _check(self, "scale_format", SCALE_FORMATS)
         if self.has_integers and self.activations == "static":
             raise ValueError(
                 "A kernel of integers has no static scale of its inputs. "
@@ -64,6 +73,11 @@ class FrozenKernels(Recipe):
                 "token. Pass one of them."
             )
         super().__post_init__()
+
+    @property
+    @override
+    def mode(self) -> str:
+        return "integers" if self.has_integers else self.family
 
     @property
     def has_integers(self) -> bool:

@@ -40,7 +40,8 @@ class Recipe:
     Attributes:
         name: The name used in strings, e.g. `"current"`.
         granularity: Of the scales: `"tensorwise"`, `"rowwise"`, `"blockwise"`.
-        family: The first word of the names of policies with this recipe.
+        family: The first word of the names of policies with this recipe,
+            unless `mode` is another.
         trains: Whether kernels are trained; otherwise they are stored in
             float8 (`FrozenKernels`).
         forward: `"float8"`, or `"high_precision"` for the compute dtype.
@@ -130,6 +131,11 @@ class Recipe:
             each is not None and each.rounding == "stochastic"
             for each in quantizations_of(self)
         )
+
+    @property
+    def mode(self) -> str:
+        """The first word of the names of policies with this recipe."""
+        return self.family
 
     @property
     def grid(self) -> Grid | None:

@@ -109,7 +109,7 @@ def export(
 def load_quantized(
     path: str | os.PathLike[str], *, dtype: str | None = None
 ) -> Any:
-    """Load a Hugging Face folder with float8 kernels as a KerasHub model.
+    """Load a Hugging Face folder of kernels in few bits as a KerasHub model.
 
     The kernels are frozen with the bytes of the folder; at most one of them is
     in floats at a time. Weights that are in floats in the folder, such as

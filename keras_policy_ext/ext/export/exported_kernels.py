@@ -98,8 +98,13 @@ class ExportedKernel:
             return self.variable.stored
         # With adapters, a frozen one is quantized again in the same format.
         kept = self.variable if self.frozen else scheme
+        form = self.variable.recipe.scale_format if self.frozen else "float32"
         return stored_kernels.quantize(
-            self.float_value(), self.axes, kept.granularity, kept.weights
+            self.float_value(),
+            self.axes,
+            kept.granularity,
+            kept.weights,
+            scale_format=form,
         )
 
     @property

@@ -155,8 +155,8 @@ class Folder:
         for entry in self.entries:
             made = self._tensors(entry)
             tensors += made
-            is_packed = self._reader.packs and not entry.reason
-            dtype = self._reader.scheme.weights if is_packed else None
+            as_integers = self._reader.has_integers and not entry.reason
+            dtype = self._reader.scheme.weights if as_integers else None
             written.append(_written(entry, made, dtype))
         safetensors_files.write_shards(folder, tensors, shard_size)
         ignore = self.ignored()
@@ -260,12 +260,13 @@ class Folder:
         """Return the tensors of a kernel's codes."""
         reader = self._reader
         if not reader.packs:
+            code = "I8" if reader.has_integers else "F8_E4M3"
             return [
                 Tensor(
                     entry.name,
-                    "F8_E4M3",
+                    code,
                     entry.shape,
-                    lambda: one.kernel().values,
+                    lambda: one.kernel().codes.view(DTYPES[code]),
                 )
             ]
         rows, columns = entry.shape

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext import formats
 from keras_policy_ext._keras import calls
 from keras_policy_ext._keras.walking import own_weights
 from keras_policy_ext.conversion.candidates import survey
@@ -21,7 +22,7 @@ from keras_policy_ext.conversion.in_place import (
     enter_float8_with_children,
 )
 from keras_policy_ext.ext.export import _keras as hub
-from keras_policy_ext.ext.export import safetensors_files
+from keras_policy_ext.ext.export import readers, safetensors_files
 from keras_policy_ext.ext.export._keras.symbolic import Symbols
 from keras_policy_ext.ext.export.safetensors_files import OF_DAMAGE, Slot
 from keras_policy_ext.files import input_files
@@ -41,6 +42,7 @@ from keras_policy_ext.stored_kernels import (
     of_matrix,
     scale_shape,
     spread_blocks,
+    tile_of,
 )
 
 Array = np.ndarray[Any, Any]
@@ -119,19 +121,23 @@ def _compressed_tensors(quantization: Any) -> FrozenKernels:
         raise ValueError("not compressed")
     (group,) = quantization["config_groups"].values()
     weights, inputs = group["weights"], group.get("input_activations")
-    _check_numbers(weights)
+    stored_as = _numbers(weights)
+    per = weights["strategy"]
+    if per == "group":
+        per = f"group{weights['group_size']}"
     if weights.get("dynamic") or group["targets"] != ["Linear"]:
         raise ValueError("other weights")
     if weights["strategy"] == "block":
         _check_block(weights["block_structure"])
     activations = None
     if inputs is not None and not quantization.get("dequantize"):
-        _check_numbers(inputs)
+        if _numbers(inputs) != _INPUTS[weights["type"]]:
+            raise ValueError("other inputs")
         kind = inputs["strategy"], bool(inputs.get("dynamic"))
         activations = {("token", True): "dynamic", ("tensor", False): "static"}[
             kind
         ]
-    return FrozenKernels(per=weights["strategy"], activations=activations)
+    return FrozenKernels(weights=stored_as, per=per, activations=activations)
 
 
 def _fp8(quantization: Any) -> FrozenKernels:
@@ -144,11 +150,21 @@ def _fp8(quantization: Any) -> FrozenKernels:
 _RECIPES = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
 
 
-def _check_numbers(scheme: Any) -> None:
-    if (scheme["num_bits"], scheme["type"]) != (8, "float"):
-        raise ValueError("no float8")
+_NUMBERS = {
+    ("float", 8): "float8_e4m3fn",
+    ("int", 8): "int8",
+    ("int", 4): "int4",
+}
+
+_INPUTS = {"float": "float8_e4m3fn", "int": "int8"}
+"""The format of inputs beside weights of a type."""
+
+
+def _numbers(scheme: Any) -> str:
+    """Return the format of the numbers that a scheme describes, or raise."""
     if not scheme.get("symmetric", True):
         raise ValueError("zero points")
+    return _NUMBERS[scheme["type"], scheme["num_bits"]]
 
 
 def _check_block(sizes: Any) -> None:
@@ -167,13 +183,14 @@ def _dtype(config: Any) -> str:
 
 def _wrong(place: pathlib.Path, found: str) -> ValueError:
     return ValueError(
-        "The model in this folder has no float8 kernels that can be read. "
+        "The model in this folder has no kernels that can be read. "
         f"Received: {str(place)!r} with {found}. Allowed: the "
         "quantization_config of compressed-tensors in float8 e4m3 (per "
         "channel, tensor or block of 128x128; inputs not quantized, by token, "
-        "or static by tensor), or of 'fp8' (blocks of 128x128, or per "
-        "tensor). To read a model in floats, call "
-        "`keras_hub.models.CausalLM.from_preset`."
+        "or static by tensor) or in int8 and int4 (per channel or group of "
+        "32, 64 or 128; inputs not quantized, or by token in int8), or of "
+        "'fp8' (blocks of 128x128, or per tensor). To read a model in floats, "
+        "call `keras_hub.models.CausalLM.from_preset`."
     )
 
 
@@ -184,7 +201,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     """Load a quantized Hugging Face folder as a model; see `load_quantized`."""
     place = pathlib.Path(path)
     folder = QuantizedFolder.read(place)
-    slots = safetensors_files.read_folder(place)
+    slots = unpacked(safetensors_files.read_folder(place), folder.recipe)
     converter = hub.Converter(place, folder.config)
 
     def freeze(layer: keras.Layer) -> None:
@@ -200,13 +217,61 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
         calls.after_each_build(freeze, _is_to_be_frozen),
     ):
         backbone = converter.make_backbone(dtype or folder.dtype)
-    asked = _Asked(backbone, slots)
+    codes = "I8" if folder.recipe.has_integers else "F8_E4M3"
+    asked = _Asked(backbone, slots, codes)
     converter.port(asked.stand_in, asked)
     asked.check_all()
     thawed = _thawed(backbone, asked)
     for port in asked.ports:
-        _fill(thawed.get(id(port.variable), port.variable), port, slots)
+        variable = thawed.get(id(port.variable), port.variable)
+        _fill(variable, port, slots, tile_of(folder.recipe.per))
     return hub.language_model_of(backbone)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PackedSlot(Slot):
+    """A matrix of int8, several in an int32 of a file."""
+
+    bits: int
+
+    def read(self) -> Array:
+        """Return the matrix; only this one is in memory."""
+        rows, columns = self.shape
+        words = rows, -(-columns // (32 // self.bits))
+        packed = Slot(self.path, "I32", words, self.start).read()
+        return np.asarray(readers.unpacked(packed, columns, self.bits))
+
+
+_PACKED, _SHAPE = "weight_packed", "weight_shape"
+
+
+def unpacked(
+    slots: Mapping[str, Slot], recipe: FrozenKernels
+) -> Mapping[str, Slot]:
+    """Return tensors, with those of packed codes as matrices of int8.
+
+    Raises:
+        ValueError: If a packed tensor does not fit its shape.
+    """
+    found = dict(slots)
+    for name in [each for each in slots if each.endswith("." + _PACKED)]:
+        module, packed = name.removesuffix(_PACKED), found.pop(name)
+        of_shape = found.pop(module + _SHAPE, None)
+        shape = () if of_shape is None else tuple(of_shape.read().tolist())
+        bits = formats.get(recipe.weights).bits
+        is_matrix = len(shape) == 2 and recipe.has_integers
+        words = is_matrix and (shape[0], -(-shape[1] // (32 // bits)))
+        if packed.dtype != "I32" or packed.shape != words:
+            raise ValueError(
+                "A packed weight does not fit its shape. Received: "
+                f"{name!r}, {packed.dtype} of shape {packed.shape}, and "
+                f"{_SHAPE} {shape}. Allowed: I32, with the numbers of each row "
+                "of a matrix. Copy the folder again, or export it again."
+            )
+        found[module + "weight"] = _PackedSlot(
+            packed.path, "I8", shape, packed.start, bits
+        )
+    return found
 
 
 def _form(layer: keras.Layer) -> Any:
@@ -223,7 +288,7 @@ def _is_to_be_frozen(layer: keras.Layer, name: str | None) -> bool:
 
 def _thawed(backbone: keras.Model, asked: _Asked) -> dict[int, Any]:
     """Thaw layers with kernels in floats; return new kernels by old ids."""
-    wide = {id(port.variable) for port in asked.ports if not port.is_float8}
+    wide = {id(port.variable) for port in asked.ports if not port.has_codes}
     found: dict[int, Any] = {}
     for layer in frozen_layers(backbone):
         before = {v.name: id(v) for v in stored_in(layer)}
@@ -246,13 +311,13 @@ class _Port:
         variable: The variable of the new model.
         name: The name of the tensor.
         hook: Converts the tensor to the shape of the variable.
-        is_float8: Whether the tensor is in float8.
+        has_codes: Whether the tensor has codes, in float8 or of integers.
     """
 
     variable: keras.Variable
     name: str
     hook: Hook
-    is_float8: bool
+    has_codes: bool
 
 
 class _Asked:
@@ -261,15 +326,16 @@ class _Asked:
     Args:
         backbone: The model that the tensors are for.
         slots: The tensors of the folder.
+        codes: The dtype of those that are codes.
     """
 
     safetensor_config = None
     """None, so that KerasHub does not compare ported tensors with a list."""
 
     def __init__(
-        self, backbone: keras.Model, slots: Mapping[str, Slot]
+        self, backbone: keras.Model, slots: Mapping[str, Slot], codes: str
     ) -> None:
-        self._slots = slots
+        self._slots, self._codes = slots, codes
         self._symbols = Symbols()
         self.stand_in = self._symbols.stand_in(backbone)
         self.ports: list[_Port] = []
@@ -291,16 +357,16 @@ class _Asked:
         (variable,) = self._symbols.variables(keras_variable)
         name = self._name(hf_weight_key)
         hook: Hook = hook_fn or (lambda value, shape: value)
-        is_float8 = self._slots[name].dtype == "F8_E4M3"
-        self.ports.append(_Port(variable, name, hook, is_float8))
+        has_codes = self._slots[name].dtype == self._codes
+        self.ports.append(_Port(variable, name, hook, has_codes))
 
     def check_all(self) -> None:
-        """Raise if a float8 kernel of the folder belongs to no variable."""
+        """Raise if a kernel of the folder belongs to no variable."""
         ported = {port.name for port in self.ports}
         left = [
             name
             for name, slot in self._slots.items()
-            if slot.dtype == "F8_E4M3"
+            if slot.dtype == self._codes
             and name not in ported
             # Layers that predict several tokens, which KerasHub has not.
             and not name.startswith("mtp.")
@@ -330,19 +396,25 @@ class _Asked:
 
 
 def _fill(
-    variable: keras.Variable, port: _Port, slots: Mapping[str, Slot]
+    variable: keras.Variable,
+    port: _Port,
+    slots: Mapping[str, Slot],
+    tile: tuple[int, int] | None,
 ) -> None:
-    """Assign a tensor of the folder, as values or codes, to a variable."""
+    """Assign a tensor of the folder, as values or codes, to a variable.
+
+    `tile` is what has a scale, or None for a row or all.
+    """
     value = slots[port.name].read()
     shape = list(variable.shape)
-    if not port.is_float8:
+    if not port.has_codes:
         if value.dtype.kind not in "biu":
             value = value.astype("float32")
         variable.assign(_hooked(value, port, shape))
         return
     scale, inputs_scale = scales(slots, port.name)
     if not isinstance(variable, StoredVariable):
-        value = value.astype("float32") * _spread(scale, value.shape)
+        value = value.astype("float32") * _spread(scale, value.shape, tile)
         variable.assign(_hooked(value, port, shape))
         return
     bits = value.view("uint8")
@@ -392,7 +464,7 @@ def _scale_of(
     same = bits.shape == (rows, columns) and np.array_equal(
         hooked, of_matrix(bits, shape, axes)
     )
-    if variable.granularity == "block":
+    if tile_of(variable.granularity) is not None:
         if same and scale.shape == wanted:
             return scale
     elif scale.size == 1:
@@ -414,12 +486,13 @@ def _scale_of(
     )
 
 
-def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
-    """Return the scale of each element: that of its row, or 128x128 block."""
-    try:
-        return np.broadcast_to(scale, shape)
-    except ValueError:
-        return spread_blocks(scale, shape)
+def _spread(
+    scale: Array, shape: tuple[int, ...], tile: tuple[int, int] | None = None
+) -> Array:
+    """Return the scale of each element: that of its row, or of its tile."""
+    if tile is not None:
+        return spread_blocks(scale, shape, tile)
+    return np.broadcast_to(scale, shape)
 
 
 def _misshapen(

@@ -59,9 +59,17 @@ class Reader:
         return "channel" if self.transposed else self.scheme.granularity
 
     @property
-    def packs(self) -> bool:
-        """True if codes are integers, packed into int32."""
+    def has_integers(self) -> bool:
+        """True if codes are integers."""
         return self.scheme.weights in _BITS
+
+    @property
+    def packs(self) -> bool:
+        """True if codes are integers, packed into int32.
+
+        Where inputs are quantized too, each is one int8 (`int-quantized`).
+        """
+        return self.has_integers and self.scheme.activations is None
 
     @property
     def scale_name(self) -> str:
@@ -92,7 +100,8 @@ class Reader:
         if scheme.weights not in weights:
             listed = ", ".join(map(repr, weights))
             raise _refused(self, f"weights={scheme.weights!r}", listed)
-        allowed = _PACKED if self.packs else _GRANULARITIES[self.format]
+        integers = self.has_integers
+        allowed = _OF_INTEGERS if integers else _GRANULARITIES[self.format]
         if self.transposed:
             allowed = tuple(g for g in allowed if g != "block")
         if scheme.granularity not in allowed:
@@ -119,11 +128,11 @@ class Reader:
 
     def _check_inputs(self) -> None:
         inputs = self.scheme.activations
-        if self.packs and inputs is not None:
+        if self.has_integers and inputs == "static":
             raise _refused(
                 self,
-                f"activations={inputs!r} beside {self.scheme.weights}",
-                "activations=None",
+                f"activations='static' beside {self.scheme.weights}",
+                "'dynamic' or None",
             )
         if self.format == FP8 and inputs == "static":
             raise _refused(self, "activations='static'", "'dynamic' or None")
@@ -138,8 +147,8 @@ class Reader:
 
     def why_float(self, rows: int, columns: int) -> str | None:
         """Return why a matrix of these sizes stays in float, or None."""
-        if self.packs:
-            return self._why_not_packed(columns)
+        if self.has_integers:
+            return self._why_not_grouped(columns)
         if self.format != FP8 or self.scheme.granularity != "block":
             return None
         wrong = [s for s in (rows, columns) if s > BLOCK and s % BLOCK]
@@ -147,8 +156,8 @@ class Reader:
             return None
         return f"the reader would misread blocks of {wrong[0]} numbers"
 
-    def _why_not_packed(self, columns: int) -> str | None:
-        """Return why a matrix with so many inputs is not packed, or None."""
+    def _why_not_grouped(self, columns: int) -> str | None:
+        """Return why a matrix with so many inputs stays in float, or None."""
         _, group = tile_of(self.granularity) or (1, 1)
         if columns % group == 0:
             return None
@@ -157,7 +166,8 @@ class Reader:
     def packed(self, codes: Any) -> Any:
         """Return a matrix of codes as int32, the first in the lowest bits.
 
-        Source: `pack_to_int32` of compressed-tensors 0.20.
+        `unpacked` is the inverse. Source: `pack_to_int32` of compressed-tensors
+        0.20.
         """
         bits = _BITS[self.scheme.weights]
         count, offset = 32 // bits, 1 << (bits - 1)
@@ -188,7 +198,7 @@ class Reader:
         }
 
     def _compressed_tensors(self, ignore: list[str]) -> dict[str, Any]:
-        kind = "int" if self.packs else "float"
+        kind = "int" if self.has_integers else "float"
         number = {"num_bits": 8, "type": kind, "symmetric": True}
         weights = {**number, "strategy": self.granularity, "dynamic": False}
         weights["num_bits"] = _BITS.get(self.scheme.weights, 8)
@@ -203,7 +213,7 @@ class Reader:
         }[self.scheme.activations]
         found: dict[str, Any] = {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized" if self.packs else "float-quantized",
+            "format": "pack-quantized" if self.packs else f"{kind}-quantized",
             "quantization_status": "compressed",
             "ignore": ignore,
             "kv_cache_scheme": None,
@@ -237,8 +247,17 @@ class Reader:
 _BITS = {"int8": 8, "int4": 4}
 """The formats of integers that readers of compressed-tensors have."""
 
-_PACKED = ("channel", "group32", "group64", "group128")
-"""What has a scale beside packed codes."""
+_OF_INTEGERS = ("channel", "group32", "group64", "group128")
+"""What has a scale beside integers."""
+
+
+def unpacked(words: Any, columns: int, bits: int) -> Any:
+    """Return the matrix of int8 of which `Reader.packed` has made int32."""
+    count, offset = 32 // bits, 1 << (bits - 1)
+    shifts = np.arange(count, dtype="uint32") * np.uint32(bits)
+    numbers = words.view("uint32")[:, :, None] >> shifts
+    numbers = (numbers & np.uint32((1 << bits) - 1)).astype("int16") - offset
+    return numbers.astype("int8").reshape(len(words), -1)[:, :columns]
 
 
 def _weights_of(reader: Reader) -> tuple[str, ...]:

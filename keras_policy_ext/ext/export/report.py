@@ -34,7 +34,7 @@ class Written:
 
     @property
     def quantized(self) -> bool:
-        """True if the weight was written in float8."""
+        """True if the weight was written in few bits."""
         return not self.reason
 
 
@@ -104,10 +104,12 @@ class ExportReport(BaseReport):
     def _head(self) -> list[str]:
         quantized = [w for w in self.weights if w.quantized]
         part, whole = (_numbers(each) for each in (quantized, self.weights))
+        dtypes = {each.dtype.partition("_")[0] for each in quantized}
+        stored_as = " and ".join(sorted(dtypes)) or "float8"
         return [
             f"{self.path}: {self.format}, {self.scheme}",
             f"{self.nbytes:,} bytes; {percent(part, whole)} of "
-            f"{whole:,} parameters are in float8",
+            f"{whole:,} parameters are in {stored_as}",
         ]
 
     def _rows(self) -> list[list[str]]:

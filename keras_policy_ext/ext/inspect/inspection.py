@@ -117,9 +117,10 @@ class Inspected(Work):
         class_name: The name of its class.
         policy: The full name of the policy that it follows in fact.
         recipe: The repr of the float8 recipe, None if it is not in float8.
-        kernel: `"native"` or `"emulated"`, None if it is not in float8, or
+        kernel: `"native"`, `"emulated"`, or `"rounded"` if it trains in floats
+            for a grid of few bits. None if it follows none of our policies, or
             was not called in this process yet.
-        reason: Why it is native or emulated.
+        reason: Why it is so.
         operands: The operands in its state; empty under a recipe without state.
         stored: Its stored kernels, if it is frozen.
         parameters, multiplications, plain_multiplications, sizes_known: As

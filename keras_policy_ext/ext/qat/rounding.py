@@ -104,7 +104,8 @@ def _scale(amax: Tensor, grid: Grid) -> Tensor:
     mark = amax * 0.0 + 1.0
     if grid.clip < 1.0:
         amax = amax * grid.clip
-    return scaling.scale_for_limit(amax, formats.get(grid.weights).max) * mark
+    scale = scaling.scale_for_limit(amax, formats.get(grid.weights).max)
+    return scaling.round_scale(scale, grid.scale_format) * mark
 
 
 def _rounded(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
-from keras_policy_ext.ext.export import loading, safetensors_files
+from keras_policy_ext.ext.export import loading, readers, safetensors_files
+from keras_policy_ext.ext.export.exported_kernels import Scheme
 from keras_policy_ext.ext.export.loading import QuantizedFolder
 from keras_policy_ext.ext.export.readers import USUAL, Reader
 from keras_policy_ext.ext.export.safetensors_files import Tensor
@@ -21,10 +22,12 @@ def write_config(folder, quantization, **more):
     (folder / "config.json").write_text(text)
 
 
-def written(format, granularity, activations):
+def written(format, granularity, activations, weights=None):
     usual = USUAL[format]
     scheme = type(usual)(
-        weights=usual.weights, granularity=granularity, activations=activations
+        weights=weights or usual.weights,
+        granularity=granularity,
+        activations=activations,
     )
     return Reader(format, "Llama3Backbone", scheme).config(["lm_head"])
 
@@ -53,6 +56,48 @@ def test_what_is_written_is_read(format, granularity, activations, tmp_path):
         per=granularity, activations=activations
     )
     assert found.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("granularity", ["channel", "group32", "group128"])
+@pytest.mark.parametrize("activations", [None, "dynamic"])
+def test_integers_that_are_written_are_read(
+    weights, granularity, activations, tmp_path
+):
+    format = "compressed-tensors"
+    quantization = written(format, granularity, activations, weights)
+    kind = "pack-quantized" if activations is None else "int-quantized"
+    assert quantization["format"] == kind
+    write_config(tmp_path, quantization)
+    assert QuantizedFolder.read(tmp_path).recipe == FrozenKernels(
+        weights=weights, per=granularity, activations=activations
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_codes_are_unpacked(bits):
+    most = 2 ** (bits - 1) - 1
+    codes = np.arange(-most, most + 1, dtype="int8")[None].repeat(3, 0)
+    scheme = Scheme(
+        weights=f"int{bits}", granularity="channel", activations=None
+    )
+    packed = Reader("compressed-tensors", "Llama3Backbone", scheme).packed(
+        codes
+    )
+    found = readers.unpacked(packed, codes.shape[1], bits)
+    np.testing.assert_array_equal(found, codes)
+
+
+@pytest.mark.parametrize("damage", ["no shape", "a row less", "another dtype"])
+def test_packed_codes_that_do_not_fit_are_refused(damage, tmp_path):
+    rows = 2 if damage == "a row less" else 3
+    dtype = "F32" if damage == "another dtype" else "I32"
+    tensors = [tensor("a.weight_packed", np.zeros((rows, 2)), dtype)]
+    if damage != "no shape":
+        tensors.append(tensor("a.weight_shape", [3, 16], "I64"))
+    found = slots(tmp_path, *tensors)
+    with pytest.raises(ValueError, match="does not fit its shape"):
+        loading.unpacked(found, FrozenKernels(weights="int4"))
 
 
 def test_a_model_that_is_dequantized_has_float_inputs(tmp_path):
@@ -88,6 +133,8 @@ def changed(**changes):
         {"quant_method": "compressed-tensors"},
         changed(weights__num_bits=4),
         changed(weights__type="int"),
+        changed(weights__type="int", weights__num_bits=3),
+        changed(weights__strategy="group", weights__group_size=48),
         changed(weights__symmetric=False),
         changed(weights__strategy="group"),
         changed(weights__dynamic=True),
@@ -99,9 +146,9 @@ def changed(**changes):
         {**changed(), "config_groups": []},
     ],
 )
-def test_what_is_not_float8_is_refused(quantization, tmp_path):
+def test_what_is_not_known_is_refused(quantization, tmp_path):
     write_config(tmp_path, quantization)
-    with pytest.raises(ValueError, match="has no float8 kernels"):
+    with pytest.raises(ValueError, match="has no kernels that can be read"):
         kpe.load_quantized(tmp_path)
 
 

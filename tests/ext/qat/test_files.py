@@ -91,6 +91,20 @@ def test_a_file_loads_dequantized_into_a_stock_model(tmp_path):
     )
 
 
+def test_a_file_with_the_first_name_of_the_policy_loads(tmp_path, monkeypatch):
+    model = frozen(weights="int4", granularity="group")
+    policy = model.layers[0].float8_policy
+    with monkeypatch.context() as patch:
+        patch.setattr(type(policy.recipe), "mode", "float8")
+        assert policy.full_name.startswith("float8/frozen(weights='int4'")
+        model.save(tmp_path / "model.keras")
+    loaded = kpe.load_model(tmp_path / "model.keras")
+    assert loaded.layers[0].float8_policy == policy
+    np.testing.assert_array_equal(
+        numpy(loaded(normal(2, 65))), numpy(model(normal(2, 65)))
+    )
+
+
 @pytest.mark.parametrize("weights", ["int4", "int3"])
 def test_codes_out_of_range_are_refused(weights):
     model = frozen(weights=weights)

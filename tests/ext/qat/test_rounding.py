@@ -19,6 +19,11 @@ SPECS = (
     "int2(group=128)",
     "int4(group=32,clip=0.75)",
     "float8_e4m3fn",
+    "int8(scale_format='bfloat16')",
+    "int4(group=32,clip=0.75,scale_format='bfloat16')",
+    "int4(group=32,scale_format='float8_e8m0fnu')",
+    "int2(clip=0.9,scale_format='float8_e8m0fnu')",
+    "float8_e4m3fn(scale_format='bfloat16')",
 )
 
 KERNELS = {
@@ -38,9 +43,13 @@ def of(spec):
 def stored_values(kernel, axes, grid):
     """What `freeze` stores of a kernel, float32."""
     how = grid.granularity, grid.weights
-    clips = (grid.clip,)
-    scales = stored_kernels.clipped_scales(kernel, axes, *how, clips)
-    return stored_kernels.quantize(kernel, axes, *how, scales).dequantized()
+    form = grid.scale_format
+    scales = stored_kernels.clipped_scales(
+        kernel, axes, *how, (grid.clip,), form
+    )
+    return stored_kernels.quantize(
+        kernel, axes, *how, scales, form
+    ).dequantized()
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -79,7 +88,9 @@ def gradients(function, *arrays):
     return tape.gradient(total, tensors)
 
 
-@pytest.mark.parametrize("spec", ["int4(group=32,inputs='int8')", "int4"])
+@pytest.mark.parametrize(
+    "spec", ["int4(group=32,inputs='int8')", "int4(clip=1.0)"]
+)
 def test_gradients_pass_straight_through(spec):
     contraction = contractions.Einsum("ab,bc->ac")
     x, kernel, weights = normal(6, 64), normal(64, 8, seed=1), normal(6, 8)
@@ -117,6 +128,23 @@ def test_a_clipped_value_has_no_gradient():
     np.testing.assert_array_equal(numpy(gradient)[:, 0], [0, 1, 1, 0, 0, 1])
 
 
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    "spec, clip",
+    [
+        ("int4", 0.9),
+        ("int3", 0.9),
+        ("int4(clip=1.0)", 1.0),
+        ("int4(group=32)", 1.0),
+        ("int8", 1.0),
+        ("float8_e4m3fn", 1.0),
+    ],
+)
+def test_channels_in_few_bits_are_clipped_by_default(spec, clip):
+    assert of(spec).clip == clip
+    assert recipes.get(spec).spec == spec
+
+
 def test_what_is_not_finite_shows():
     for value in (np.nan, np.inf):
         kernel = normal(64, 4)
@@ -139,6 +167,7 @@ def test_what_is_not_finite_shows():
         {"clip": 2},
         {"clip": True},
         {"delay": -1},
+        {"scale_format": "float16"},
     ],
 )
 def test_a_wrong_field_is_refused(field):
@@ -165,12 +194,25 @@ def test_names_of_policies_round_trip():
     [
         ("qat/current_from_float32", "float8/current_from_float32"),
         ("float8/int4_from_float32", "qat/int4_from_float32"),
+        ("integers/frozen_from_float32", "float8/frozen_from_float32"),
     ],
 )
 def test_another_first_word_is_refused(name, right):
     with pytest.raises(ValueError, match="Received") as error:
         kpe.get(name)
     assert f"Allowed: {right!r}" in str(error.value)
+
+
+@pytest.mark.any_backend
+def test_frozen_integers_have_a_name_and_the_one_of_earlier_files():
+    spec = "frozen(weights='int4',per='group32')_from_float32"
+    policy = kpe.get(f"integers/{spec}")
+    assert policy.full_name == f"integers/{spec}"
+    assert policy.mode == "integers"
+    earlier = kpe.get(f"float8/{spec}")
+    assert earlier == policy
+    assert earlier.full_name == policy.full_name
+    assert kpe.deserialize(kpe.serialize(policy)) == policy
 
 
 @pytest.mark.any_backend

@@ -84,6 +84,17 @@ def test_a_layer_says_what_it_is_trained_for():
     text = str(kpe.inspect(model))
     assert "qat/int4_from_float32" in text
     assert "Kernels are rounded in each step" in text
+    assert "emulated" not in text
+    reason = "a step rounds kernels to int4 per channel, and multiplies in"
+    assert layer.kernel_choice == ("rounded", f"{reason} float32")
+    kpe.freeze(model, exclude="last")
+    numpy(model(X))
+    name = "integers/frozen(weights='int4')_from_float32"
+    assert layer.float8_policy.full_name == name
+    assert layer.quantization_mode == "integers"
+    text = str(kpe.inspect(model))
+    assert "integers/" in text
+    assert "float8/" not in text
 
 
 def test_rules_give_layers_other_grids_and_freeze_keeps_them():
