@@ -265,7 +265,8 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
         if any(getattr(v, "_value", v) is None for v in each.variables):
             continue  # They wait for values, and Keras tracks them then.
         # Where Keras has not registered a layer itself, its parent's are all.
-        if vars(each).get("_modules", {}).pop("_torch_params", None) is not None:
+        parts = vars(each).get("_modules", {})
+        if parts.pop("_torch_params", None) is not None:
             each._track_variables()
 
 

@@ -11,6 +11,7 @@ from keras_policy_ext._keras import optimizer_variables
 from public_api import lists_with, members_about
 
 BACKEND = keras.backend.backend()
+DELAYED = kpe.Float8DTypePolicy("mixed_bfloat16")
 
 
 def variable(name):
@@ -77,6 +78,7 @@ def test_tensorflow_saves_no_list_whose_elements_were_replaced(
 
 @pytest.mark.extension("delayed")
 def test_keras_names_states_without_gradients_and_we_leave_them_out():
+    keras.layers.Dense(2, dtype=DELAYED).build((None, 2))  # The first state.
     weight, state = variable("weight"), variable("state")
     state.overwrite_with_gradient = True
     optimizer = built(weight, state)
