@@ -164,7 +164,7 @@ def stored_embeddings(layer: keras.Layer) -> keras.Variable:
 
 def _variable_behind(layer: keras.Layer, name: str) -> keras.Variable:
     """Return the variable behind the attribute `name` of a layer."""
-    variable = vars(layer).get(f"_{name}")
+    variable = getattr(layer, f"_{name}", None)
     if variable is not None:
         return variable
     if getattr(layer, "lora_enabled", False):
