@@ -56,6 +56,8 @@ FAMILIES = {
     "llama": ("Llama", "CausalLM", GROUPED, {}),
     "llama3": ("Llama3", "CausalLM", GROUPED, {}),
     "mistral": ("Mistral", "CausalLM", GROUPED, {"sliding_window": 64}),
+    "opt": ("OPT", "CausalLM", LEARNED, {"dropout": 0.0}),
+    "phi3": ("Phi3", "CausalLM", GROUPED, {}),
     "qwen": ("Qwen", "CausalLM", GROUPED, {}),
     "qwen3_5": (
         "Qwen3_5",
