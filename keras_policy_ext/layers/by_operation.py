@@ -51,7 +51,6 @@ from keras_policy_ext.layers.operands import (
     contraction_of,
 )
 from keras_policy_ext.layers.stored_weights import StoredVariable
-from keras_policy_ext.recipes import Recipe
 from keras_policy_ext.stored_kernels import Axes
 
 CONVOLUTION = "convolution"
@@ -425,9 +424,9 @@ def _split_by_matrix(
     recipe = layer.float8_policy.recipe
     if not (recipe.trains and _is_bank(contraction)):
         return contraction, inputs
-    has_own_scales = layer.float8_controller.scales_each_matrix(kernel)
-    if not has_own_scales and not _crosses_matrices(
-        contraction, kernel_shape, recipe
+    controller = layer.float8_controller
+    if not controller.scales_each_matrix(kernel) and not _crosses_matrices(
+        contraction, kernel_shape, controller.tiles_along_columns
     ):
         return contraction, inputs
     first, second, out = equations.split(contraction.equation)
@@ -475,26 +474,22 @@ def _is_bank(contraction: Einsum) -> bool:
 
 @cached
 def _crosses_matrices(
-    contraction: Einsum, shape: tuple[int, ...], recipe: Recipe
+    contraction: Einsum, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> bool:
-    """Return True if a tile would lie in two matrices of a bank."""
+    """Return True if a tile would lie in two matrices of a bank.
+
+    Args:
+        contraction: The product with the bank.
+        shape: The shape of the bank.
+        sizes: Those of tiles along the columns of the kernel.
+    """
     # In a matmul the columns of all matrices are one axis, one matrix after the
-    # other. The kernel has it, free in `forward`; `inputs_grad` contracts it.
+    # other.
     first, second, _ = equations.split(contraction.equation)
-    columns = math.prod(  # Of one matrix.
-        n for c, n in zip(second[1:], shape[1:], strict=True) if c not in first
-    )
-    sizes = []  # Of tiles along this axis.
-    for operand, matmul in (
-        ("kernel", "forward"),
-        ("kernel", "inputs_grad"),
-        ("outputs_grad", "inputs_grad"),
-    ):
-        quantization = recipe.quantization(operand, matmul)
-        if quantization is not None:
-            tile = quantization.tile
-            sizes.append(tile.free if matmul == "forward" else tile.contracted)
-    return any(columns % size for size in sizes if size is not None)
+    free = zip(second[1:], shape[1:], strict=True)
+    # A list: torch.compile would end the graph at a generator (torch 2.13).
+    columns = math.prod([n for c, n in free if c not in first])  # Of a matrix.
+    return any(columns % size for size in sizes)
 
 
 def _bank_axis(equation: str) -> int | None:

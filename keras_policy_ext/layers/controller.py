@@ -33,6 +33,7 @@ from keras_policy_ext.layers.stored_weights import StoredVariable
 from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import of_path, policy_of
 from keras_policy_ext.recipes import Recipe, scales_whole_tensors
+from keras_policy_ext.recipes.recipe import tiles_along_columns
 from keras_policy_ext.stored_kernels import Grid
 
 
@@ -69,6 +70,8 @@ class Float8Controller:
         # Of the recipe: whether each matrix of a bank may have a scale, and
         # whether kernels have a state.
         self._scales_each_matrix = self._remembers = False
+        # And the sizes of tiles along the columns of a kernel.
+        self.tiles_along_columns: tuple[int, ...] = ()
         # The grid on which operands are rounded before they are multiplied.
         self._grid: Grid | None = None
         # The layer's path when `policy` was looked for; "" is that of none.
@@ -108,6 +111,9 @@ class Float8Controller:
         self._remembers = follows and recipe.remembers
         self._grid = recipe.grid if follows else None
         self._scales_each_matrix = follows and scales_whole_tensors(recipe)
+        self.tiles_along_columns = (
+            tiles_along_columns(recipe) if follows else ()
+        )
         self._path = self.layer.path
 
     def adapt_state(self, policy: keras.DTypePolicy) -> None:

@@ -303,6 +303,25 @@ def scales_whole_tensors(recipe: Recipe) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def tiles_along_columns(recipe: Recipe) -> tuple[int, ...]:
+    """Return the sizes of tiles along the columns of a kernel, if any.
+
+    In `forward` they are its free axis; `inputs_grad` sums over them.
+    """
+    sizes = []
+    for operand, matmul in (
+        ("kernel", "forward"),
+        ("kernel", "inputs_grad"),
+        ("outputs_grad", "inputs_grad"),
+    ):
+        quantization = recipe.quantization(operand, matmul)
+        if quantization is not None:
+            tile = quantization.tile
+            sizes.append(tile.free if matmul == "forward" else tile.contracted)
+    return tuple(size for size in sizes if size is not None)
+
+
 def scales_rows_apart(recipe: Recipe) -> bool:
     """Return True if no scale of the forward matmul covers several rows.
 
