@@ -243,11 +243,21 @@ def detach(layer: keras.Layer, name: str) -> None:
     delattr(layer, name)
 
 
+def register_parameters(layer: keras.Layer) -> None:
+    """Register the variables of a layer as PyTorch parameters."""
+    # As Keras's layers on torch do when they are built (`_torch_params` and
+    # `_track_variables`, keras 3.0 to 3.16).
+    wait = any(getattr(v, "_value", v) is None for v in layer.variables)
+    if wait or not hasattr(layer, "_track_variables"):
+        return  # Keras tracks them when they have values.
+    vars(layer).get("_modules", {}).pop("_torch_params", None)
+    layer._track_variables()
+
+
 def track_again(layers: Iterable[keras.Layer]) -> None:
-    """Register the variables of layers as PyTorch parameters again."""
-    # Keras's layers on torch register their variables as parameters when they
-    # are built, after the layers in them (`_torch_params`, keras 3.0 to 3.15).
-    # They are registered last again here: copies of a model and checkpoints of
+    """Register the variables of layers that were registered before again."""
+    # Keras registers those of a layer after those of the layers in it. They are
+    # registered last again here: copies of a model and checkpoints of
     # optimizers rely on the order of `parameters()` that a loaded model has.
     modules: dict[int, Any] = {}
     for layer in layers:
@@ -259,15 +269,11 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
         # layers, and its tracker those from when it had fewer layers. They
         # would keep removed variables alive.
         for each in (*tracked, *children, layer):
-            if hasattr(each, "_track_variables"):
+            # Where Keras has not registered a layer, its parent's are all.
+            if "_torch_params" in vars(each).get("_modules", {}):
                 modules.setdefault(id(each), each)
     for each in modules.values():
-        if any(getattr(v, "_value", v) is None for v in each.variables):
-            continue  # They wait for values, and Keras tracks them then.
-        # Where Keras has not registered a layer itself, its parent's are all.
-        parts = vars(each).get("_modules", {})
-        if parts.pop("_torch_params", None) is not None:
-            each._track_variables()
+        register_parameters(each)
 
 
 class BuiltUnderSavedPath(bases.MixedInto):

@@ -70,7 +70,7 @@ class Float8State(keras.layers.Layer):
         self.built = True
         # A state without variables would otherwise add its dict of parameters
         # when PyTorch first asks for them, which `fully_shard` refuses.
-        built_layers.track_again([self])
+        built_layers.register_parameters(self)
 
     def belong_to(self, layer: keras.Layer) -> None:
         """Set the layer, whose texts files store with this state."""

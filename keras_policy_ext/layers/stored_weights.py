@@ -322,7 +322,7 @@ def add_stored(
                 (), name + INPUTS_SCALE, inputs_scale
             )
             setattr(state, name + INPUTS_SCALE, variable.inputs_scale)
-    built_layers.track_again([state])
+    built_layers.register_parameters(state)
     return variable
 
 

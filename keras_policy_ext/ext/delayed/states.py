@@ -74,7 +74,7 @@ class States:
         variable.trainable = group.trainable
         self._owners[kernel.path] = name
         self.have_banks |= self.scales_each_matrix(kernel)
-        built_layers.track_again([group])
+        built_layers.register_parameters(group)
 
     def of(self, kernel: keras.Variable) -> StateVariable | None:
         """Return the state variable of a kernel; None if it has none."""
