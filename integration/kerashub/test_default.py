@@ -3,13 +3,29 @@
 import hub_families
 import hub_models as hub
 import keras
+import keras_hub
 import pytest
 from test_routers import FAMILIES as MIXTURES
 
 import keras_policy_ext as kpe
 
 IMAGE = {"image_shape": (hub.SIDE, hub.SIDE, 3)}
+
+
+def swin():
+    """Keras registers the parameters of its layers with those of the model."""
+    return keras_hub.models.SwinTransformerBackbone(
+        image_shape=(32, 32, 3),
+        patch_size=8,
+        window_size=2,
+        embed_dim=16,
+        depths=[1, 1],
+        num_heads=[2, 2],
+    )
+
+
 MAKERS = {
+    "swin": swin,
     **{
         name: lambda name=name: hub_families.backbone(
             name, hub.SIZES, **(IMAGE if name in ("vit", "resnet") else {})
