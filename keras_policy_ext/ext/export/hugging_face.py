@@ -24,7 +24,12 @@ from keras_policy_ext.ext.export.safetensors_files import (
     OneAtATime,
     Tensor,
 )
-from keras_policy_ext.stored_kernels import StoredKernel, tile_of
+from keras_policy_ext.stored_kernels import (
+    StoredKernel,
+    outer_scale,
+    pack,
+    tile_of,
+)
 
 _ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
@@ -155,8 +160,10 @@ class Folder:
         for entry in self.entries:
             made = self._tensors(entry)
             tensors += made
-            as_integers = self._reader.has_integers and not entry.reason
-            dtype = self._reader.scheme.weights if as_integers else None
+            reader = self._reader
+            packs = reader.has_integers or reader.is_nvfp4
+            has_codes = packs and not entry.reason
+            dtype = reader.scheme.weights if has_codes else None
             written.append(_written(entry, made, dtype))
         safetensors_files.write_shards(folder, tensors, shard_size)
         ignore = self.ignored()
@@ -241,6 +248,8 @@ class Folder:
             ]
         one = OneAtATime(lambda: self._stored(entry))
         shape = self._scale_shape(entry)
+        if self._reader.is_nvfp4:
+            return self._nvfp4(entry, one, shape)
         made = [
             *self._codes(entry, one),
             Tensor(
@@ -283,6 +292,32 @@ class Folder:
                 (2,),
                 lambda: np.array(entry.shape, "int64"),
             ),
+        ]
+
+    def _nvfp4(
+        self, entry: Entry, one: OneAtATime, shape: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Return the tensors of a kernel in NVFP4, with scales of `shape`."""
+        rows, columns = entry.shape
+        places = rows, columns // 2
+
+        def packed() -> Array:
+            kernel = one.kernel()
+            return pack(kernel.codes, kernel.weights).reshape(places)
+
+        def outer() -> Array:
+            # A divisor of the scales, where ours is a factor.
+            return np.full((1,), 1 / one.kernel().outer_scale, "float32")
+
+        def scales() -> Array:
+            found = one.scales()
+            return (found / outer_scale(found)).astype(DTYPES["F8_E4M3"])
+
+        name = entry.module
+        return [
+            Tensor(f"{name}.weight_packed", "U8", places, packed),
+            Tensor(f"{name}.weight_global_scale", "F32", (1,), outer),
+            Tensor(f"{name}.weight_scale", "F8_E4M3", shape, scales),
         ]
 
     def _float(self, entry: Entry) -> Callable[[], Array]:
