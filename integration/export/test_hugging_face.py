@@ -117,6 +117,13 @@ def test_nvfp4_is_read_as_the_frozen_model_has_it(name, tmp_path):
     kpe.convert(model, "float4_e2m1fn", exclude=HEAD)
     kpe.freeze(model, exclude=HEAD)
     report = kpe.export(model, tmp_path / "folder")
+    file = safe_open(tmp_path / "folder" / "model.safetensors", "np")
+    divisors = {
+        float(file.get_tensor(each)[0])
+        for each in file.keys()  # noqa: SIM118
+        if each.endswith("weight_global_scale")
+    }
+    assert len(divisors) == 1  # vLLM takes one for queries, keys and values.
     reader = readers.read(tmp_path / "folder")
     # It makes matrices of bfloat16, which has each number exactly.
     reader.hf_quantizer.compressor.decompress_model(reader)
@@ -144,6 +151,21 @@ def test_inputs_are_rounded_to_int8_by_token(weights, tmp_path):
     whole = readers.sqnr_db(expected, received)
     print(f"whole {whole:.1f} dB")
     assert whole > 30
+
+
+def test_scales_of_nvfp4_that_are_too_far_apart_are_refused(tmp_path):
+    model = in_floats("llama", width=64, inner=96)
+    kernels = [v for v in model.weights if "query/kernel" in v.path]
+    kernels[0].assign(kernels[0] * 0)  # Zeros are exact by any scale.
+    kernels[1].assign(kernels[1] * 1e-3)
+    how = dict(weights="float4_e2m1fn", granularity="group16")
+    kpe.export(model, tmp_path / "folder", **how)
+    kernels[1].assign(kernels[1] * 1e-3)
+    with pytest.raises(ValueError, match="q_proj") as error:
+        kpe.export(model, tmp_path / "other", **how)
+    assert "Allowed" in str(error.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    kpe.export(model, tmp_path / "other", exclude="layer_1/.*query", **how)
 
 
 def test_what_a_packed_folder_cannot_hold_is_refused(tmp_path):

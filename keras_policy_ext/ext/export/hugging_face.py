@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext import formats
 from keras_policy_ext._version import __version__
 from keras_policy_ext.ext.export import _keras as hub
 from keras_policy_ext.ext.export import exported_kernels, safetensors_files
@@ -25,8 +27,8 @@ from keras_policy_ext.ext.export.safetensors_files import (
     Tensor,
 )
 from keras_policy_ext.stored_kernels import (
+    E4M3,
     StoredKernel,
-    outer_scale,
     pack,
     tile_of,
 )
@@ -246,10 +248,10 @@ class Folder:
             return [
                 Tensor(entry.name, self._code, entry.shape, self._float(entry))
             ]
+        if self._reader.is_nvfp4:
+            return self._nvfp4(entry)
         one = OneAtATime(lambda: self._stored(entry))
         shape = self._scale_shape(entry)
-        if self._reader.is_nvfp4:
-            return self._nvfp4(entry, one, shape)
         made = [
             *self._codes(entry, one),
             Tensor(
@@ -294,31 +296,54 @@ class Folder:
             ),
         ]
 
-    def _nvfp4(
-        self, entry: Entry, one: OneAtATime, shape: tuple[int, ...]
-    ) -> list[Tensor]:
-        """Return the tensors of a kernel in NVFP4, with scales of `shape`."""
+    def _nvfp4(self, entry: Entry) -> list[Tensor]:
+        """Return the tensors of a kernel in NVFP4."""
         rows, columns = entry.shape
         places = rows, columns // 2
 
         def packed() -> Array:
-            kernel = one.kernel()
+            kernel = self._stored(entry)
             return pack(kernel.codes, kernel.weights).reshape(places)
 
-        def outer() -> Array:
-            # A divisor of the scales, where ours is a factor.
-            return np.full((1,), 1 / one.kernel().outer_scale, "float32")
+        def divisor() -> Array:  # Of the scales, where ours is a factor.
+            return np.full((1,), 1 / self._outer, "float32")
 
         def scales() -> Array:
-            found = one.scales()
-            return (found / outer_scale(found)).astype(DTYPES["F8_E4M3"])
+            return self._scales_in_e4m3(entry.name, self._stored(entry))
 
-        name = entry.module
+        name, shape = entry.module, self._scale_shape(entry)
         return [
             Tensor(f"{name}.weight_packed", "U8", places, packed),
-            Tensor(f"{name}.weight_global_scale", "F32", (1,), outer),
             Tensor(f"{name}.weight_scale", "F8_E4M3", shape, scales),
+            Tensor(f"{name}.weight_global_scale", "F32", (1,), divisor),
         ]
+
+    @functools.cached_property
+    def _outer(self) -> np.float32:
+        """The power of two for the scales of all matrices in NVFP4.
+
+        vLLM joins matrices, such as those of queries, keys and values, and
+        takes the number of one of them.
+        """
+        quantized = [entry for entry in self.entries if not entry.reason]
+        return max(self._stored(entry).outer_scale for entry in quantized)
+
+    def _scales_in_e4m3(self, name: str, kernel: StoredKernel) -> Array:
+        """Return the scales as e4m3fn numbers times `_outer`, or raise."""
+        numbers = kernel.scale / self._outer
+        # The scale of a group of zeros may be any.
+        is_read = np.any(kernel.codes.reshape(*numbers.shape, -1) & 7, axis=2)
+        least = formats.get(E4M3).smallest_subnormal
+        codes = np.maximum(numbers, least).astype(DTYPES["F8_E4M3"])
+        if np.any(is_read & (codes.astype("float32") != numbers)):
+            raise ValueError(
+                "The scales of this kernel are too small beside those of "
+                "others, with which they have one number in NVFP4. Received: "
+                f"{name!r}. Allowed: scales that are exact in e4m3fn, divided "
+                "by the largest of all kernels. Leave its layer, or that with "
+                "the largest values, out with `exclude`."
+            )
+        return codes
 
     def _float(self, entry: Entry) -> Callable[[], Array]:
         def value_of(variable: keras.Variable) -> Array:

@@ -41,6 +41,7 @@ from keras_policy_ext.stored_kernels import (
     StoredKernel,
     as_matrix,
     of_matrix,
+    rounded_scales,
     scale_shape,
     spread_blocks,
     tile_of,
@@ -280,13 +281,13 @@ class _PackedFloats(Slot):
 def _held(recipe: FrozenKernels, slots: Mapping[str, Slot]) -> FrozenKernels:
     """Return the recipe that holds the scales of a folder.
 
-    In float32 if those of NVFP4 are divided by numbers that are no powers of
-    two, as other programs write them.
+    In float32 if those of NVFP4 are not e4m3fn numbers times a power of two,
+    as other programs write them.
     """
-    for name, slot in slots.items():
+    for name in slots:
         if name.endswith("." + _OUTER):
-            mantissa, _ = np.frexp(slot.read())
-            if not np.all(mantissa == 0.5):
+            scale, _ = scales(slots, name.removesuffix(_OUTER) + "weight")
+            if not np.array_equal(rounded_scales(scale, E4M3), scale):
                 return dataclasses.replace(recipe, scale_format="float32")
     return recipe
 
