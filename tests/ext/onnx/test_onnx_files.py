@@ -293,10 +293,10 @@ def test_one_kernel_is_quantized_at_a_time(tmp_path, monkeypatch):
     alive = []
     real = stored_kernels.quantize
 
-    def watched(*args):
+    def watched(*args, **named):
         gc.collect()
         assert not [each for each in alive if each() is not None]
-        stored = real(*args)
+        stored = real(*args, **named)
         if stored.codes.size > 1:
             alive.append(weakref.ref(stored))
         return stored
