@@ -466,10 +466,10 @@ def rounded_scales(scales: Array, scale_format: str) -> Array:
 def outer_scale(scales: Array) -> np.float32:
     """Return the power of two by which scales of a kernel are e4m3fn numbers.
 
-    The largest scale divided by it is from 128 to 256, so that rounded scales
-    have a bit for each bit of e4m3fn, and are exact in bfloat16 too. NVIDIA's
-    NVFP4 has `amax / (6 * 448)` there, which no step can derive from rounded
-    scales. A reader of NVFP4 takes any number.
+    The largest scale divided by it is from 128 to 256. Rounded scales, times
+    this power, are exact in float32 and bfloat16, and give the same power
+    again, so that nothing else is stored in a layer. NVIDIA's tools take
+    `amax / (6 * 448)` in its place; readers of NVFP4 accept any number.
     """
     largest = np.max(scales, initial=LEAST_IN_E4M3)
     power = rounded_scales(np.asarray(largest, "float32"), "float8_e8m0fnu")

@@ -76,7 +76,7 @@ class Reader:
     def is_nvfp4(self) -> bool:
         """True if two codes of e2m1fn are in a byte (`nvfp4-pack-quantized`).
 
-        16 of them have a scale in e4m3fn, divided by one number of the matrix.
+        16 of them have a scale in e4m3fn, divided by one number of the folder.
         """
         return self.scheme.weights == "float4_e2m1fn"
 
