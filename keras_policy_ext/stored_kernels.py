@@ -42,18 +42,30 @@ GRANULARITIES = (
     "channel",
     "tensor",
     "block",
+    "group16",
     "group32",
     "group64",
     "group128",
 )
-"""One scale per output channel, per kernel, per 128x128 block of it, or per 32,
-64 or 128 elements that a matmul sums."""
+"""One scale per output channel, per kernel, per 128x128 block of it, or per 16,
+32, 64 or 128 elements that a matmul sums."""
 
-WEIGHTS = ("float8_e4m3fn", "float8_e5m2", *formats.INTEGERS)
+WEIGHTS = (
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float4_e2m1fn",
+    *formats.INTEGERS,
+)
 """The formats that a kernel can be stored in."""
 
-SCALE_FORMATS = ("float32", "bfloat16", "float8_e8m0fnu")
-"""The formats that scales can have: the last one has the powers of two."""
+E4M3 = "float8_e4m3fn"
+
+SCALE_FORMATS = ("float32", "bfloat16", "float8_e8m0fnu", E4M3)
+"""The formats that scales can have: `"float8_e8m0fnu"` has the powers of two.
+
+In e4m3fn they are numbers of it times one power of two for the whole kernel;
+see `outer_scale`.
+"""
 
 CLIPS = tuple(np.linspace(1.0, 0.5, 51))
 """The shares of an amax that `clipped_scales` tries as the largest value."""
@@ -63,6 +75,15 @@ BLOCK = 128
 
 _SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 _LARGEST_SCALE = 2.0**127  # The largest power of two in float32.
+
+LARGEST_IN_E4M3 = 256.0
+"""The number that the largest scale of a kernel is at most in e4m3fn."""
+
+LEAST_IN_E4M3 = 2.0**-100
+"""The least that a kernel's largest scale counts as, if scales are in e4m3fn.
+
+The smallest scale is then a normal number too.
+"""
 
 Array = np.ndarray[Any, Any]
 
@@ -109,7 +130,8 @@ class StoredKernel:
     """A kernel as codes and scales, in NumPy arrays.
 
     Attributes:
-        codes: Uint8, in the shape of the kernel; of integers the bits of int8.
+        codes: Uint8, in the shape of the kernel; of integers the bits of int8,
+            and of e2m1fn those of a number in the lower half.
         scale: Float32. Per channel or tensor it has the rank of the kernel,
             and size 1 along all axes that share a scale. Per block it is
             (rows / 128, columns / 128), rounded up, of `matrix`; per group
@@ -133,7 +155,8 @@ class StoredKernel:
         """The size of the codes, packed, and of the scales in bytes."""
         in_a_byte = formats.get(self.weights).numbers_per_byte
         of_scales = self.scale.size * scale_dtype(self.scale_format).itemsize
-        return -(-self.codes.size // in_a_byte) + of_scales
+        outer = 4 if self.scale_format == E4M3 else 0
+        return -(-self.codes.size // in_a_byte) + of_scales + outer
 
     @property
     def values(self) -> Array:
@@ -142,9 +165,19 @@ class StoredKernel:
 
     @property
     def scale_codes(self) -> Array:
-        """The scales as the bits of their format, unsigned integers."""
-        dtype = scale_dtype(self.scale_format)
-        return self.scale.astype(dtype).view(f"uint{8 * dtype.itemsize}")
+        """The scales as the bits of their format, unsigned integers.
+
+        In e4m3fn those of the scales divided by `outer_scale`.
+        """
+        dtype, scale = scale_dtype(self.scale_format), self.scale
+        if self.scale_format == E4M3:
+            scale = scale / self.outer_scale
+        return scale.astype(dtype).view(f"uint{8 * dtype.itemsize}")
+
+    @property
+    def outer_scale(self) -> np.float32:
+        """The power of two by which scales are numbers of e4m3fn."""
+        return outer_scale(self.scale)
 
     def dequantized(self) -> Array:
         """Return the dequantized kernel in float32, in the kernel's shape.
@@ -214,7 +247,7 @@ def quantize(
     tile = tile_of(granularity)
     if scale is None:
         amax = _amax(kernel, axes, granularity)
-        scales = rounded_scales(_scales(amax, limit), scale_format)
+        scales = _scales(amax, limit, scale_format)
     else:
         array = np.asarray(scale, "float32")
         scales = array if array.ndim else array.reshape((1,) * kernel.ndim)
@@ -260,8 +293,7 @@ def clipped_scales(
     limit = np.float32(formats.get(weights).max)
     best, least = None, None
     for clip in clips:
-        scale = _scales(amax * np.float32(clip), limit)
-        scale = rounded_scales(scale, scale_format)
+        scale = _scales(amax * np.float32(clip), limit, scale_format)
         if len(clips) == 1:
             return scale
         stored = quantize(kernel, axes, granularity, weights, scale)
@@ -294,6 +326,8 @@ def are_codes(codes: Array, weights: str) -> bool:
     if form.is_integer:
         numbers = codes.view("int8").astype("int16")
         return bool(np.all((numbers >= -form.max - 1) & (numbers <= form.max)))
+    if form.bits < 8:
+        return bool(np.all(codes < 1 << form.bits))
     return bool(np.all(np.isfinite(codes.view(form.dtype).astype("float32"))))
 
 
@@ -319,9 +353,11 @@ def unpack(packed: Array, shape: tuple[int, ...], weights: str) -> Array:
     if count == 1:
         return packed
     bits = 8 // count
-    # Shifted left and back, so that the sign fills the upper bits.
+    # Shifted left and back, so that the sign of an integer fills the upper
+    # bits, and zeros do in e2m1fn.
     shifts = np.arange(count - 1, -1, -1, dtype="uint8") * np.uint8(bits)
-    codes = (packed[:, None] << shifts).view("int8") >> np.int8(8 - bits)
+    kind = np.dtype("int8" if formats.get(weights).is_integer else "uint8")
+    codes = (packed[:, None] << shifts).view(kind) >> kind.type(8 - bits)
     flat = codes.reshape(-1)[: math.prod(shape)]
     return flat.reshape(shape).view("uint8")
 
@@ -391,25 +427,53 @@ def _reduced(
     return np.asarray(reduce(blocks, axis=(1, 3), initial=0.0))
 
 
-def _scales(amax: Array, limit: np.float32) -> Array:
-    """Return `amax / limit`, at least a normal number; 1 for 0."""
+def _scales(amax: Array, limit: np.float32, scale_format: str) -> Array:
+    """Return `amax / limit`, at least a normal number, rounded to a format."""
     scales = np.maximum(amax / limit, np.float32(_SMALLEST_SCALE))
-    return np.where(amax > 0, scales, 1).astype("float32")
+    scales = np.where(amax > 0, scales, scale_of_zeros(scale_format))
+    return rounded_scales(scales.astype("float32"), scale_format)
+
+
+def scale_of_zeros(scale_format: str) -> float:
+    """Return the scale, before it is rounded, of values that are all 0.
+
+    It is 1, and in e4m3fn so small that it is not the largest of a kernel.
+    """
+    return _SMALLEST_SCALE if scale_format == E4M3 else 1.0
 
 
 def rounded_scales(scales: Array, scale_format: str) -> Array:
     """Return positive float32 scales, rounded to a format, in float32.
 
-    In bfloat16 they are rounded to nearest, ties to even. To powers of two they
-    are rounded up, so that no value is clipped.
+    In bfloat16 and e4m3fn they are rounded to nearest, ties to even; in e4m3fn
+    to numbers above 0, times `outer_scale`. To powers of two they are rounded
+    up, so that no value is clipped.
     """
     if scale_format == "float32":
         return scales
     bounded = np.minimum(scales, np.float32(_LARGEST_SCALE))
     if scale_format == "bfloat16":
         return bounded.astype(ml_dtypes.bfloat16).astype("float32")
+    if scale_format == E4M3:
+        outer = outer_scale(bounded)
+        least = np.float32(formats.get(E4M3).smallest_subnormal)
+        numbers = np.maximum(bounded / outer, least)
+        return numbers.astype(ml_dtypes.float8_e4m3fn).astype("float32") * outer
     mantissa, exponent = np.frexp(bounded)  # A power of two has 0.5.
     return np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+
+
+def outer_scale(scales: Array) -> np.float32:
+    """Return the power of two by which scales of a kernel are e4m3fn numbers.
+
+    The largest scale divided by it is from 128 to 256. Rounded scales, times
+    this power, are exact in float32 and bfloat16, and give the same power
+    again, so that nothing else is stored in a layer. NVIDIA's tools take
+    `amax / (6 * 448)` in its place; readers of NVFP4 accept any number.
+    """
+    largest = np.max(scales, initial=LEAST_IN_E4M3)
+    power = rounded_scales(np.asarray(largest, "float32"), "float8_e8m0fnu")
+    return np.float32(power / np.float32(LARGEST_IN_E4M3))
 
 
 def scale_dtype(scale_format: str) -> np.dtype[Any]:

@@ -14,13 +14,14 @@ JIT = keras.backend.backend() == "jax"  # XLA takes longer than it saves.
 LARGEST = {
     "float8_e4m3fn": np.float32(448),
     "float8_e5m2": np.float32(57344),
+    "float4_e2m1fn": np.float32(6),
     "int8": np.float32(127),
     "int4": np.float32(7),
     "int3": np.float32(3),
     "int2": np.float32(1),
 }
 GRANULARITIES = ("channel", "tensor", "block", "group32")
-BITS = {"int8": 8, "int4": 4, "int3": 4, "int2": 2}
+BITS = {"int8": 8, "int4": 4, "int3": 4, "int2": 2, "float4_e2m1fn": 4}
 """How many a number takes in a file."""
 
 
@@ -74,14 +75,15 @@ def rounded(kernel, summed, granularity="channel", weights="float8_e4m3fn"):
 
 def codes_of(numbers, weights):
     """The codes of numbers in the range of a format, uint8."""
-    if weights in BITS:
+    if weights.startswith("int"):
         return np.rint(numbers).astype("int8").view("uint8")
     return numbers.astype(getattr(ml_dtypes, weights)).view("uint8")
 
 
 def numbers_of(codes, weights):
     """The numbers of codes, float32."""
-    dtype = "int8" if weights in BITS else getattr(ml_dtypes, weights)
+    is_integer = weights.startswith("int")
+    dtype = "int8" if is_integer else getattr(ml_dtypes, weights)
     return codes.view(dtype).astype("float32")
 
 

@@ -20,7 +20,9 @@ import keras_policy_ext as kpe
 from keras_policy_ext.ext.demo import text, train
 from keras_policy_ext.ext.demo.train import Settings
 
-GRIDS = ("int8", "int4(group=32)", "int4", "int3(group=32)")
+NVFP4 = "float4_e2m1fn"
+MXFP4 = "float4_e2m1fn(group=32,scale_format='float8_e8m0fnu')"
+GRIDS = ("int8", "int4(group=32)", "int4", "int3(group=32)", NVFP4, MXFP4)
 SIZES = Settings(context=32, width=64, hidden=256, windows=32)
 
 
@@ -58,7 +60,7 @@ def model_with(weights, corpus):
     return model
 
 
-def measure(seed, corpus, steps, tuning):
+def measure(seed, corpus, grids, steps, tuning):
     """A row for each grid."""
     drawn = train.draw(corpus, SIZES._replace(seed=seed))
     model = train.decoder(corpus.tokens, SIZES, "float32")
@@ -68,7 +70,7 @@ def measure(seed, corpus, steps, tuning):
     begun = weights_of(model)
     run(model, corpus, tuning, 6e-4, seed + 1000)
     tuned, floats = weights_of(model), loss(model, corpus)
-    for grid in GRIDS:
+    for grid in grids:
         how = kpe.recipes.get(grid).grid
         losses = {}
         for scales in ("amax", "least_squares"):
@@ -78,6 +80,7 @@ def measure(seed, corpus, steps, tuning):
                 weights=how.weights,
                 granularity=how.granularity,
                 scales=scales,
+                scale_format=how.scale_format,
             )
             losses[scales] = loss(model, corpus)
         model = model_with(begun, corpus)
@@ -100,6 +103,7 @@ def measure(seed, corpus, steps, tuning):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--grids", nargs="+", default=GRIDS)
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--tuning", type=int, default=250)
     parser.add_argument("--out", help="a file of JSON lines to append to")
@@ -108,14 +112,16 @@ def main():
     rows = []
     for seed in given.seeds:
         began = time.perf_counter()
-        for row in measure(seed, corpus, given.steps, given.tuning):
+        for row in measure(
+            seed, corpus, given.grids, given.steps, given.tuning
+        ):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if given.out:
                 with open(given.out, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
         print(f"seed {seed}: {time.perf_counter() - began:.0f} s", flush=True)
-    for grid in GRIDS:
+    for grid in given.grids:
         of_grid = [row for row in rows if row["grid"] == grid]
         mean = np.mean([row["won_back"] for row in of_grid])
         print(f"{grid}: {100 * mean:.0f} % won back")

@@ -111,6 +111,32 @@ def test_integers_are_read_as_the_frozen_model_has_them(
     assert_same_text(reader, model, least=10)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen"])
+def test_nvfp4_is_read_as_the_frozen_model_has_it(name, tmp_path):
+    model = in_floats(name, width=64, inner=96)
+    kpe.convert(model, "float4_e2m1fn", exclude=HEAD)
+    kpe.freeze(model, exclude=HEAD)
+    report = kpe.export(model, tmp_path / "folder")
+    file = safe_open(tmp_path / "folder" / "model.safetensors", "np")
+    divisors = {
+        float(file.get_tensor(each)[0])
+        for each in file.keys()  # noqa: SIM118
+        if each.endswith("weight_global_scale")
+    }
+    assert len(divisors) == 1  # vLLM takes one for queries, keys and values.
+    reader = readers.read(tmp_path / "folder")
+    # It makes matrices of bfloat16, which has each number exactly.
+    reader.hf_quantizer.compressor.decompress_model(reader)
+    reader = torch.nn.Module.float(reader)
+    assert_same_weights(reader, model, report)
+    ids = tiny.successors(8, tiny.LENGTH, seed=99)
+    expected, received = tiny.logits(model, ids), readers.logits(reader, ids)
+    error = np.abs(received - expected).max() / np.abs(expected).max()
+    print(f"largest error {error:.1e}")
+    assert error < 1e-5
+    assert_same_text(reader, model, least=10)
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_inputs_are_rounded_to_int8_by_token(weights, tmp_path):
     model = in_floats("llama")
@@ -125,6 +151,21 @@ def test_inputs_are_rounded_to_int8_by_token(weights, tmp_path):
     whole = readers.sqnr_db(expected, received)
     print(f"whole {whole:.1f} dB")
     assert whole > 30
+
+
+def test_scales_of_nvfp4_that_are_too_far_apart_are_refused(tmp_path):
+    model = in_floats("llama", width=64, inner=96)
+    kernels = [v for v in model.weights if "query/kernel" in v.path]
+    kernels[0].assign(kernels[0] * 0)  # Zeros are exact by any scale.
+    kernels[1].assign(kernels[1] * 1e-3)
+    how = dict(weights="float4_e2m1fn", granularity="group16")
+    kpe.export(model, tmp_path / "folder", **how)
+    kernels[1].assign(kernels[1] * 1e-3)
+    with pytest.raises(ValueError, match="q_proj") as error:
+        kpe.export(model, tmp_path / "other", **how)
+    assert "Allowed" in str(error.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    kpe.export(model, tmp_path / "other", exclude="layer_1/.*query", **how)
 
 
 def test_what_a_packed_folder_cannot_hold_is_refused(tmp_path):
@@ -142,6 +183,16 @@ def test_what_a_packed_folder_cannot_hold_is_refused(tmp_path):
             weights="int4",
             activations="static",
         )
+    e2m1 = dict(weights="float4_e2m1fn", exclude=HEAD)
+    for how, fault in (
+        ({}, "granularity='channel'"),
+        (dict(granularity="group16"), "scale_format='float32'"),
+    ):
+        model = in_floats("llama")
+        kpe.freeze(model, **e2m1, **how)
+        with pytest.raises(ValueError, match=fault) as error:
+            kpe.export(model, tmp_path / "folder")
+        assert "Allowed" in str(error.value)
     assert not list(tmp_path.iterdir())
 
 

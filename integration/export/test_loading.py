@@ -72,6 +72,57 @@ def test_integers_come_back_bit_by_bit(weights, granularity, inputs, tmp_path):
     )
 
 
+def test_nvfp4_comes_back_bit_by_bit(tmp_path):
+    model = trained("llama", width=64, inner=96)
+    kpe.revert(model)
+    how = dict(weights="float4_e2m1fn", granularity="group16")
+    left_out = [HEAD, "layer_1/.*query"]
+    # As it is exported without `freeze`.
+    kpe.export(model, tmp_path, exclude=left_out, overwrite=True, **how)
+    how["scale_format"] = "float8_e4m3fn"
+    kpe.freeze(model, exclude=left_out, **how)
+    loaded = kpe.load_quantized(tmp_path)
+    assert_same_kernels(loaded, model)
+    recipes = {each.recipe for each in kernels(loaded).values()}
+    assert recipes == {each.recipe for each in kernels(model).values()}
+    ids = tiny.tokens()
+    np.testing.assert_array_equal(
+        tiny.logits(loaded, ids), tiny.logits(model, ids)
+    )
+
+
+def test_nvfp4_of_other_programs_has_scales_in_float32(tmp_path):
+    model = trained("llama", width=64, inner=96)
+    kpe.revert(model)
+    kpe.freeze(
+        model,
+        weights="float4_e2m1fn",
+        granularity="group16",
+        scale_format="float8_e4m3fn",
+        exclude=HEAD,
+    )
+    kpe.export(model, tmp_path, overwrite=True)
+    path = tmp_path / "model.safetensors"
+    slots, metadata = safetensors_files.read(path)
+    arrays = {name: np.array(slot.read()) for name, slot in slots.items()}
+    for name in arrays:
+        if name.endswith("weight_global_scale"):
+            arrays[name] = arrays[name] * np.float32(1.3)
+    tensors = [
+        Tensor(name, slots[name].dtype, array.shape, lambda array=array: array)
+        for name, array in arrays.items()
+    ]
+    safetensors_files.write(path, tensors, metadata)
+    loaded = kernels(kpe.load_quantized(tmp_path))
+    for one, other in zip(
+        loaded.values(), kernels(model).values(), strict=True
+    ):
+        assert one.recipe.scale_format == "float32"
+        np.testing.assert_array_equal(one.stored.codes, other.stored.codes)
+        expected = other.stored.scale / np.float32(1.3)
+        np.testing.assert_allclose(one.stored.scale, expected, rtol=2.0**-22)
+
+
 def kernels(model):
     return {
         variable.path: variable

@@ -101,25 +101,29 @@ def freeze(
 
     Args:
         model: A built model or layer, in float8 or not, trained or not.
-        weights: The format: `"float8_e4m3fn"` or `"float8_e5m2"`, or integers:
-            `"int8"`, `"int4"`, `"int3"` or `"int2"`. A code is one byte in
-            memory; files have two in a byte of four or three bits, and four of
-            two bits. None stores each kernel as it was trained for, by a recipe
-            such as `"int4"`, and others in `"float8_e4m3fn"`.
+        weights: The format: `"float8_e4m3fn"`, `"float8_e5m2"` or
+            `"float4_e2m1fn"`, or integers: `"int8"`, `"int4"`, `"int3"` or
+            `"int2"`. A code is one byte in memory; files have two in a byte of
+            four or three bits, and four of two bits. None stores each kernel as
+            it was trained for, by a recipe such as `"int4"`, and others in
+            `"float8_e4m3fn"`.
         granularity: What has a scale: `"channel"` (each output of a kernel,
             each row of an embedding), `"tensor"`, `"block"` (128 by 128
-            elements of the kernel as a matrix), or `"group32"`, `"group64"`,
-            `"group128"` (so many elements that a matmul sums). None, and
+            elements of the kernel as a matrix), or `"group16"`, `"group32"`,
+            `"group64"`, `"group128"` (so many elements that a matmul sums).
+            NVFP4 has `weights="float4_e2m1fn"`, `"group16"` and
+            `scale_format="float8_e4m3fn"`. None, and
             `"group"`, mean what a kernel was trained for, and otherwise
             `"channel"` and `"group32"`.
         activations: None leaves the inputs of matmuls unquantized.
             `"dynamic"` quantizes them too, with a scale per token, or per
             example of a convolution: to e4m3fn, and to int8 beside kernels of
-            integers. `"static"` uses one scale for all,
-            from the amaxes that delayed scaling observed in training or in
-            `calibrate`. With either, embeddings that also compute logits, such
-            as `ReversibleEmbedding`, stay in floats unless `include` names
-            them, because other readers of a language model keep them so.
+            integers, but not beside `"float4_e2m1fn"`. `"static"` uses one
+            scale for all, from the amaxes that delayed scaling observed in
+            training or in `calibrate`. With either, embeddings that also
+            compute logits, such as `ReversibleEmbedding`, stay in floats unless
+            `include` names them, because other readers of a language model
+            keep them so.
         trained_scales: Whether kernels that were trained under delayed
             scaling keep their scale instead of getting a new one; only with
             `granularity="tensor"`.
@@ -127,9 +131,10 @@ def freeze(
             `"least_squares"`, the clip with the least squared error of the
             numbers that share it, for kernels that were not trained for the
             format.
-        scale_format: The format of the scales: `"float32"`, `"bfloat16"`, or
-            `"float8_e8m0fnu"`, which has the powers of two. Files have them in
-            it. None means what a kernel was trained for, and otherwise
+        scale_format: The format of the scales: `"float32"`, `"bfloat16"`,
+            `"float8_e8m0fnu"`, which has the powers of two, or
+            `"float8_e4m3fn"`, times one power of two per kernel. Files have
+            them in it. None means what a kernel was trained for, and otherwise
             `"float32"`.
         to: `"keras"` makes Keras's own layers in int8 and int4 of the frozen
             ones, so that files of the model load without this package. It

@@ -34,6 +34,7 @@ HEADER = "stored"
 CODES = "{name}"
 CODES_SCALE = "{name}.scale"
 CODES_OF_SCALE = "{name}.scale_codes"  # Of scales that are not in float32.
+OUTER_SCALE = "{name}.outer_scale"  # Beside scales in e4m3fn.
 INPUTS_SCALE = "{name}.inputs_scale"
 
 
@@ -170,6 +171,7 @@ FROZEN = Schema(
         CODES: Form(np.uint8, None),
         CODES_SCALE: Form(np.float32, None, _positive),
         CODES_OF_SCALE: Form(np.unsignedinteger, None),
+        OUTER_SCALE: Form(np.floating, 0, _positive),
         INPUTS_SCALE: Form(np.floating, 0, _positive),
     },
     allowed=(

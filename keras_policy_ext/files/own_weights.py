@@ -29,7 +29,7 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.of_layers import policy_of
 from keras_policy_ext.recipes import MATMULS, Recipe
 from keras_policy_ext.recipes.fields import counterpart
-from keras_policy_ext.stored_kernels import pack
+from keras_policy_ext.stored_kernels import E4M3, pack
 
 
 def texts_for_file(layer: keras.Layer) -> dict[str, str]:
@@ -154,6 +154,9 @@ def save_frozen(layer: keras.Layer, store: MutableMapping[str, Any]) -> None:
         else:
             key = entries.CODES_OF_SCALE.format(name=each.name)
             store[key] = stored.scale_codes
+        if stored.scale_format == E4M3:
+            key = entries.OUTER_SCALE.format(name=each.name)
+            store[key] = stored.outer_scale
         if each.inputs_scale is not None:
             # It raises if someone has cast the scale to another dtype.
             scale = ops.convert_to_numpy(each.inputs_scale.as_stored)

@@ -23,9 +23,11 @@ from keras_policy_ext.policies import Float8DTypePolicy
 from keras_policy_ext.policies.float8 import of_file
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
+    E4M3,
     Axes,
     StoredKernel,
     are_codes,
+    rounded_scales,
     scale_dtype,
     scale_shape,
     unpack,
@@ -200,8 +202,8 @@ class FrozenWeights(Group):
             scale_format=recipe.scale_format,
         )
         if not are_codes(codes, recipe.weights):
-            is_integer = formats.get(recipe.weights).is_integer
-            fault = "out of range" if is_integer else "of NaN"
+            has_nan = formats.get(recipe.weights).nan_codes
+            fault = "of NaN" if has_nan else "out of range"
             raise self.damaged(f"{name!r} has codes {fault}")
         return stored
 
@@ -213,8 +215,12 @@ class FrozenWeights(Group):
         dtype = scale_dtype(self.recipe.scale_format)
         if codes.dtype.itemsize == dtype.itemsize:
             scale = np.asarray(codes.view(dtype).astype("float32"))
+            if self.recipe.scale_format == E4M3:
+                scale = scale * self.read(entries.OUTER_SCALE, name=name)
             if np.all(np.isfinite(scale) & (scale > 0)):
-                return scale
+                again = rounded_scales(scale, self.recipe.scale_format)
+                if np.array_equal(again, scale):
+                    return scale
         raise self.damaged(
             f"the scale of {name!r} is {codes.dtype}, not in {dtype.name}"
         )

@@ -261,8 +261,8 @@ class StoredVariable(variable_values.ComputedVariable, keras.Variable):
                 return
         kind = f"other numbers ({name})"
         if name == "uint8":
-            is_integer = formats.get(self.weights).is_integer
-            kind = "codes out of range" if is_integer else "codes of NaN"
+            has_nan = formats.get(self.weights).nan_codes
+            kind = "codes of NaN" if has_nan else "codes out of range"
         layer = self.path.rpartition("/")[0]
         raise ValueError(
             f"The kernel {self.path!r} is frozen; nothing was set. Received: "

@@ -322,9 +322,9 @@ def encode(values: Tensor, format_name: str) -> Tensor:
 
 def decode(codes: Tensor, format_name: str) -> Tensor:
     """Convert codes (the bits of a narrow format, uint8) to float32 values."""
-    if format_name in primitives.DECODED:
-        return _decode_by_half(codes, format_name)
     fmt = format_of(format_name)
+    if format_name in primitives.DECODED and fmt.nan_codes:
+        return _decode_by_half(codes, format_name)
     codes = ops.cast(codes, "int32")
     magnitude = ops.bitwise_and(codes, (1 << (fmt.bits - 1)) - 1)
     small = ops.cast(magnitude, "float32") * fmt.smallest_subnormal

@@ -24,9 +24,12 @@ A code is shifted left by this many bits to a float16, which is multiplied by
 the factor. It does not hold for NaN of e4m3fn, which no stored kernel has.
 """
 
+FLOAT4 = "float4_e2m1fn"
+
 DECODED = {
     **HALVES,
     "float8_e4m3fnuz": (7, 128.0),
+    FLOAT4: (9, 16384.0),
     **dict.fromkeys(formats.INTEGERS, (0, 1.0)),
 }
 """The same for all formats that are decoded by way of float16.
@@ -162,6 +165,12 @@ def halves(codes: Tensor, format_name: str) -> Tensor:
     shift, _ = DECODED[format_name]
     if shift == 0:
         return ops.cast(view(codes, "int8"), "float16")
+    if format_name == FLOAT4:
+        # To the sign of float16 and back, which repeats the sign; the copies
+        # between it and the exponent are cleared.
+        bits = ops.left_shift(ops.cast(codes, "int16"), np.int16(12))
+        bits = ops.right_shift(bits, np.int16(12 - shift))
+        return view(ops.bitwise_and(bits, np.int16(~0x7000)), "float16")
     # A conversion from int8 repeats the sign bit in all higher bits, so that
     # the sign of the shifted code is where float16 has it. The bit below is
     # cleared: a shift by 7 makes it equal to the sign.

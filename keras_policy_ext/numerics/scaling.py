@@ -12,7 +12,17 @@ from keras import ops
 from keras_policy_ext import formats
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.numerics import primitives
-from keras_policy_ext.numerics.casting import EXPONENT_BITS, tensor_of, view
+from keras_policy_ext.numerics.casting import (
+    EXPONENT_BITS,
+    round_to_format,
+    tensor_of,
+    view,
+)
+from keras_policy_ext.stored_kernels import (
+    E4M3,
+    LARGEST_IN_E4M3,
+    LEAST_IN_E4M3,
+)
 
 SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 """2^-126: the smallest float32 whose reciprocal is finite on every backend."""
@@ -224,6 +234,12 @@ def round_scale(scale: Tensor, scale_format: str) -> Tensor:
         return scale
     if scale_format == "float8_e8m0fnu":
         return round_up_to_power_of_two(scale)
+    if scale_format == E4M3:  # As `outer_scale` says.
+        largest = ops.maximum(amax(scale), LEAST_IN_E4M3)
+        outer = round_up_to_power_of_two(largest) / LARGEST_IN_E4M3
+        least = formats.get(E4M3).smallest_subnormal
+        numbers = ops.maximum(scale / outer, least)
+        return round_to_format(numbers, E4M3) * outer
     # On the bits: XLA drops a cast to bfloat16 and back (JAX 0.10).
     bits = view(scale, "int32")
     is_odd = ops.bitwise_and(ops.right_shift(bits, 16), 1)

@@ -32,18 +32,19 @@ class FrozenKernels(Recipe):
     for its scales.
 
     Attributes:
-        weights: Their format: `"float8_e4m3fn"`, `"float8_e5m2"`, or integers
-            from `"int8"` to `"int2"`.
+        weights: Their format: `"float8_e4m3fn"`, `"float8_e5m2"`,
+            `"float4_e2m1fn"`, or integers from `"int8"` to `"int2"`.
         per: The granularity of the scales: `"channel"` (one per output of the
             kernel), `"tensor"`, `"block"` (one per 128x128 elements), or
-            `"group32"`, `"group64"` or `"group128"` (one per so many elements
-            that a matmul sums).
+            from `"group16"` to `"group128"` (one per so many elements that a
+            matmul sums).
         activations: How inputs are quantized: `"dynamic"` with one scale per
             token, `"static"` with one fixed scale, which integers have not.
             They are in e4m3fn, and in int8 if the kernel has integers. None
-            does not quantize them.
-        scale_format: The format of the scales: `"float32"`, `"bfloat16"`, or
-            `"float8_e8m0fnu"`, which has the powers of two.
+            does not quantize them, as always beside `"float4_e2m1fn"`.
+        scale_format: The format of the scales: `"float32"`, `"bfloat16"`,
+            `"float8_e8m0fnu"`, which has the powers of two, or
+            `"float8_e4m3fn"`, times one power of two per kernel.
 
     Raises:
         ValueError: If a field has another value.
@@ -65,6 +66,7 @@ class FrozenKernels(Recipe):
         _check(self, "per", GRANULARITIES)
         _check(self, "activations", ACTIVATIONS)
         _check(self, "scale_format", SCALE_FORMATS)
+        check_inputs(self.weights, "activations", self.activations)
         if self.has_integers and self.activations == "static":
             raise ValueError(
                 "A kernel of integers has no static scale of its inputs. "
@@ -117,6 +119,16 @@ class FrozenKernels(Recipe):
         is_static = self.activations == "static"
         tile = WHOLE if is_static else Tile(free=1)
         return Quantization(format=formats.ALIASES["e4m3"], tile=tile)
+
+
+def check_inputs(weights: str, name: str, value: str | None) -> None:
+    """Raise if the inputs beside a kernel in four-bit floats are quantized."""
+    if weights == "float4_e2m1fn" and value is not None:
+        raise ValueError(
+            "Inputs are not quantized beside a kernel in float4_e2m1fn. "
+            f"Received: weights={weights!r} and {name}={value!r}. Allowed: "
+            f"{name}=None. Leave it out, or take integers."
+        )
 
 
 def _check(

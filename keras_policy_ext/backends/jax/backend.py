@@ -28,6 +28,7 @@ from keras_policy_ext.backends.parts import LARGE, StoredMatrix
 from keras_policy_ext.backends.traced_programs import scope_name
 from keras_policy_ext.formats import INTEGERS
 from keras_policy_ext.numerics import casting
+from keras_policy_ext.numerics.primitives import FLOAT4
 
 
 class Gathering(NamedTuple):
@@ -333,7 +334,7 @@ def _product_with_cast(
     # A cast from float8, with no scale behind it, is part of XLA's matmul on a
     # GPU that has float8, and one from float16 on any (JAX 0.10). Integer
     # operations never are.
-    if kernel.blocks is not None:
+    if kernel.blocks is not None or kernel.format == FLOAT4:
         return None
     values = kernel.codes.reshape(kernel.shape)
     if values.dtype != jnp.float16:

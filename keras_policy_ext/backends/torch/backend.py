@@ -40,7 +40,7 @@ from keras_policy_ext.backends.torch.gradients import (
     no_autocast,
     refuse_compiled_transforms,
 )
-from keras_policy_ext.formats import FAMILIES, INTEGERS
+from keras_policy_ext.formats import FAMILIES
 
 FIRST_CUDA = {"blocks": (12, 9), "mx": (12, 8)}
 """The first version of CUDA whose cuBLAS reads scales of this kind."""
@@ -454,7 +454,7 @@ class TorchBackend(Backend):
         """Convert codes to float32 values, on a CPU by a table."""
         # A GPU casts float8, and so does an exported program.
         is_cast = codes.device.type != "cpu" or not is_real(codes)
-        if is_cast and format_name not in INTEGERS:
+        if is_cast and format_name.startswith("float8"):
             return self.as_float8(codes, format_name).float()
         return stored_products.numbers(codes, format_name)
 

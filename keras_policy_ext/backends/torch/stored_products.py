@@ -9,13 +9,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from keras_policy_ext._types import Tensor
 from keras_policy_ext.backends.parts import LARGE, StoredMatrix
-from keras_policy_ext.numerics.primitives import DECODED
+from keras_policy_ext.numerics.primitives import DECODED, FLOAT4
 
 
 def shift(bits: Tensor, format_name: str) -> Tensor:
     """Make signed codes, int16, the bits of float16, as `halves` does."""
     # PyTorch multiplies in less time than it shifts (torch 2.13).
     by, _ = DECODED[format_name]
+    if format_name == FLOAT4:
+        bits.mul_(1 << 12).bitwise_right_shift_(12 - by)
+        return bits.bitwise_and_(~0x7000)
     bits.mul_(1 << by)
     return bits.bitwise_and_(~0x4000) if by == 7 else bits
 

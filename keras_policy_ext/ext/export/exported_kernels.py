@@ -43,14 +43,19 @@ class Scheme:
     """The quantization of kernels and inputs in an export.
 
     Attributes:
-        weights: The float8 format.
-        granularity: `"channel"`, `"tensor"` or `"block"`.
+        weights: The format of the codes.
+        granularity: What has a scale, one of `stored_kernels.GRANULARITIES`.
         activations: None, `"dynamic"` or `"static"`.
     """
 
     weights: str
     granularity: str
     activations: str | None
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """True if kernels are those of NVFP4, but for the scales' format."""
+        return (self.weights, self.granularity) == ("float4_e2m1fn", "group16")
 
 
 USUAL = Scheme(weights="float8_e4m3fn", granularity="channel", activations=None)
@@ -98,14 +103,19 @@ class ExportedKernel:
             return self.variable.stored
         # With adapters, a frozen one is quantized again in the same format.
         kept = self.variable if self.frozen else scheme
-        form = self.variable.recipe.scale_format if self.frozen else "float32"
         return stored_kernels.quantize(
             self.float_value(),
             self.axes,
             kept.granularity,
             kept.weights,
-            scale_format=form,
+            scale_format=self.scale_format(scheme),
         )
+
+    def scale_format(self, scheme: Scheme) -> str:
+        """Return the format of the scales; by the scheme unless frozen."""
+        if self.frozen:
+            return str(self.variable.recipe.scale_format)
+        return stored_kernels.E4M3 if scheme.is_nvfp4 else "float32"
 
     @property
     def is_looked_up(self) -> bool:

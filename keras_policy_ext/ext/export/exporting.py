@@ -111,9 +111,9 @@ def _to_folder(model: keras.Layer, request: ExportRequest) -> ExportReport:
     reader = Reader(request.format, str(hub.family(backbone)), scheme)
     reader.check()
     folder = hugging_face.Folder(backbone, found, reader)
-    _check_static(
-        [k for entry in folder.entries for k in entry.kernels], scheme
-    )
+    kernels = [k for entry in folder.entries for k in entry.kernels]
+    _check_static(kernels, scheme)
+    reader.check_scales({k.scale_format(scheme) for k in kernels})
     whole = language_models.whole(
         request.path, folder=True, overwrite=request.overwrite
     )

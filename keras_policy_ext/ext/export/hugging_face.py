@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_policy_ext import formats
 from keras_policy_ext._version import __version__
 from keras_policy_ext.ext.export import _keras as hub
 from keras_policy_ext.ext.export import exported_kernels, safetensors_files
@@ -24,7 +26,12 @@ from keras_policy_ext.ext.export.safetensors_files import (
     OneAtATime,
     Tensor,
 )
-from keras_policy_ext.stored_kernels import StoredKernel, tile_of
+from keras_policy_ext.stored_kernels import (
+    E4M3,
+    StoredKernel,
+    pack,
+    tile_of,
+)
 
 _ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
@@ -155,8 +162,10 @@ class Folder:
         for entry in self.entries:
             made = self._tensors(entry)
             tensors += made
-            as_integers = self._reader.has_integers and not entry.reason
-            dtype = self._reader.scheme.weights if as_integers else None
+            reader = self._reader
+            packs = reader.has_integers or reader.is_nvfp4
+            has_codes = packs and not entry.reason
+            dtype = reader.scheme.weights if has_codes else None
             written.append(_written(entry, made, dtype))
         safetensors_files.write_shards(folder, tensors, shard_size)
         ignore = self.ignored()
@@ -239,6 +248,8 @@ class Folder:
             return [
                 Tensor(entry.name, self._code, entry.shape, self._float(entry))
             ]
+        if self._reader.is_nvfp4:
+            return self._nvfp4(entry)
         one = OneAtATime(lambda: self._stored(entry))
         shape = self._scale_shape(entry)
         made = [
@@ -284,6 +295,55 @@ class Folder:
                 lambda: np.array(entry.shape, "int64"),
             ),
         ]
+
+    def _nvfp4(self, entry: Entry) -> list[Tensor]:
+        """Return the tensors of a kernel in NVFP4."""
+        rows, columns = entry.shape
+        places = rows, columns // 2
+
+        def packed() -> Array:
+            kernel = self._stored(entry)
+            return pack(kernel.codes, kernel.weights).reshape(places)
+
+        def divisor() -> Array:  # Of the scales, where ours is a factor.
+            return np.full((1,), 1 / self._outer, "float32")
+
+        def scales() -> Array:
+            return self._scales_in_e4m3(entry.name, self._stored(entry))
+
+        name, shape = entry.module, self._scale_shape(entry)
+        return [
+            Tensor(f"{name}.weight_packed", "U8", places, packed),
+            Tensor(f"{name}.weight_scale", "F8_E4M3", shape, scales),
+            Tensor(f"{name}.weight_global_scale", "F32", (1,), divisor),
+        ]
+
+    @functools.cached_property
+    def _outer(self) -> np.float32:
+        """The power of two for the scales of all matrices in NVFP4.
+
+        vLLM joins matrices, such as those of queries, keys and values, and
+        takes the number of one of them.
+        """
+        quantized = [entry for entry in self.entries if not entry.reason]
+        return max(self._stored(entry).outer_scale for entry in quantized)
+
+    def _scales_in_e4m3(self, name: str, kernel: StoredKernel) -> Array:
+        """Return the scales as e4m3fn numbers times `_outer`, or raise."""
+        numbers = kernel.scale / self._outer
+        # The scale of a group of zeros may be any.
+        is_read = np.any(kernel.codes.reshape(*numbers.shape, -1) & 7, axis=2)
+        least = formats.get(E4M3).smallest_subnormal
+        codes = np.maximum(numbers, least).astype(DTYPES["F8_E4M3"])
+        if np.any(is_read & (codes.astype("float32") != numbers)):
+            raise ValueError(
+                "The scales of this kernel are too small beside those of "
+                "others, with which they have one number in NVFP4. Received: "
+                f"{name!r}. Allowed: scales that are exact in e4m3fn, divided "
+                "by the largest of all kernels. Leave its layer, or that with "
+                "the largest values, out with `exclude`."
+            )
+        return codes
 
     def _float(self, entry: Entry) -> Callable[[], Array]:
         def value_of(variable: keras.Variable) -> Array:

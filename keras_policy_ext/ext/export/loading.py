@@ -37,18 +37,23 @@ from keras_policy_ext.policies.of_layers import source_policy_of
 from keras_policy_ext.recipes import FrozenKernels
 from keras_policy_ext.stored_kernels import (
     BLOCK,
+    E4M3,
     StoredKernel,
     as_matrix,
     of_matrix,
+    rounded_scales,
     scale_shape,
     spread_blocks,
     tile_of,
+    unpack,
 )
 
 Array = np.ndarray[Any, Any]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SCALES = ("weight_scale", "weight_scale_inv")
+_OUTER = "weight_global_scale"
+"""By what the scales of NVFP4 are divided."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +108,18 @@ def scales(slots: Mapping[str, Slot], name: str) -> tuple[Array, float | None]:
     """
     module = name.removesuffix("weight")
     found = [slots[module + s] for s in _SCALES if module + s in slots]
-    if len(found) != 1 or found[0].dtype not in ("F32", "BF16", "F16"):
+    outer = slots.get(module + _OUTER)
+    narrow = () if outer is None else ("F8_E4M3",)
+    allowed = ("F32", "BF16", "F16", *narrow)
+    if len(found) != 1 or found[0].dtype not in allowed:
         raise ValueError(
             f"A weight in float8 has no scale. Received: {name!r}. Allowed: "
             f"one of {module}weight_scale and {module}weight_scale_inv, in "
             "floating point, beside it. Export the model again."
         )
     scale = found[0].read().astype("float32")
+    if outer is not None:
+        scale = scale / outer.read().astype("float32").reshape(())
     inputs = slots.get(f"{module}input_scale")
     if inputs is None:
         return scale, None
@@ -122,8 +132,9 @@ def _compressed_tensors(quantization: Any) -> FrozenKernels:
     (group,) = quantization["config_groups"].values()
     weights, inputs = group["weights"], group.get("input_activations")
     stored_as = _numbers(weights)
-    per = weights["strategy"]
-    if per == "group":
+    per, form = weights["strategy"], "float32"
+    if per == "group" or (per == "tensor_group" and stored_as == _NVFP4):
+        form = E4M3 if per == "tensor_group" else form
         per = f"group{weights['group_size']}"
     if weights.get("dynamic") or group["targets"] != ["Linear"]:
         raise ValueError("other weights")
@@ -137,7 +148,11 @@ def _compressed_tensors(quantization: Any) -> FrozenKernels:
         activations = {("token", True): "dynamic", ("tensor", False): "static"}[
             kind
         ]
-    return FrozenKernels(weights=stored_as, per=per, activations=activations)
+    if stored_as == _NVFP4 and form != E4M3:
+        raise ValueError("other groups")
+    return FrozenKernels(
+        weights=stored_as, per=per, activations=activations, scale_format=form
+    )
 
 
 def _fp8(quantization: Any) -> FrozenKernels:
@@ -154,7 +169,10 @@ _NUMBERS = {
     ("float", 8): "float8_e4m3fn",
     ("int", 8): "int8",
     ("int", 4): "int4",
+    ("float", 4): "float4_e2m1fn",
 }
+
+_NVFP4 = _NUMBERS["float", 4]
 
 _INPUTS = {"float": "float8_e4m3fn", "int": "int8"}
 """The format of inputs beside weights of a type."""
@@ -188,9 +206,10 @@ def _wrong(place: pathlib.Path, found: str) -> ValueError:
         "quantization_config of compressed-tensors in float8 e4m3 (per "
         "channel, tensor or block of 128x128; inputs not quantized, by token, "
         "or static by tensor) or in int8 and int4 (per channel or group of "
-        "32, 64 or 128; inputs not quantized, or by token in int8), or of "
-        "'fp8' (blocks of 128x128, or per tensor). To read a model in floats, "
-        "call `keras_hub.models.CausalLM.from_preset`."
+        "32, 64 or 128; inputs not quantized, or by token in int8) or in "
+        "NVFP4 with inputs that are not quantized, or of 'fp8' (blocks of "
+        "128x128, or per tensor). To read a model in floats, call "
+        "`keras_hub.models.CausalLM.from_preset`."
     )
 
 
@@ -202,6 +221,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     place = pathlib.Path(path)
     folder = QuantizedFolder.read(place)
     slots = unpacked(safetensors_files.read_folder(place), folder.recipe)
+    folder = dataclasses.replace(folder, recipe=_held(folder.recipe, slots))
     converter = hub.Converter(place, folder.config)
 
     def freeze(layer: keras.Layer) -> None:
@@ -218,6 +238,7 @@ def load(path: str | os.PathLike[str], dtype: str | None) -> keras.Model:
     ):
         backbone = converter.make_backbone(dtype or folder.dtype)
     codes = "I8" if folder.recipe.has_integers else "F8_E4M3"
+    codes = _CODES if folder.recipe.weights == _NVFP4 else codes
     asked = _Asked(backbone, slots, codes)
     converter.port(asked.stand_in, asked)
     asked.check_all()
@@ -242,6 +263,35 @@ class _PackedSlot(Slot):
         return np.asarray(readers.unpacked(packed, columns, self.bits))
 
 
+_CODES = "U8"
+"""The dtype of tensors with two codes of e2m1fn in a byte."""
+
+
+class _PackedFloats(Slot):
+    """A matrix of e2m1fn, two in a byte of a file."""
+
+    def read(self) -> Array:
+        """Return the matrix; only this one is in memory."""
+        size = math.prod(self.shape) // 2
+        packed = Slot(self.path, _CODES, (size,), self.start).read()
+        codes = unpack(packed, self.shape, _NVFP4)
+        return codes.view(formats.get(_NVFP4).dtype)
+
+
+def _held(recipe: FrozenKernels, slots: Mapping[str, Slot]) -> FrozenKernels:
+    """Return the recipe that holds the scales of a folder.
+
+    In float32 if those of NVFP4 are not e4m3fn numbers times a power of two,
+    as other programs write them.
+    """
+    for name in slots:
+        if name.endswith("." + _OUTER):
+            scale, _ = scales(slots, name.removesuffix(_OUTER) + "weight")
+            if not np.array_equal(rounded_scales(scale, E4M3), scale):
+                return dataclasses.replace(recipe, scale_format="float32")
+    return recipe
+
+
 _PACKED, _SHAPE = "weight_packed", "weight_shape"
 
 
@@ -256,6 +306,9 @@ def unpacked(
     found = dict(slots)
     for name in [each for each in slots if each.endswith("." + _PACKED)]:
         module, packed = name.removesuffix(_PACKED), found.pop(name)
+        if recipe.weights == _NVFP4:
+            found[module + "weight"] = _floats(name, packed)
+            continue
         of_shape = found.pop(module + _SHAPE, None)
         shape = () if of_shape is None else tuple(of_shape.read().tolist())
         bits = formats.get(recipe.weights).bits
@@ -272,6 +325,19 @@ def unpacked(
             packed.path, "I8", shape, packed.start, bits
         )
     return found
+
+
+def _floats(name: str, packed: Slot) -> Slot:
+    """Return a packed tensor as the matrix of its e2m1fn numbers, or raise."""
+    if packed.dtype != _CODES or len(packed.shape) != 2:
+        raise ValueError(
+            "A packed weight of NVFP4 is no matrix of bytes. Received: "
+            f"{name!r}, {packed.dtype} of shape {packed.shape}. Allowed: U8, "
+            "with the numbers of each row of a matrix. Copy the folder again, "
+            "or export it again."
+        )
+    rows, columns = packed.shape
+    return _PackedFloats(packed.path, _CODES, (rows, 2 * columns), packed.start)
 
 
 def _form(layer: keras.Layer) -> Any:
@@ -425,6 +491,7 @@ def _fill(
         weights=variable.weights,
         granularity=variable.granularity,
         axes=variable.axes,
+        scale_format=variable.recipe.scale_format,
     )
     variable.take(stored, inputs_scale)
 

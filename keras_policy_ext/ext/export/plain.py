@@ -168,9 +168,11 @@ def _quantized(
 
 
 def _dtype_of(weights: str) -> str:
-    """Return the dtype in which a file has codes: integers are in int8."""
-    is_integer = formats.get(weights).is_integer
-    return "int8" if is_integer else str(formats.get(weights).dtype)
+    """Return the dtype of codes in a file, of which each has a byte."""
+    form = formats.get(weights)
+    if form.is_integer:
+        return "int8"
+    return "uint8" if form.bits < 8 else str(form.dtype)
 
 
 def _about(kernel: ExportedKernel, scheme: Scheme) -> dict[str, Any]:

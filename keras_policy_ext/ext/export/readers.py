@@ -7,14 +7,15 @@ tested with both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from keras_policy_ext import formats
 from keras_policy_ext.ext.export import exported_kernels
 from keras_policy_ext.ext.export.exported_kernels import Scheme
-from keras_policy_ext.stored_kernels import BLOCK, tile_of
+from keras_policy_ext.stored_kernels import BLOCK, E4M3, tile_of
 
 COMPRESSED_TENSORS, FP8, MODELOPT = "compressed-tensors", "fp8", "modelopt"
 
@@ -72,6 +73,14 @@ class Reader:
         return self.has_integers and self.scheme.activations is None
 
     @property
+    def is_nvfp4(self) -> bool:
+        """True if two codes of e2m1fn are in a byte (`nvfp4-pack-quantized`).
+
+        16 of them have a scale in e4m3fn, divided by one number of the folder.
+        """
+        return self.scheme.weights == "float4_e2m1fn"
+
+    @property
     def scale_name(self) -> str:
         """The last part of the name of a module's scales in the file."""
         return "weight_scale_inv" if self.format == FP8 else "weight_scale"
@@ -100,14 +109,21 @@ class Reader:
         if scheme.weights not in weights:
             listed = ", ".join(map(repr, weights))
             raise _refused(self, f"weights={scheme.weights!r}", listed)
-        integers = self.has_integers
-        allowed = _OF_INTEGERS if integers else _GRANULARITIES[self.format]
+        allowed = _GRANULARITIES[self.format]
+        if self.has_integers or self.is_nvfp4:
+            allowed = _OF_INTEGERS if self.has_integers else ("group16",)
         if self.transposed:
             allowed = tuple(g for g in allowed if g != "block")
         if scheme.granularity not in allowed:
             listed = ", ".join(map(repr, allowed))
             raise _refused(self, f"granularity={scheme.granularity!r}", listed)
         self._check_inputs()
+
+    def check_scales(self, formats: Iterable[str]) -> None:
+        """Raise if programs do not read scales that are in these formats."""
+        wrong = sorted(set(formats) - {E4M3}) if self.is_nvfp4 else []
+        if wrong:
+            raise _refused(self, f"scale_format={wrong[0]!r}", repr(E4M3))
 
     def _check_transposed(self) -> None:
         inputs = self.scheme.activations
@@ -128,6 +144,9 @@ class Reader:
 
     def _check_inputs(self) -> None:
         inputs = self.scheme.activations
+        if self.is_nvfp4 and inputs is not None:
+            given = f"activations={inputs!r} beside {self.scheme.weights}"
+            raise _refused(self, given, "activations=None")
         if self.has_integers and inputs == "static":
             raise _refused(
                 self,
@@ -147,7 +166,7 @@ class Reader:
 
     def why_float(self, rows: int, columns: int) -> str | None:
         """Return why a matrix of these sizes stays in float, or None."""
-        if self.has_integers:
+        if self.has_integers or self.is_nvfp4:
             return self._why_not_grouped(columns)
         if self.format != FP8 or self.scheme.granularity != "block":
             return None
@@ -201,19 +220,21 @@ class Reader:
         kind = "int" if self.has_integers else "float"
         number = {"num_bits": 8, "type": kind, "symmetric": True}
         weights = {**number, "strategy": self.granularity, "dynamic": False}
-        weights["num_bits"] = _BITS.get(self.scheme.weights, 8)
+        weights["num_bits"] = formats.get(self.scheme.weights).bits
         if self.granularity == "block":
             weights["block_structure"] = [BLOCK, BLOCK]
         elif tile := tile_of(self.granularity):
-            weights.update(strategy="group", group_size=tile[1])
+            strategy = "tensor_group" if self.is_nvfp4 else "group"
+            weights.update(strategy=strategy, group_size=tile[1])
         inputs = {
             None: None,
             "dynamic": {**number, "strategy": "token", "dynamic": True},
             "static": {**number, "strategy": "tensor", "dynamic": False},
         }[self.scheme.activations]
+        form = "pack-quantized" if self.packs else f"{kind}-quantized"
         found: dict[str, Any] = {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized" if self.packs else f"{kind}-quantized",
+            "format": "nvfp4-pack-quantized" if self.is_nvfp4 else form,
             "quantization_status": "compressed",
             "ignore": ignore,
             "kv_cache_scheme": None,
@@ -263,7 +284,7 @@ def unpacked(words: Any, columns: int, bits: int) -> Any:
 def _weights_of(reader: Reader) -> tuple[str, ...]:
     """Return the formats of kernels that programs for a format read."""
     if reader.format == COMPRESSED_TENSORS and not reader.transposed:
-        return "float8_e4m3fn", *_BITS
+        return "float8_e4m3fn", *_BITS, "float4_e2m1fn"
     return ("float8_e4m3fn",)
 
 

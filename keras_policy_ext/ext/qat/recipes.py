@@ -9,10 +9,11 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.policy_names import QAT
 from keras_policy_ext.recipes.fields import integer, wrong
+from keras_policy_ext.recipes.frozen import check_inputs
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, Recipe
 from keras_policy_ext.stored_kernels import SCALE_FORMATS, Grid
 
-GROUPS = (None, 32, 64, 128)
+GROUPS = (None, 16, 32, 64, 128)
 """How many elements that a matmul sums share a scale; None for all."""
 
 INPUTS = (None, "int8")
@@ -40,8 +41,8 @@ class OnGrid(Recipe):
 
     Attributes:
         weights: The format of the numbers, as for `freeze`.
-        group: How many elements that a matmul sums share a scale: 32, 64 or
-            128. None for one scale per output of the kernel.
+        group: How many elements that a matmul sums share a scale: 16, 32, 64
+            or 128. None for one scale per output of the kernel.
         inputs: `"int8"` rounds the inputs too, with a scale per token, or per
             example of a convolution, as with `activations="dynamic"` of
             `freeze`. None does not.
@@ -78,6 +79,7 @@ class OnGrid(Recipe):
             if isinstance(value, bool) or value not in allowed:
                 words = " or ".join(map(repr, allowed))
                 raise ValueError(wrong(self, field, words))
+        check_inputs(self.weights, "inputs", self.inputs)
         if self.clip is not None and (
             type(self.clip) not in (int, float) or not 0.1 <= self.clip <= 1.0
         ):
@@ -148,3 +150,19 @@ class E4M3(OnGrid):
 
     name: ClassVar[str] = "float8_e4m3fn"
     weights: ClassVar[str] = "float8_e4m3fn"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class E2M1(OnGrid):
+    """Kernels in e2m1fn, by default those of NVFP4; see `OnGrid`.
+
+    In NVFP4 16 elements have a scale in e4m3fn, times one number per kernel,
+    here a power of two: see `stored_kernels.outer_scale`. In MXFP4 32 elements
+    have a power of two: `group=32`, `scale_format="float8_e8m0fnu"`.
+    """
+
+    name: ClassVar[str] = "float4_e2m1fn"
+    weights: ClassVar[str] = "float4_e2m1fn"
+
+    group: int | None = 16
+    scale_format: str = "float8_e4m3fn"

@@ -14,7 +14,7 @@ from keras_policy_ext.contractions.frozen import rounded_by
 from keras_policy_ext.layers.operands import register_rounding
 from keras_policy_ext.numerics import casting, scaling, tiles
 from keras_policy_ext.recipes import Tile
-from keras_policy_ext.stored_kernels import Axes, Grid, tile_of
+from keras_policy_ext.stored_kernels import Axes, Grid, scale_of_zeros, tile_of
 
 
 def on_grid(
@@ -104,7 +104,9 @@ def _scale(amax: Tensor, grid: Grid) -> Tensor:
     mark = amax * 0.0 + 1.0
     if grid.clip < 1.0:
         amax = amax * grid.clip
-    scale = scaling.scale_for_limit(amax, formats.get(grid.weights).max)
+    limit = formats.get(grid.weights).max
+    of_zeros = scale_of_zeros(grid.scale_format)
+    scale = scaling.scale_for_limit(amax, limit, previous=of_zeros)
     return scaling.round_scale(scale, grid.scale_format) * mark
 
 

@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 import keras_policy_ext as kpe
-from keras_policy_ext import backends
+from keras_policy_ext import backends, formats, stored_kernels
 from keras_policy_ext.backends import parts
 from steps import normal, numpy
 
@@ -174,6 +174,38 @@ def test_parts_of_integers_make_the_whole(name, granularity, by_parts):
     inputs, kernel, outputs = LAYERS[name][1].replace("->", ",").split(",")
     equation = f"{outputs},{kernel}->{inputs}"
     assert_near(found, exactly(layer, equation, outputs_grad))
+
+
+@pytest.mark.full_except("dense-group16")
+@pytest.mark.parametrize("granularity", ["channel", "group16"])
+@pytest.mark.parametrize("name", ["dense", "no part divides it", "a bank"])
+def test_parts_of_four_bit_floats_make_the_whole(name, granularity, by_parts):
+    options = {"weights": "float4_e2m1fn", "granularity": granularity}
+    layer, x = frozen(name, **options, scale_format="float8_e4m3fn")
+    found = numpy(layer(x))
+    is_copied = name == "a bank" and granularity == "group16"
+    assert by_parts == ([] if is_copied else [True])
+    assert_near(found, exactly(layer, LAYERS[name][1], x))
+    if by_parts:
+        kpe.widen(layer)
+        assert_near(numpy(layer(x)), found)
+
+
+@pytest.mark.parametrize("weights", stored_kernels.WEIGHTS)
+def test_every_code_has_its_number(weights):
+    codes = np.arange(256, dtype="uint8")
+    codes = codes[: 1 << formats.get(weights).bits]
+    dtype = formats.get(weights).dtype
+    if formats.get(weights).is_integer:
+        dtype = np.dtype("int8")
+    values = codes.view(dtype).astype("float32")
+    codes, values = codes[np.isfinite(values)], values[np.isfinite(values)]
+    for shape in ((-1,), (2, -1)):
+        given = ops.convert_to_tensor(codes.reshape(shape))
+        found = numpy(backends.current.numbers(given, weights))
+        np.testing.assert_array_equal(found, values.reshape(shape))
+        signs = np.signbit(found), np.signbit(values.reshape(shape))
+        np.testing.assert_array_equal(*signs)
 
 
 @pytest.mark.parametrize("granularity", ["channel", "block"])

@@ -12,6 +12,7 @@ from keras_policy_ext.ext.export.loading import QuantizedFolder
 from keras_policy_ext.ext.export.readers import USUAL, Reader
 from keras_policy_ext.ext.export.safetensors_files import Tensor
 from keras_policy_ext.recipes import FrozenKernels
+from keras_policy_ext.stored_kernels import pack
 
 pytestmark = pytest.mark.any_backend
 
@@ -72,6 +73,66 @@ def test_integers_that_are_written_are_read(
     assert QuantizedFolder.read(tmp_path).recipe == FrozenKernels(
         weights=weights, per=granularity, activations=activations
     )
+
+
+def test_nvfp4_that_is_written_is_read(tmp_path):
+    quantization = written(
+        "compressed-tensors", "group16", None, "float4_e2m1fn"
+    )
+    assert quantization["format"] == "nvfp4-pack-quantized"
+    weights = quantization["config_groups"]["group_0"]["weights"]
+    assert weights["strategy"] == "tensor_group"
+    write_config(tmp_path, quantization)
+    assert QuantizedFolder.read(tmp_path).recipe == FrozenKernels(
+        weights="float4_e2m1fn", per="group16", scale_format="float8_e4m3fn"
+    )
+    weights["strategy"], weights["group_size"] = "group", 32  # MXFP4.
+    write_config(tmp_path, quantization)
+    with pytest.raises(ValueError, match="Allowed"):
+        QuantizedFolder.read(tmp_path)
+
+
+def test_codes_and_scales_of_nvfp4_are_read(tmp_path):
+    recipe = FrozenKernels(weights="float4_e2m1fn", per="group16")
+    codes = np.arange(32, dtype="uint8").reshape(2, 16) % 16
+    packed = pack(codes, recipe.weights).reshape(2, 8)
+    found = slots(
+        tmp_path,
+        tensor("a.weight_packed", packed, "U8"),
+        tensor("a.weight_scale", [[0.5], [3]], "F8_E4M3"),
+        tensor("a.weight_global_scale", [4], "F32"),
+    )
+    found = loading.unpacked(found, recipe)
+    values = found["a.weight"].read()
+    np.testing.assert_array_equal(values.view("uint8"), codes)
+    assert values.astype("float32").max() == 6
+    scale, _ = loading.scales(found, "a.weight")
+    np.testing.assert_array_equal(scale, [[0.125], [0.75]])
+
+
+def test_packed_floats_that_are_no_bytes_are_refused(tmp_path):
+    found = slots(tmp_path, tensor("a.weight_packed", np.zeros((2, 8)), "I32"))
+    with pytest.raises(ValueError, match="no matrix of bytes"):
+        loading.unpacked(found, FrozenKernels(weights="float4_e2m1fn"))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "activations", "fault"),
+    [
+        ("group32", None, "granularity='group32'"),
+        ("channel", None, "granularity='channel'"),
+        ("group16", "dynamic", "activations='dynamic' beside float4_e2m1fn"),
+    ],
+)
+def test_other_four_bit_floats_are_refused(granularity, activations, fault):
+    scheme = Scheme(
+        weights="float4_e2m1fn",
+        granularity=granularity,
+        activations=activations,
+    )
+    with pytest.raises(ValueError, match=fault) as error:
+        Reader("compressed-tensors", "Llama3Backbone", scheme).check()
+    assert "Allowed" in str(error.value)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -20,8 +20,10 @@ def frozen(**how):
     return model
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "int3", "int2"])
-def test_a_file_of_safetensors_has_them_in_int8(weights, tmp_path):
+@pytest.mark.parametrize(
+    "weights", ["int8", "int4", "int3", "int2", "float4_e2m1fn"]
+)
+def test_a_file_of_safetensors_has_them_in_a_byte(weights, tmp_path):
     model = frozen(weights=weights, granularity="group")
     path = tmp_path / "model.safetensors"
     kpe.export(model, path, format="safetensors")

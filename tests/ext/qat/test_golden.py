@@ -75,3 +75,37 @@ def test_packed_codes_are_the_golden(golden, weights, granularity):
             "group128": 128,
         }[granularity]
     )
+
+
+@pytest.fixture(scope="module")
+def nvfp4():
+    with np.load(PATH / "nvfp4_compressed_tensors.npz") as file:
+        return dict(file)
+
+
+NVFP4 = ("float4_e2m1fn", "group16")
+
+
+@pytest.mark.any_backend
+def test_nvfp4_that_is_stored_is_the_golden(nvfp4):
+    granularity, scale_format = NVFP4[1], "float8_e4m3fn"
+    stored = stored_kernels.quantize(
+        nvfp4["kernel"], AXES, granularity, NVFP4[0], scale_format=scale_format
+    )
+    np.testing.assert_array_equal(stored.scale_codes, nvfp4["scale"])
+    assert 1 / stored.outer_scale == nvfp4["global_scale"]
+    codes = stored_kernels.unpack(nvfp4["packed"].ravel(), (24, 64), NVFP4[0])
+    # It has no -0 for what is rounded to it.
+    is_zero = codes == 0
+    assert np.all(stored.matrix[is_zero] & 7 == 0)
+    np.testing.assert_array_equal(stored.matrix[~is_zero], codes[~is_zero])
+    np.testing.assert_array_equal(stored.dequantized().T, nvfp4["values"])
+    packed = stored_kernels.pack(codes, NVFP4[0])
+    np.testing.assert_array_equal(packed, nvfp4["packed"].ravel())
+
+
+def test_nvfp4_that_is_trained_is_the_golden(nvfp4):
+    kernel = ops.convert_to_tensor(nvfp4["kernel"])
+    grid = Grid(*NVFP4, scale_format="float8_e4m3fn")
+    values, _ = rounding.rounded_kernel(kernel, AXES, grid)
+    np.testing.assert_array_equal(numpy(values).T, nvfp4["values"])

@@ -114,6 +114,7 @@ def test_embeddings_are_stored_by_rows():
     "how, fault",
     [
         (dict(weights="int3"), "its kernel is in int3"),
+        (dict(weights="float4_e2m1fn"), "its kernel is in float4_e2m1fn"),
         (dict(weights="int8", granularity="group"), "per group32"),
         (dict(), "its kernel is in float8_e4m3fn"),
         (

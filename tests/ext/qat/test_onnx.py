@@ -108,6 +108,7 @@ def test_embeddings_are_looked_up(tmp_path):
     "how, opset, fault",
     [
         (dict(weights="int3"), None, "no such integers"),
+        (dict(weights="float4_e2m1fn"), None, "no such floats"),
         (dict(weights="int4"), 20, "no integers of four bits"),
         (
             dict(weights="int8", granularity="group"),

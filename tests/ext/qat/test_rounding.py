@@ -24,6 +24,10 @@ SPECS = (
     "int4(group=32,scale_format='float8_e8m0fnu')",
     "int2(clip=0.9,scale_format='float8_e8m0fnu')",
     "float8_e4m3fn(scale_format='bfloat16')",
+    "float4_e2m1fn",
+    "float4_e2m1fn(group=32,scale_format='float8_e8m0fnu')",
+    "float4_e2m1fn(group=None,clip=0.9,scale_format='float32')",
+    "int4(group=16,clip=0.75,scale_format='float8_e4m3fn')",
 )
 
 KERNELS = {
@@ -89,7 +93,8 @@ def gradients(function, *arrays):
 
 
 @pytest.mark.parametrize(
-    "spec", ["int4(group=32,inputs='int8')", "int4(clip=1.0)"]
+    "spec",
+    ["int4(group=32,inputs='int8')", "int4(clip=1.0)", "float4_e2m1fn"],
 )
 def test_gradients_pass_straight_through(spec):
     contraction = contractions.Einsum("ab,bc->ac")
@@ -138,6 +143,7 @@ def test_a_clipped_value_has_no_gradient():
         ("int4(group=32)", 1.0),
         ("int8", 1.0),
         ("float8_e4m3fn", 1.0),
+        ("float4_e2m1fn", 1.0),
     ],
 )
 def test_channels_in_few_bits_are_clipped_by_default(spec, clip):
@@ -174,6 +180,21 @@ def test_a_wrong_field_is_refused(field):
     with pytest.raises(ValueError, match="Allowed") as error:
         recipes.deserialize({"name": "int4", **field})
     assert "Received" in str(error.value)
+
+
+@pytest.mark.any_backend
+def test_inputs_beside_four_bit_floats_are_refused():
+    for call in (
+        lambda: recipes.get("float4_e2m1fn(inputs='int8')"),
+        lambda: kpe.freeze(
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]),
+            weights="float4_e2m1fn",
+            activations="dynamic",
+        ),
+    ):
+        with pytest.raises(ValueError, match="Received: weights=") as error:
+            call()
+        assert "Allowed" in str(error.value)
 
 
 @pytest.mark.any_backend

@@ -41,7 +41,13 @@ def fit(model, epochs=1):
 
 @pytest.mark.full_except("int8")
 @pytest.mark.parametrize(
-    "spec", ["int4(group=32,clip=0.8)", "int8", "int4(inputs='int8')"]
+    "spec",
+    [
+        "int4(group=32,clip=0.8)",
+        "int8",
+        "int4(inputs='int8')",
+        "float4_e2m1fn",
+    ],
 )
 def test_what_is_trained_is_what_is_frozen(spec):
     model = seeded()
