@@ -66,7 +66,7 @@ class FrozenKernels(Recipe):
         _check(self, "per", GRANULARITIES)
         _check(self, "activations", ACTIVATIONS)
         _check(self, "scale_format", SCALE_FORMATS)
-        check_inputs(self.weights, "activations", self.activations)
+        _check_inputs(self)
         if self.has_integers and self.activations == "static":
             raise ValueError(
                 "A kernel of integers has no static scale of its inputs. "
@@ -121,13 +121,14 @@ class FrozenKernels(Recipe):
         return Quantization(format=formats.ALIASES["e4m3"], tile=tile)
 
 
-def check_inputs(weights: str, name: str, value: str | None) -> None:
+def _check_inputs(recipe: FrozenKernels) -> None:
     """Raise if the inputs beside a kernel in four-bit floats are quantized."""
-    if weights == "float4_e2m1fn" and value is not None:
+    if recipe.weights == "float4_e2m1fn" and recipe.activations is not None:
         raise ValueError(
             "Inputs are not quantized beside a kernel in float4_e2m1fn. "
-            f"Received: weights={weights!r} and {name}={value!r}. Allowed: "
-            f"{name}=None. Leave it out, or take integers."
+            f"Received: weights={recipe.weights!r} and activations="
+            f"{recipe.activations!r}. Allowed: activations=None. Leave it "
+            "out, or take integers."
         )
 
 

@@ -9,7 +9,6 @@ from keras_policy_ext import formats
 from keras_policy_ext._types import override
 from keras_policy_ext.policy_names import QAT
 from keras_policy_ext.recipes.fields import integer, wrong
-from keras_policy_ext.recipes.frozen import check_inputs
 from keras_policy_ext.recipes.recipe import HIGH_PRECISION, Recipe
 from keras_policy_ext.stored_kernels import SCALE_FORMATS, Grid
 
@@ -79,7 +78,13 @@ class OnGrid(Recipe):
             if isinstance(value, bool) or value not in allowed:
                 words = " or ".join(map(repr, allowed))
                 raise ValueError(wrong(self, field, words))
-        check_inputs(self.weights, "inputs", self.inputs)
+        if self.inputs and not formats.get(self.weights).is_integer:
+            # A frozen kernel in e4m3 has inputs in e4m3; one in e2m1, none.
+            raise ValueError(
+                "Inputs in int8 go with kernels of integers alone. Received: "
+                f"weights={self.weights!r} and inputs={self.inputs!r}. "
+                "Allowed: inputs=None. Leave it out, or take 'int8' or 'int4'."
+            )
         if self.clip is not None and (
             type(self.clip) not in (int, float) or not 0.1 <= self.clip <= 1.0
         ):

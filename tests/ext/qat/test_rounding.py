@@ -183,9 +183,10 @@ def test_a_wrong_field_is_refused(field):
 
 
 @pytest.mark.any_backend
-def test_inputs_beside_four_bit_floats_are_refused():
+def test_inputs_that_no_frozen_kernel_has_are_refused():
     for call in (
         lambda: recipes.get("float4_e2m1fn(inputs='int8')"),
+        lambda: recipes.get("float8_e4m3fn(inputs='int8')"),
         lambda: kpe.freeze(
             keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]),
             weights="float4_e2m1fn",
