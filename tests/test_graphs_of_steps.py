@@ -1,6 +1,7 @@
 """A training step of PyTorch is as many graphs in float8 as in stock Keras."""
 
 import keras
+import numpy as np
 import pytest
 
 import keras_policy_ext as kpe
@@ -301,6 +302,28 @@ def test_a_second_fit_makes_none_and_another_batch_size_one(recorded):
     stock, found = counts
     assert found[0] == 0
     assert found == stock
+
+
+@pytest.mark.full
+def test_a_graph_whose_gradients_are_not_finite_changes_no_weights():
+    scaler = kpe.mixed_precision.LossScaleOptimizer(adam(), initial_scale=8.0)
+    model = made(dense, "current", lambda: scaler)
+    model.jit_compile = True
+    x, y, size = batches(model)
+    model.fit(x, y, size, verbose=0)
+    optimizer = model.optimizer.inner_optimizer
+    watched = [*model.trainable_variables, *optimizer.variables]
+    before = [keras.ops.convert_to_numpy(v).copy() for v in watched]
+    assert float(scaler.dynamic_scale.value) == 8.0
+    model.fit(x, np.full_like(y, np.inf), size, verbose=0)
+    assert float(scaler.dynamic_scale.value) == 1.0  # Three steps, each halves.
+    for variable, value in zip(watched, before, strict=True):
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(variable), value
+        )
+    model.fit(x, y, size, verbose=0)
+    changed = keras.ops.convert_to_numpy(watched[0])
+    assert np.any(changed != before[0]) and np.all(np.isfinite(changed))
 
 
 @pytest.mark.full
