@@ -77,7 +77,7 @@ _SMALLEST_SCALE = float(np.finfo("float32").smallest_normal)
 _LARGEST_SCALE = 2.0**127  # The largest power of two in float32.
 
 LARGEST_IN_E4M3 = 256.0
-"""The number that the largest scale of a kernel is at most in e4m3fn."""
+"""The bound of a kernel's scales as numbers of e4m3fn."""
 
 LEAST_IN_E4M3 = 2.0**-100
 """The least that a kernel's largest scale counts as, if scales are in e4m3fn.

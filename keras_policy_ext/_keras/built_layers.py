@@ -255,7 +255,7 @@ def register_parameters(layer: keras.Layer) -> None:
 
 
 def track_again(layers: Iterable[keras.Layer]) -> None:
-    """Register the variables of layers that were registered before again."""
+    """Register the variables of layers again, if they were registered."""
     # Keras registers those of a layer after those of the layers in it. They are
     # registered last again here: copies of a model and checkpoints of
     # optimizers rely on the order of `parameters()` that a loaded model has.
@@ -269,7 +269,7 @@ def track_again(layers: Iterable[keras.Layer]) -> None:
         # layers, and its tracker those from when it had fewer layers. They
         # would keep removed variables alive.
         for each in (*tracked, *children, layer):
-            # Where Keras has not registered a layer, its parent's are all.
+            # Keras registers the variables of some layers with their parent's.
             if "_torch_params" in vars(each).get("_modules", {}):
                 modules.setdefault(id(each), each)
     for each in modules.values():

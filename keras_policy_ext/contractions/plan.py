@@ -136,7 +136,7 @@ class Plan:
 
     @functools.cached_property
     def states(self) -> int:
-        """How many states the kernel has: 1, or in a bank one per matrix.
+        """The number of states of the kernel: 1, or one per matrix of a bank.
 
         It is 1 also for recipes without a state: shapes are made of it.
         """

@@ -195,7 +195,7 @@ def _are_names(value: object, _header: Mapping[str, Any]) -> bool:
 
 
 def _is_axes_of_kernels(value: object, header: Mapping[str, Any]) -> bool:
-    """Return True if an entry of a header gives axes (>= 0) for kernels."""
+    """Return True if a value of a header has a list of axes per kernel."""
     if not isinstance(value, dict):
         return False
     if not all(isinstance(each, list) for each in value.values()):

@@ -481,10 +481,9 @@ def _crosses_matrices(
     Args:
         contraction: The product with the bank.
         shape: The shape of the bank.
-        sizes: Those of tiles along the columns of the kernel.
+        sizes: The sizes of tiles along the columns of the kernel.
     """
-    # In a matmul the columns of all matrices are one axis, one matrix after the
-    # other.
+    # In a matmul the columns of all matrices are one axis, in their order.
     first, second, _ = equations.split(contraction.equation)
     free = zip(second[1:], shape[1:], strict=True)
     # A list: torch.compile would end the graph at a generator (torch 2.13).

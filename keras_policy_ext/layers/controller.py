@@ -70,7 +70,7 @@ class Float8Controller:
         # Of the recipe: whether each matrix of a bank may have a scale, and
         # whether kernels have a state.
         self._scales_each_matrix = self._remembers = False
-        # And the sizes of tiles along the columns of a kernel.
+        # The sizes of the recipe's tiles along the columns of a kernel.
         self.tiles_along_columns: tuple[int, ...] = ()
         # The grid on which operands are rounded before they are multiplied.
         self._grid: Grid | None = None

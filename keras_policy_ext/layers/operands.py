@@ -87,8 +87,8 @@ class TensorNotes(Generic[Value]):
     def __init__(self) -> None:
         """Begin without values."""
         self._values: dict[int, tuple[weakref.ref[Any], Value]] = {}
-        # Of the calls that torch.compile traces, which ends a graph at a
-        # changed dict (torch 2.13).
+        # The values of calls that torch.compile traces. It would end a graph
+        # where a dict changes (torch 2.13).
         self._traced: list[tuple[Any, Value]] = []
 
     def get(self, x: object) -> Value | None:
@@ -116,7 +116,7 @@ class TensorNotes(Generic[Value]):
 
     @contextlib.contextmanager
     def of_call(self) -> Iterator[None]:
-        """In the block, a call, store values; then forget those of a trace."""
+        """Forget the values of a trace at the end of the block, a call."""
         known = len(self._traced)
         try:
             yield

@@ -166,8 +166,8 @@ def halves(codes: Tensor, format_name: str) -> Tensor:
     if shift == 0:
         return ops.cast(view(codes, "int8"), "float16")
     if format_name == FLOAT4:
-        # To the sign of float16 and back, which repeats the sign; the copies
-        # between it and the exponent are cleared.
+        # Shifted left, the sign is that of float16. Shifted right, it stays
+        # there, and its copies before the exponent are cleared.
         bits = ops.left_shift(ops.cast(codes, "int16"), np.int16(12))
         bits = ops.right_shift(bits, np.int16(12 - shift))
         return view(ops.bitwise_and(bits, np.int16(~0x7000)), "float16")

@@ -220,7 +220,7 @@ class TorchBackend(Backend):
         arguments: tuple[Any, ...],
         variables: Sequence[keras.Variable],
     ) -> None:
-        """Call `update` if a flag is set; in a graph undo it otherwise."""
+        """Call `update` if a flag is set; in a graph else undo it."""
         compiles = torch.compiler.is_compiling()
         if not compiles or variable_values.is_stateless():
             super().run_if(flag, update, arguments, variables)
@@ -541,7 +541,7 @@ def _run_exported(
 # into Keras's filter of tracebacks, and stumble there (torch 2.14).
 @torch.compiler.assume_constant_result
 def _refuse_strict_export() -> None:
-    """Raise: a strict export traces by the compiler."""
+    """Raise an error, since the compiler traces a strict export."""
     raise NotImplementedError(
         "A layer in float8 cannot be traced by the compiler of PyTorch. "
         "Received: torch.export.export(..., strict=True). Allowed: "

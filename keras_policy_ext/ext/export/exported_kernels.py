@@ -54,7 +54,7 @@ class Scheme:
 
     @property
     def is_nvfp4(self) -> bool:
-        """True if kernels are those of NVFP4, but for the scales' format."""
+        """True if the codes are e2m1fn, and 16 of them have a scale."""
         return (self.weights, self.granularity) == ("float4_e2m1fn", "group16")
 
 

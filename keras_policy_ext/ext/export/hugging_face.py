@@ -338,7 +338,7 @@ class Folder:
         if np.any(is_read & (codes.astype("float32") != numbers)):
             raise ValueError(
                 "The scales of this kernel are too small beside those of "
-                "others, with which they have one number in NVFP4. Received: "
+                "others: a folder in NVFP4 has one factor for all. Received: "
                 f"{name!r}. Allowed: scales that are exact in e4m3fn, divided "
                 "by the largest of all kernels. Leave its layer, or that with "
                 "the largest values, out with `exclude`."

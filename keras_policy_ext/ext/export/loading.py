@@ -53,7 +53,7 @@ Array = np.ndarray[Any, Any]
 _DTYPES = ("float32", "bfloat16", "float16")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OUTER = "weight_global_scale"
-"""By what the scales of NVFP4 are divided."""
+"""The name of the number that divides the scales of NVFP4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,10 +279,10 @@ class _PackedFloats(Slot):
 
 
 def _held(recipe: FrozenKernels, slots: Mapping[str, Slot]) -> FrozenKernels:
-    """Return the recipe that holds the scales of a folder.
+    """Return a recipe whose format of scales has those of a folder.
 
-    In float32 if those of NVFP4 are not e4m3fn numbers times a power of two,
-    as other programs write them.
+    Other programs write scales of NVFP4 that are not e4m3fn numbers times a
+    power of two. The format is float32 then.
     """
     for name in slots:
         if name.endswith("." + _OUTER):
